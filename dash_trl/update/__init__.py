@@ -1,4 +1,4 @@
-"""The way from rewards to optimizer steps: advantages → filtering → schedule → packing → padding-free model passes."""
+"""Turns rewards into optimizer steps: advantages → filtering → schedule → packing → padding-free model passes."""
 
 from typing import TYPE_CHECKING
 

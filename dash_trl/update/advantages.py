@@ -1,9 +1,9 @@
-"""Estimators, which compute advantages from rewards. They are pure functions of any number of whole groups.
+"""Advantage estimators: pure functions that compute advantages from the rewards of whole groups.
 
-`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS` has
-estimators for which TRL's GRPOTrainer has no option, under the names that verl gives them.
+`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS`
+contains the estimators that TRL's GRPOTrainer does not offer. Its keys are the names of these estimators in verl.
 
-Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size, M = N / G groups.
+Letters: N rows (the G rows of a group are adjacent), F reward functions, G group size, M = N / G groups.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from dash_trl.update.arguments import check_tensor
 
-# TRL adds this to every standard deviation (grpo_trainer.py). Our advantages equal TRL's only with the same constant.
+# TRL adds this number to a standard deviation before dividing by it (grpo_trainer.py). With another number, our
+# advantages would differ from TRL's.
 STD_FLOOR = 1e-4
 
-# Rewards are float32, so a weighted sum of rewards has rounding errors of a few units in the last place. A group whose
-# rewards differ by no more than that counts as constant. TRL divides such differences by (0 + 1e-4) and gets advantages
-# up to 3.6e-3 for equal rewards.
+# Rewards are float32, so a weighted sum of rewards has rounding errors of a few units in the last place. If the rewards
+# of a group differ by no more than these errors, they count as equal. TRL divides the errors by 1e-4, so in TRL equal
+# rewards can get advantages up to 3.6e-3.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -38,11 +39,11 @@ def group_advantages(
     Then the weighted sum of the normalised rewards is normalised over all N rows.
 
     All standard deviations are unbiased. Deviation from TRL: if all rewards of a group are equal, the advantages are
-    exactly 0. TRL divides the rounding errors of float32 by 1e-4 instead.
+    exactly 0. In TRL, they can be rounding errors of float32 divided by 1e-4.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored: it is left
-            out of every mean and standard deviation, and its advantage is 0.
+        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored:
+            it is left out of every mean and standard deviation, and its advantage is 0.
         weights: [F], the weight of each reward function.
         group_size: G, which divides N.
         scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
@@ -69,7 +70,7 @@ def group_advantages(
 
 
 # --------------------------------------------------------------------------------------------- estimators by name
-# Unscored rows are left out of every mean and spread.
+# Unscored rows are left out of every mean and standard deviation.
 
 
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -108,9 +109,9 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for all other rows (pass@k: arXiv 2503.19595, as in verl).
 
-    Without the best row, the best reward of the group would be r_second. So the difference is what the best row adds.
-    If two rows are equally good, all advantages are 0. With rewards of 0 and 1, a group has signal only if exactly one
-    row has the reward 1.
+    Without the best row, the best reward of the group would be r_second. So r_best − r_second is the contribution of
+    the best row. If two rows share the best reward, all advantages are 0. With rewards of 0 and 1, a group has signal
+    if exactly one of its rows has the reward 1.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -127,8 +128,9 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
-    Groups are not considered: a group whose rewards are all equal may have advantages other than 0. Deviation: verl
-    weights each row by its number of tokens in mean and standard deviation; here all rows have the same weight.
+    The mean is over all rows, not over a group. So a group whose rewards are all equal can have advantages other than
+    0. Deviation from verl: in verl's mean and standard deviation, each row has its number of tokens as its weight; here
+    all rows have the same weight.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -144,8 +146,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r ("REINFORCE++ w/ baseline", arXiv 2501.03262).
 
     σ(c) is over all N rows. `group_advantages` with `scale_rewards="batch"` divides by the standard deviation of r
-    instead of c. Deviation: verl weights each row by its number of tokens. The mean of c is then not 0, and verl
-    subtracts it, which gives groups whose rewards are all equal advantages other than 0.
+    instead of c. Deviation: verl computes the mean and σ of c over tokens, so a longer row has a larger weight. This
+    mean is not 0, and verl subtracts it. Groups whose rewards are all equal then have advantages other than 0.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -172,7 +174,7 @@ def outcome_advantages(
 
     Args:
         estimator: name of the estimator, a key of `OUTCOME_ESTIMATORS`.
-        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
+        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function.
         group_size: G >= 2, which divides N.
         lengths: [N], the number of loss tokens of each row. `None`: all rows have the same number.
@@ -190,13 +192,13 @@ def outcome_advantages(
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of each row's rewards, r_i = Σ_k w_k r_ik. Estimators of your own may use it.
+    """Compute the weighted sum of each row's rewards, r_i = Σ_k w_k r_ik, for example in an estimator of your own.
 
-    The result is NaN for an unscored row. An unscored row must not count as 0, so compute sums and means over groups
-    with `nansum` and `nanmean`.
+    The result is NaN for an unscored row, because an unscored row must not count as 0. To sum or average the result
+    over a group, use `nansum` or `nanmean`.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
+        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function, on any device.
     Returns:
         [N], in the order of the rows; NaN for an unscored row.
@@ -213,7 +215,7 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
     """Check the advantages that an estimator returned, and set those of unscored rows to 0.
 
     Args:
-        advantages: the result of the estimator.
+        advantages: the return value of the estimator, which should be a float tensor [N].
         rewards: [N, F], the rewards that the estimator was given.
         culprit: name of the estimator, for the error.
     Returns:
@@ -236,7 +238,7 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
 
 
 def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return [M, G, 1] each: the weighted sum of rewards of each row, and this sum minus the mean of the group."""
+    """Return two tensors [M, G, 1]: the weighted sum of each row's rewards, and this sum minus its group's mean."""
     total = weighted_rewards(rewards, weights)
     if group_size < 1 or len(total) % group_size:
         raise ValueError(
@@ -248,18 +250,19 @@ def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tenso
 
 
 def _from_mean(rewards: Tensor) -> Tensor:
-    """Subtract from each of M groups of G values the mean of the group, ignoring NaN. Equal values give exactly 0."""
+    """Subtract the group's mean from each value of [M, G], ignoring NaN. Equal values give exactly 0."""
     return _centred(rewards, scale=rewards.abs())
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Subtract from each group the mean of the group, ignoring NaN.
+    """Subtract the group's mean from each value, ignoring NaN.
 
-    If the values of a group differ only by the rounding errors of numbers as large as `scale`, the result is exactly 0.
+    If the values of a group differ only by rounding errors, the result is exactly 0.
 
     Args:
         values: [M, G] or [M, G, K].
-        scale: same shape, absolute size of the numbers from which `values` was computed.
+        scale: same shape; for each value, the sum of the absolute terms from which it was computed. Its rounding error
+            is proportional to this sum.
     """
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
@@ -268,9 +271,9 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Compute the unbiased standard deviation along `dim`, which is kept with length 1.
+    """Compute the unbiased standard deviation along `dim`; the result has length 1 in this dimension.
 
-    NaN is ignored. The result is NaN if there are fewer than two other values.
+    NaN is ignored. If fewer than two values are not NaN, the result is NaN.
     """
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)

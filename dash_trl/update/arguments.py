@@ -1,5 +1,6 @@
-"""Checks of tensor arguments: a wrong shape or dtype is a `ValueError` that names the argument, not a silent
-broadcast.
+"""Checks tensor arguments, so that a wrong shape or dtype raises an error that names the argument.
+
+Without the check, PyTorch may broadcast a tensor of a wrong shape and return a wrong result without an error.
 """
 
 from typing import Any
@@ -15,15 +16,15 @@ _KINDS = {
 
 
 def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | None) -> None:
-    """Refuse a tensor with a wrong number of dimensions, length or dtype.
+    """Check that an argument is a tensor with the expected shape and dtype.
 
     Args:
-        name: the argument to name in the error.
-        value: the argument.
+        name: name of the argument, for the error.
+        value: value of the argument.
         kind: "floats", "integers" or "bools". `None`: any dtype.
-        sizes: the dimensions in their order, each with its length. `None`: any length.
+        sizes: letter = expected length, for each dimension in order. `None`: any length.
     Raises:
-        ValueError: names the argument, what it is and what it should be.
+        ValueError: if the shape or dtype is wrong, with the name, the value's shape or dtype, and the expected one.
     """
     expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
     if not isinstance(value, Tensor):

@@ -1,8 +1,9 @@
 """Gradient filtering: decides from the advantages which rows are dropped before model passes (the paper's Section 3.5).
 
-A row whose advantage is 0 has no policy gradient. If the loss has no other terms, dropping the row changes only the
-time that a step takes. If the loss has terms without the advantage (KL with beta > 0, entropy bonus, auxiliary losses),
-these terms of a dropped row are missing, so filtering is an approximation, as in the paper.
+A row whose advantage is 0 has no policy gradient. If every term of the loss contains the advantage, dropping the row
+changes only the time that a step takes. Some terms do not contain the advantage: KL with beta > 0, the entropy bonus,
+auxiliary losses. With these terms, filtering is an approximation, as in the paper, because a dropped row no longer
+contributes to them.
 
 Letters: B rows, T completion tokens.
 """
@@ -18,9 +19,9 @@ class Filtered:
 
     Attributes:
         keep: [B] bool, True = the row is a survivor.
-        constant: [B] bool, True = dropped, because `max_t |A_t| = 0`: all rewards of the group are equal, or the row
-            has no loss token.
-        threshold: [B] bool, True = dropped, because `max_t |A_t|` is below the threshold.
+        constant: [B] bool, True = dropped, because `max_t |A_t| = 0`. Usually all rewards of the group are equal, or
+            the row has no loss token.
+        threshold: [B] bool, True = dropped, because `max_t |A_t|` is above 0 and below the threshold.
         unscored: [B] bool, True = dropped, because the row is unscored.
     """
 
@@ -31,14 +32,16 @@ class Filtered:
 
 
 def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold: float | None) -> Filtered:
-    """Drop a row if its largest absolute advantage, `max_t |A_t|`, is 0 or below the threshold, or if it is unscored.
+    """Decide which rows are dropped: unscored rows, and rows whose `max_t |A_t|` is 0 or below the threshold.
+
+    `max_t |A_t|` is the largest absolute advantage of the row's loss tokens.
 
     Args:
         advantages: [B], or [B, T] for per-token credit.
         loss_mask: [B, T], 1 = a token that the loss counts.
         scored: [B] bool, True = the row is scored.
-        threshold: number >= 0; 0 drops only unscored rows and rows whose advantages are all 0. `None` turns filtering
-            off: every row is kept, as in TRL.
+        threshold: smallest `max_t |A_t|` of a row that is kept, at least 0. With 0, only unscored rows and rows whose
+            advantages are all 0 are dropped. `None`: every row is kept, as in TRL.
     """
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     signal = (per_token.abs() * loss_mask).amax(dim=1)

@@ -1,18 +1,19 @@
-"""Tests, by running the model, that samples in the same packed row do not influence each other.
+"""Tests by running a model that the samples of a packed row do not influence each other.
 
-A model keeps samples apart only if each layer passes the keyword arguments of a pass on to the attention function, and
-if the model builds no attention mask of its own. A model's configuration does not show whether this is so. If it is
-not, the update is wrong without an error. So before the first training pass, three samples are packed, and these
-properties are tested::
+A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps the
+samples apart only if each layer passes the keyword arguments of a pass on to the attention function, and if the model
+builds no attention mask of its own. A model's configuration does not show whether these conditions hold. If a model
+mixed samples, training would compute wrong log-probs without an error. So before the first training pass, three samples
+are packed, and these properties are tested::
 
-    isolation   other tokens in the first sample do not change the log-probs of the second
-    layout      a packed sample has the log-probs that it has alone, within rounding
-    prompt      if the samples share a prompt, another token in it changes the log-probs of all of them
+    isolation   other tokens in the first sample do not change the log-probs of the second sample
+    layout      the log-probs of a packed sample equal the log-probs of the sample alone, within rounding
+    prompt      if the samples share a prompt, other tokens in the prompt change the log-probs of each sample
 
-The isolation test compares passes of the same shapes, where rounding is the same. So it finds even a very small leak,
-also in bfloat16 and with a model whose log-probs depend little on the context. A mixture of experts is an exception:
-other tokens change the rounding, because they change which tokens an expert computes together. The size of this effect
-is measured by changing the third sample, which cannot leak into the second one because attention is causal.
+The isolation test compares passes of the same shapes, which round in the same way. So the test finds even a very small
+leak, also in bfloat16 and with a model whose log-probs depend little on the context. In a mixture of experts, however,
+other tokens change the rounding, because they change which tokens an expert computes together. To measure this effect,
+the third sample is changed. It cannot leak into the second sample, because attention is causal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# (samples of token ids) → the log-probs of each sample's scored tokens
+# Takes samples as lists of token ids, and returns one tensor per sample with the log-probs of some of its tokens.
 LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 
-SAMPLE_TOKENS = (24, 12, 18)  # even, so that a sample splits into a prompt and a completion, or a trunk and branches
-DRAWS = 2  # draws of other tokens: a leak shows in every draw, a changed choice of experts only in some
-NOISE = 8.0  # a leak is much larger than this number times the effect of regrouped experts
+# Number of tokens of each sample; even, so that a sample splits into prompt and completion, or into trunk and branches.
+SAMPLE_TOKENS = (24, 12, 18)
+DRAWS = 2  # number of draws of other tokens: a leak changes log-probs in every draw, regrouped experts only in some
+NOISE = 8.0  # a change counts as a leak if it is more than this number times the effect of regrouped experts
 SEEN = 0.5  # another shared prompt must change the log-probs by at least this share of the change without packing
-SAME = 1e-6  # nats: a smaller difference counts as none, because passes of the same shape round in the same way
+SAME = 1e-6  # nats; a change up to this size is no leak, because passes of the same shape round in the same way
 # The mean difference of log-probs that rounding may cause between passes of different shapes, as a share of the
 # standard deviation of the log-probs (the rounding error of a logit is proportional to its size). The value for float32
 # leaves room for TF32.
@@ -50,7 +52,7 @@ def isolation_flaw(
         packed: function that runs all samples in one packed row. An exception counts as a flaw, because the `forward`
             of a model may not accept the arguments of packed passes.
         alone: function that runs each sample in a row of its own.
-        vocabulary: number; all token ids are below it.
+        vocabulary: number; the test uses token ids below it.
         dtype: the dtype in which the model computes.
         others: two functions like `packed` and `alone`, but with another shared prompt before the samples. The two
             prompts have the same last token. `None`: the samples do not share a prompt.
@@ -82,10 +84,11 @@ def isolation_flaw(
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
-    """Measure how much other tokens in one sample change the log-probs of the second sample from `found`.
+    """Measure how much other tokens in the first or third sample change the log-probs `found` of the second sample.
 
     Returns:
-        The mean change with other tokens in the first sample, and with other tokens in the third sample.
+        The mean change with other tokens in the first sample (the smallest of all draws), and with other tokens in the
+        third sample (the largest of all draws).
     """
     first, second, third = samples
     moved, regrouped = [], []
@@ -113,12 +116,12 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 @contextmanager
 def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
-    """Put the model into evaluation mode, without dropout; afterwards, restore the mode of each module.
+    """Put the model into evaluation mode (no dropout) within the context, and restore each module's mode afterwards.
 
     Args:
         model: the model.
-        checkpointing: True = leave modules with gradient checkpointing in training mode, because they may pass other
-            arguments on in this mode, which a test of the model must see.
+        checkpointing: True = modules with gradient checkpointing are in training mode. In this mode they may pass other
+            arguments on to their layers, and a test of packed passes must run the same code as training.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,28 +1,28 @@
-"""Two things about losses: losses for rollouts of older weights, and the weight of each pass in an optimizer step.
+"""Losses for rollouts that older weights sampled, and the weight of each pass in an optimizer step.
 
-The losses for rollouts of older weights are computed by TRL's losses with other settings (`trl_settings`). They are
-sums over loss tokens::
+The losses for such rollouts are `OFF_POLICY_LOSSES`. TRL's code computes them with other settings (`trl_settings`).
+Each is a sum over loss tokens::
 
     aipo              −(1/N) Σ min(π/μ, δ) Â                                                        δ: aipo_delta
     aipo, detached    −(1/N) Σ sg(min(π/μ, δ)) Â log π                                              sg: no gradient
     decoupled_ppo     −(1/N) Σ min(π_prox/μ, c) min(u Â, clip(u, 1 − ε, 1 + ε_high) Â),  u = π/π_prox
                                                                    c: vllm_importance_sampling_clip_max
 
-μ, π_prox and π are probabilities of the token: by the sampler, by the weights with which the generation window began,
-and by the weights that are trained. Â is the advantage. N is the number of loss tokens by which TRL's `dapo` divides;
-with `filter_denominator="kept"`, only the loss tokens of survivors count.
+μ, π_prox and π are the probabilities of a token under the sampler, under the weights at the beginning of the generation
+window, and under the weights that are trained. Â is the advantage. N is the number of loss tokens by which TRL's `dapo`
+divides; with `filter_denominator="kept"`, N counts only the loss tokens of survivors.
 
 AIPO comes from LlamaRL (arXiv 2505.24034); here it is per token and without KL and entropy terms, as in PRIME-RL. The
-minimum is differentiated, too: a token with π/μ above δ has no gradient, whatever the sign of Â. In the detached form,
-such a token has the gradient δ Â ∇log π, as in PipelineRL and TRL's `cispo`. Decoupled PPO comes from AReaL (arXiv
-2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
+gradient also passes through the minimum: a token with π/μ above δ has the gradient 0, whatever the sign of Â. In the
+detached form, a token with π/μ above δ has the gradient δ Â ∇log π, as in PipelineRL and TRL's `cispo`. Decoupled PPO
+comes from AReaL (arXiv 2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
 
-A loss is computed per pass. An optimizer step may have more or fewer passes than TRL has micro-batches, and the
-survivors are distributed over the passes. `loss_scale` and `regularizer_weight` return the weight of each pass, so that
-the optimizer step does not depend on packing. The regularizers (the entropy bonus and the router loss of a mixture of
-experts) do not contain the advantage. TRL adds them to every micro-batch with the weight 1 / accumulation steps. Here,
-their weight in a pass is proportional to the loss tokens of the pass. This is an approximation, because regularizers
-are averaged over survivors instead of all rows, and a router loss is not linear in the batch.
+The trainer computes a loss for each pass. Packing changes the number of passes of an optimizer step, and the rows of
+each pass. `loss_scale` and `regularizer_weight` return the weight of each pass, with which the optimizer step does not
+depend on packing. The regularizers (the entropy bonus and the router loss of a mixture of experts) do not contain the
+advantage. TRL adds them to every micro-batch with the weight 1 / accumulation steps. Here, their weight in a pass is
+proportional to the loss tokens of the pass. This is an approximation, because regularizers are averaged over survivors
+instead of all rows, and a router loss is not linear in the batch.
 
 Letters: B rows, T completion tokens, R ranks.
 """
@@ -51,7 +51,7 @@ TOKEN_MEAN_LOSSES = ("bnpo",)
 
 
 def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, Any]:
-    """Return the attributes of a `GRPOTrainer` with which TRL computes our losses. `delta` is an attribute of `args`.
+    """Return the attributes of a `GRPOTrainer` with which TRL computes one of our losses.
 
     aipo is TRL's `dapo` with log μ in place of the old log-probs, so that r = π/μ. In TRL's formula
     min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1) Â), both terms are then min(r, δ) Â. So the outer minimum, which
@@ -60,10 +60,10 @@ def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, A
 
     Args:
         loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
-        delta: number, δ of aipo.
+        delta: δ of aipo, the upper bound of π/μ.
         detached: True = use the detached form of aipo.
     Returns:
-        Name of the attribute → value; empty for TRL's own losses.
+        Name of the attribute → value; empty for TRL's own losses. `delta` is an attribute of the trainer's `args`.
     """
     if loss_type == "decoupled_ppo":
         correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
@@ -91,7 +91,7 @@ def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Te
 def behaviour_log_probs(sampling_per_token_logps: Tensor, old_per_token_logps: Tensor) -> Tensor:
     """Return the sampler's log-probs, with the old log-prob in place of each log-prob that the sampler did not report.
 
-    With the old log-prob, the ratio π/μ of such a token is 1 at the beginning of the window.
+    A token whose log-prob the sampler did not report thus has the ratio π/μ = 1 at the beginning of the window.
 
     Args:
         sampling_per_token_logps: [B, T].
@@ -114,19 +114,20 @@ def importance_sampling_ratio(
 ) -> Tensor:
     """Compute the importance sampling ratio w = π_old / π_sampler, as TRL 1.16 defines it.
 
-    In the token modes, w is the ratio of each token; in the sequence modes, the product of these ratios over the row.
-    Truncation clips w to [clip_min, clip_max] (TIS). Masking sets w to 0 outside of this range (MIS).
+    In the token modes, w is the ratio of each token. In the sequence modes, w is the product of a row's token ratios.
+    The truncate modes clip w to [clip_min, clip_max] (TIS). The mask modes set w to 0 outside of this range (MIS).
 
-    TRL computes w in the method that also generates, before rewards are known. Here, w is computed for survivors only.
+    TRL computes w of all rows when it generates them, before rewards are known. Our trainer calls this function later,
+    for survivors only.
 
     Args:
-        old_per_token_logps: [B, T].
-        sampling_per_token_logps: [B, T]. A token whose log-prob the sampler did not report (`unknown_log_probs`) counts
-            as a ratio of 1.
+        old_per_token_logps: [B, T], log π_old.
+        sampling_per_token_logps: [B, T], log π_sampler. A token whose log-prob the sampler did not report
+            (`unknown_log_probs`) counts as a ratio of 1.
         loss_mask: [B, T], 1 = a token that the loss counts.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-        clip_min: lower bound. `None`: unbounded.
-        clip_max: upper bound. `None`: unbounded.
+        clip_min: lower bound of w. `None`: no lower bound.
+        clip_max: upper bound of w. `None`: no upper bound.
     Returns:
         [B, T] for the token modes, [B, 1] for the sequence modes.
     """
@@ -143,11 +144,11 @@ def importance_sampling_ratio(
 
 
 def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segment: Segment) -> float:
-    """Return the factor of a micro-batch's loss that makes the sum over a segment independent of packing.
+    """Return the factor for a micro-batch's loss that makes the loss of a segment independent of packing.
 
-    TRL takes the mean over the b rows of a micro-batch, and then the mean over a micro-steps and R ranks. So each row
+    TRL averages the loss over the b rows of a micro-batch, over the `a` micro-steps and over the R ranks. So each row
     has the weight 1 / (b·a·R) = 1 / all_rows. After packing, micro-batches have different numbers of rows, and a row
-    would have the weight 1 / (rows·a·R). With `passes` = a·R, the factors that correct this are::
+    would have the weight 1 / (rows·a·R). With `passes` = a·R, these factors correct the weight::
 
         all:   rows · passes / all_rows   (row means)      tokens · passes / all_tokens   (bnpo)      1 (token sums)
         kept:  rows · passes / kept_rows                   tokens · passes / kept_tokens      all_tokens / kept_tokens
@@ -174,10 +175,10 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
 
 
 def regularizer_weight(tokens: int, segment: Segment) -> float:
-    """Return the weight of the regularizers in a pass: tokens · passes / kept_tokens.
+    """Return the weight of the regularizers (entropy bonus, router loss) in a pass: tokens · passes / kept_tokens.
 
-    In TRL, each micro-batch has the weight 1. The weights of all passes of a segment add up to `segment.passes` =
-    micro-steps × ranks, which is the number of micro-batches in TRL.
+    In TRL, the regularizers have the weight 1 in each micro-batch. Here, the weights of all passes of a segment add up
+    to `segment.passes` = micro-steps × ranks, which is the number of TRL's micro-batches.
 
     Args:
         tokens: number of loss tokens of the pass on this rank; 0 for a pass over dummy rows, whose weight is then 0.
@@ -187,14 +188,14 @@ def regularizer_weight(tokens: int, segment: Segment) -> float:
 
 
 class ScaledCoefficient(float):
-    """A float that is `scale` times as large in a multiplication, and unchanged in sums, comparisons and logs.
+    """Float whose products are `scale` times as large; sums, comparisons and logs use the plain value.
 
-    `regularizer_weight` must scale TRL's entropy coefficient where TRL multiplies by it. But the same method of TRL
-    also logs and adapts the coefficient (`use_adaptive_entropy`), which must not be scaled.
+    When TRL multiplies the entropy by its coefficient, the coefficient must be scaled (see `regularizer_weight`). The
+    same method of TRL also logs and adapts the coefficient (`use_adaptive_entropy`). There it must not be scaled.
 
     Args:
         value: the coefficient.
-        scale: the factor by which a multiplication uses the coefficient.
+        scale: factor that is applied when the coefficient is multiplied.
     """
 
     scale: float

@@ -1,9 +1,9 @@
 """Packing: distributes survivors over micro-batches with similar numbers of tokens.
 
 All ranks get the same number of micro-batches. Every rank computes the plan of all ranks from one gathered table of
-lengths, so no further collective is needed to agree on the plan.
+lengths, so the ranks need no further collective to agree on the plan.
 
-Letters: R ranks, M rows per rank (dropped ones included), S micro-steps.
+Letters: R ranks, M rows per rank (dropped rows included), S micro-steps.
 """
 
 import heapq
@@ -46,32 +46,33 @@ def plan_segment(
     A segment is the micro-steps within one optimizer step that use one window. All ranks get the same number of
     micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
     collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
-    gradients are synchronised in the last one. If there are more micro-batches than micro-steps, a micro-step runs
-    several of them. So no micro-batch exceeds the budget, except if a single row does.
+    gradients are synchronised in the last micro-step. If there are more micro-batches than micro-steps, a micro-step
+    runs several micro-batches. So no micro-batch exceeds the budget, unless it is a single row longer than the budget.
 
     Args:
         lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
             length 0.
         micro_steps: S, at least 1.
         last_must_run: True = the last micro-step runs a pass even if this segment has no survivor (then with dummy
-            rows). Needed if an earlier segment of the same optimizer step has run passes, because DDP synchronises
-            gradients and DeepSpeed steps in the last micro-step.
-        max_rows: row budget of a micro-batch, used if `max_tokens` is `None`.
-        max_tokens: token budget of a micro-batch. If `padding_free`, the tokens that the model computes count;
-            otherwise, padding counts, too. `None`: `max_rows` is the budget.
+            rows). Pass True if an earlier segment of the same optimizer step has run passes, because DDP synchronises
+            gradients, and DeepSpeed steps the optimizer, in the last micro-step.
+        max_rows: largest number of rows of a micro-batch, used if `max_tokens` is `None`.
+        max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
+            are counted; otherwise, padding is counted, too. `None`: `max_rows` is the budget.
         padding_free: True = passes are padding-free, False = padded.
-        min_shared: rows with the same prompt stay together as far as they fit, if they can share at least this number
-            of prompt tokens. `None`: no row shares its prompt.
+        min_shared: smallest number of prompt tokens that rows share. Rows that can share at least this number are kept
+            in one micro-batch as far as they fit. `None`: no row shares its prompt.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
-    # Column by column: one list per row would trigger Python's garbage collector, which takes longer than the packing.
+    # Convert column by column. One list per row would trigger Python's garbage collector, which takes longer than the
+    # packing.
     packed = [
         _pack(*columns, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free, min_shared=min_shared)
         for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
     count = max(int(last_must_run), *map(len, packed))
-    # Dummy rows first, so that the last pass of every rank that has rows is a pass over real rows.
+    # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
     micro_batches = map(MicroBatch, zip(*aligned, strict=True))
     # The last micro-steps get ⌈count / S⌉ micro-batches, the first ones ⌊count / S⌋.
@@ -104,13 +105,13 @@ def _pack(
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
-    families: dict[tuple[int, ...], list[int]] = {}  # each family is the rows that can share one prompt, or one row
+    families: dict[tuple[int, ...], list[int]] = {}  # a family: all rows that can share one prompt, or a single row
     for row in rows:
         shares = min_shared is not None and prompts[row] > min_shared
         families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
 
     def tokens(unit: Sequence[int]) -> int:
-        """Count the tokens that the model computes. The last token of a shared prompt is computed in each row."""
+        """Count the tokens that the model computes for a unit. The last prompt token is computed again in each row."""
         return prompts[unit[0]] - 1 + sum(completions[row] + 1 for row in unit)
 
     if max_tokens is None:
@@ -132,7 +133,7 @@ def _pack(
 
 
 def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
-    """Split rows with the same prompt into units of at most `max_tokens` tokens. A longer row is a unit of its own."""
+    """Split a family into units of at most `max_tokens` tokens. A row with more tokens is a unit of its own."""
     unit: list[int] = []
     for row in family:
         if unit and tokens([*unit, row]) > max_tokens:
@@ -147,12 +148,12 @@ def balanced_bins(
 ) -> list[list[list[int]]]:
     """Fill bins with nearly equal token sums (longest processing time first, Graham 1969).
 
-    If `max_rows` has no effect, the largest sum is at most 4/3 of the smallest possible. A unit for which no bin has
-    room is split, so that `count` bins are enough.
+    As long as `max_rows` has no effect, the fullest bin has at most 4/3 of the tokens that it would have in the best
+    distribution. If no bin has room for a whole unit, the unit is split, so that `count` bins are enough.
 
     Args:
         units: lists of at most `max_rows` rows. The rows of a unit stay in one bin if possible.
-        tokens: function that returns the number of tokens of a unit.
+        tokens: function that takes a unit and returns its number of tokens.
         count: number of bins.
         max_rows: the largest number of rows in a bin.
     Returns:
@@ -178,9 +179,9 @@ def balanced_bins(
 
 
 def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) -> list[list[int]]:
-    """Fill few bins of at most `max_tokens` tokens, by best-fit-decreasing.
+    """Distribute rows over as few bins of at most `max_tokens` tokens as best-fit-decreasing finds.
 
-    The number of bins is at most 11/9 of the smallest possible number, plus 1. A row that is longer than the budget
+    The number of bins is at most 11/9 of the smallest possible number, plus 1. A row with more than `max_tokens` tokens
     gets a bin of its own.
 
     Args:
@@ -207,10 +208,10 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
 def _sorted_bins(
     rows: list[int], prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Pack rows of similar length together, for padded passes.
+    """Pack the rows of one rank into bins of rows with similar lengths, for padded passes.
 
-    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included. This must be at most
-    `max_tokens`; without `max_tokens`, n must be at most `max_rows`.
+    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included. If `max_tokens` is set, a
+    bin has at most `max_tokens` tokens; otherwise, it has at most `max_rows` rows.
     """
     bins: list[list[int]] = []
     prompt = completion = 0

@@ -1,4 +1,4 @@
-"""Padding-free model passes: the rows of a micro-batch lie end to end in one packed row, each seeing only itself.
+"""Padding-free model passes: the rows of a micro-batch lie end to end in one packed row, and attend only to themselves.
 
 Rows with the same prompt p share it: the prompt is computed once, except for its last token. The last prompt token
 predicts the first token of a completion c, so it is computed again before each completion::
@@ -6,9 +6,9 @@ predicts the first token of a completion c, so it is computed again before each 
     packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
     positions     0 … P−2         P−1 P P+1 …       P−1 P …
 
-If the model uses FlashAttention, FlashAttention's varlen kernels keep the rows apart. If the model uses SDPA,
-`tree_attention` keeps them apart. Both are called through transformers' attention interface. In both cases nothing is
-computed for padding, and attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
+If the model uses FlashAttention, FlashAttention's varlen kernels restrict attention to the row. If the model uses SDPA,
+`tree_attention` does. Transformers' attention interface calls both. Nothing is computed for padding, and attention
+costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -35,12 +35,12 @@ from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens; see `ModelPasses.min_shared`. To share a short prompt costs more than it saves, because a branch
+# Number of tokens; see `ModelPasses.min_shared`. Sharing a short prompt takes more time than it saves, because a branch
 # needs attention in two parts and computes the last prompt token again. Speed relative to passes without sharing,
 # groups of 8: 0.97 with prompts of 8 tokens, 1.09 and 1.12 with 16, 1.20 and 1.20 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
-COMMON_PROMPT_TOKENS = 12  # number of prompt tokens in the test whether sharing a prompt works
+COMMON_PROMPT_TOKENS = 12  # length of the shared prompt with which `packing_flaw` tests a model
 
 
 def plain_causal_attention(model: PreTrainedModel) -> bool:
@@ -61,8 +61,9 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
 def has_dropout(model: nn.Module) -> bool:
     """Whether a pass in training mode draws random numbers.
 
-    This is so if the model has a dropout module with p > 0, or a module with a float attribute for a rate above 0,
-    which the module passes to a function (OPT's `dropout`, Mixtral's `jitter_noise`).
+    A pass draws random numbers if the model has a dropout module with p > 0. Some modules have no dropout module but
+    store a rate, which they pass to a function (OPT's `dropout`, Mixtral's `jitter_noise`). So a float attribute above
+    0 with "drop" or "jitter" in its name counts as dropout, too.
 
     Args:
         model: any module.
@@ -79,18 +80,18 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Register attention functions that can run packed passes of a model.
+    """Register an attention function with which a model can run packed passes.
 
     The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
-    apart. The model itself is not changed, because a pickle of a model with our attention in its config would need this
-    package. Instead, the function that is registered in this process under the name of the model's attention ("sdpa",
-    "flash_attention_2", …) is replaced by a function that can handle trees. For passes without trees, the new function
-    does what the old one does.
+    apart. This function replaces the attention function that this process has registered under the name of the model's
+    attention ("sdpa", "flash_attention_2", …) by a function that can handle trees. For passes without trees, both
+    functions do the same. The model is not changed: with a new name in its config, its pickle would need this package.
 
     Args:
         model: a transformers model.
     Returns:
-        The reason why the model cannot run packed passes; `None` if it may be able to, which `packing_flaw` tests.
+        The reason why the model cannot run packed passes. `None`: nothing is known against packed passes, and
+        `packing_flaw` has to test them.
     """
     if not plain_causal_attention(model):
         return "its attention is not plain causal in every layer"
@@ -112,16 +113,15 @@ def enable_padding_free(model: PreTrainedModel) -> str | None:
 class PackedLayout:
     """Which tokens of a padded micro-batch form the packed row, and which log-probs of the packed row are needed.
 
-    The indices are computed on the CPU, where the masks are. If they were computed from a mask on a GPU, the CPU would
-    have to wait for the GPU in each pass.
+    Build the layout on the CPU, where the masks are. If it were computed from a mask on a GPU, the CPU would have to
+    wait for the GPU in each pass.
 
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
         position_ids: [1, L] int64, position of each token in its row.
         ignored: [1, L] bool, True = the token's log-prob is not needed.
-        sources: [K] int64, the K tokens whose log-probs are needed, as positions in the L − 1 outputs of the fused LM
-            head.
-        targets: [K] int64, the same tokens as positions in the flattened [B, T].
+        sources: [K] int64, positions of the K needed log-probs in the L − 1 outputs of the fused LM head.
+        targets: [K] int64, positions of the same log-probs in the flattened [B, T].
         trees: the trees that the packed row consists of; their tokens add up to L.
         rows: number of rows that have a token.
     """
@@ -139,9 +139,9 @@ class PackedLayout:
         """Build the layout of a padded micro-batch.
 
         Args:
-            attention_mask: [B, P + T], on the CPU.
+            attention_mask: [B, P + T], 1 = a token, 0 = padding; on the CPU.
             logits_to_keep: T; the log-probs of the last T columns are needed.
-            same_prompt: [B] bool, True = the row shares its prompt with the row before. `None`: no row shares its
+            same_prompt: [B] bool, True = the row shares its prompt with the previous row. `None`: no row shares its
                 prompt.
         """
         mask = attention_mask.bool()
@@ -165,7 +165,7 @@ class PackedLayout:
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
-    """Yield the trees of the rows that have a token. A row with a prompt of its own is a tree without branches."""
+    """Yield the trees of a packed row: one for the rows that share a prompt, one for each other row with a token."""
     starts = [row for row, length in enumerate(lengths) if length and not shared[row]]
     for first, end in zip(starts, [*starts[1:], len(lengths)], strict=True):
         family = [row for row in range(first, end) if lengths[row]]
@@ -177,13 +177,13 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
 
 
 def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
-    """Return which rows of a micro-batch share their prompt with the row before, for `PackedLayout.of`.
+    """Return which rows of a micro-batch share their prompt with the previous row, for `PackedLayout.of`.
 
     Args:
         inputs: the inputs of a pass.
-        min_shared: number of tokens; a prompt is shared only if it has more tokens than this.
+        min_shared: number of tokens; a prompt with more tokens is shared.
     Returns:
-        [B] bool, True = the row shares its prompt with the row before.
+        [B] bool, True = the row shares its prompt with the previous row.
     """
     real = inputs["prompt_mask"].bool()
     prompts = inputs["prompt_ids"].masked_fill(~real, -1)
@@ -213,12 +213,12 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     """Build the model inputs of one packed row, for TRL's fused LM head.
 
     Args:
-        input_ids: [B, P + T].
-        layout: the layout of its mask, on the same device.
+        input_ids: [B, P + T], the token ids of the micro-batch.
+        layout: the layout of the micro-batch, on the device of `input_ids`.
         flash: True = the model uses FlashAttention, False = SDPA.
     Returns:
-        `input_ids`, `position_ids` and `labels`, [1, L] each, and the arguments by which the attention keeps rows
-        apart. The label of a token whose log-prob is not needed is −100.
+        `input_ids`, `position_ids` and `labels`, [1, L] each, and the arguments with which the attention function keeps
+        rows apart. If the log-prob of a token is not needed, its label is −100.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -250,12 +250,12 @@ def packed_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass.
 
-    It replaces TRL's method `_get_per_token_logps_and_entropies` and has the same results.
+    It replaces TRL's method `_get_per_token_logps_and_entropies` and returns the same values.
 
     Args:
         model: the model.
-        input_ids: [B, P + T].
-        attention_mask: [B, P + T].
+        input_ids: [B, P + T], the token ids.
+        attention_mask: [B, P + T], 1 = a token, 0 = padding.
         logits_to_keep: T, the number of completion columns.
         flash: True = the model uses FlashAttention, False = SDPA.
         layout: the layout of `attention_mask`. `None`: it is built here.
@@ -276,8 +276,8 @@ def packed_log_probs(
     def unpacked(values: Tensor) -> Tensor:
         """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
 
-        Value i of the output belongs to packed token i + 1. The result depends on the output even if no value is
-        needed, so that a pass over dummy rows has a gradient, which is 0.
+        Value i of the output belongs to packed token i + 1. The result is computed from the output even if no value is
+        needed. So a pass over dummy rows has a backward pass, whose gradients are 0.
         """
         target = values.new_zeros(len(input_ids) * logits_to_keep)
         target = target.index_copy(0, layout.targets, values[0][layout.sources])
@@ -295,16 +295,16 @@ def packing_flaw(
         packed: function (input_ids, attention_mask, logits_to_keep) → (log-probs, …) that runs packed passes.
         padded: function with the same arguments and results that calls TRL's method.
         model: the model that both functions call.
-        vocabulary: number; all token ids are below it.
+        vocabulary: number; the test uses token ids below it.
         device: the device of the model.
-        shared: True = the rows have the same prompt, and `packed` computes it once.
+        shared: True = test samples with the same prompt, which `packed` computes once.
     Returns:
         A text that describes what is wrong with packed passes; `None` if they are right.
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        # All common prompts have the same last token. This token is computed in each row, so a row would notice another
-        # last token even if it did not see the shared rest of the prompt.
+        # All tested prompts have the same last token, which is computed in each row. With another last token, log-probs
+        # would change even in a row that does not attend to the shared tokens.
         common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
         prompt = len(common) or min(map(len, samples)) // 2  # the same in all rows, so none is padded on the left
         rows = [[*common, *sample] for sample in samples]
@@ -328,12 +328,12 @@ def packing_flaw(
 class ModelPasses:
     """Decides whether passes are padding-free, builds their inputs, and runs them in place of TRL's method.
 
-    Each bool below is a reason against padding-free passes or against shared prompts.
+    Except for `share_prompts`, an argument that is True may rule out padding-free passes or shared prompts.
 
     Args:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
-        virtual_tokens: True = prompt tuning puts virtual tokens before each prompt. Padding lies between these and the
-            prompt, so the width of the padding changes the result.
+        virtual_tokens: True = prompt tuning puts virtual tokens before each prompt. Padding lies between the virtual
+            tokens and the prompt, so the width of the padding changes the result.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
         noisy_embeddings: True = NEFTune adds noise to the embeddings. The size of the noise depends on the length of
             the row.
@@ -341,13 +341,13 @@ class ModelPasses:
             row one by one. So it needs a graph for each number of rows, and gives up after 8 graphs. With
             FlashAttention, one graph is enough for any number of rows.
         share_prompts: see `DASHConfig`.
-        router_losses: True = the loss has a term over all tokens that the model computes. A shared prompt would count
-            only once in it.
+        router_losses: True = the loss has a term over all tokens that the model computes. The term would count a shared
+            prompt only once.
     Attributes:
         flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
-        alone_because: the reason why no row shares its prompt. `None`: rows share prompts.
-        compiled: as above.
+        alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
+        compiled: see the argument.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class ModelPasses:
 
     @property
     def min_shared(self) -> int | None:
-        """Number of tokens: rows share a prompt only if it has more tokens. `None`: no row shares its prompt."""
+        """Number of tokens; rows share a prompt if it has more tokens than this. `None`: no row shares its prompt."""
         return None if self.padded_because or self.alone_because else self._least_shared
 
     def prepare(
@@ -407,15 +407,16 @@ class ModelPasses:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """Test packed passes of the models, and warn if passes must be padded.
+        """Test packed passes of the models, and warn if passes must be padded or cannot share prompts.
 
-        Call it on every rank after the models are prepared for training. A pass is a collective under ZeRO-3 and FSDP.
+        Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP, and only after the models are
+        prepared for training.
 
         Args:
-            wrapped: the policy as the training loop calls it.
-            models: the policy and, if there is one, the reference model.
+            wrapped: the policy as the training loop calls it, with its wrappers.
+            models: the policy and, if there is one, the reference model, without the wrappers of the training loop.
             padded: TRL's method for log-probs.
-            vocabulary: number; model and tokenizer know all token ids below it.
+            vocabulary: number; the test uses token ids below it, which the model and the tokenizer must have.
             device: the device of the models.
             ranks: the ranks of the run.
         """
@@ -459,9 +460,9 @@ class ModelPasses:
             vocabulary: see `prepare`.
             device: the device of the models.
             ranks: the ranks of the run.
-            shared: True = test shared prompts, too.
+            shared: True = test samples with a shared prompt, False = samples without.
         Returns:
-            A text that describes what is wrong with one of the models on any rank; `None` if all are right.
+            A text that describes a flaw of one of the models; `None` if no model has a flaw on any rank.
         """
         same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
         flaws = [
@@ -479,10 +480,10 @@ class ModelPasses:
         return next(iter(found), "another rank found a flaw") if ranks.sum(torch.tensor(len(found))) else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
-        """Build the inputs of a pass, with its `layout`, on the CPU.
+        """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.
 
         Args:
-            survivors: the rows of a window.
+            survivors: the survivors of a window.
             rows: as in `Survivors.micro_batch`.
             size: as in `Survivors.micro_batch`.
             pad_token_id: as in `Survivors.micro_batch`.
@@ -510,9 +511,9 @@ class ModelPasses:
 
     @contextmanager
     def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within the context, `log_probs` uses the layout of `inputs`.
+        """Make `log_probs` use the layout of `inputs` within the context.
 
-        TRL calls `log_probs` with the ids and the mask only, so it cannot pass the layout on.
+        TRL calls `log_probs` with the ids and the mask only, so the layout cannot be an argument.
 
         Args:
             inputs: the inputs of a pass.
@@ -532,9 +533,9 @@ class ModelPasses:
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Run one pass: packed if passes are padding-free, otherwise with TRL's method for the rows that have a token.
+        """Compute log-probs by one pass: a packed pass if passes are padding-free, otherwise a pass of TRL's method.
 
-        So a padded pass computes padding, too, but no dummy rows.
+        A padded pass runs only the rows that have a token, so it computes padding, but no dummy row without tokens.
 
         Args:
             padded: TRL's method for log-probs.
@@ -550,7 +551,7 @@ class ModelPasses:
         if self.padding_free:
             return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)
         layout = self._layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
-        real = layout.rows  # the rows after these are dummy rows
+        real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (
             None if values is None else torch.cat([values, values.new_zeros(len(input_ids) - real, values.shape[1])])

@@ -1,8 +1,8 @@
-"""Decides which model passes each micro-step runs: a state machine without a clock, a model or a collective.
+"""Decides which model passes each micro-step runs. The schedule is a state machine: it uses no clock and no model.
 
-Transformers counts micro-steps and steps the optimizer after `gradient_accumulation_steps` of them (fewer at the end of
-an epoch). A new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *segment* is a run of
-micro-steps within one optimizer step that use one window; its survivors are packed together::
+Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (after fewer at the end of an epoch). A
+new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *segment* is a run of micro-steps
+within one optimizer step that use one window; its survivors are packed together::
 
     steps_per_generation = 4, gradient_accumulation_steps = 2        steps_per_generation = 2, … = 4
     window     |---------------|---------------|                     |-------|-------|-------|-------|
@@ -23,7 +23,7 @@ from dash_trl.update.packing import MicroBatch
 
 @dataclass(frozen=True)
 class Segment:
-    """The counts that a pass needs for its weight in the loss, over all ranks.
+    """Counts of a segment over all ranks, from which `loss_scale` computes the weight of a pass.
 
     If the rewards of the segment's rows come in several parts, `kept_rows` and `kept_tokens` count only the rows of one
     part, because the survivors of the whole segment are not known before the last part.
@@ -32,7 +32,7 @@ class Segment:
         micro_steps: number of micro-steps of the segment.
         passes: micro-steps × ranks.
         all_rows: number of rows, dropped rows included.
-        all_tokens: number of loss tokens, those of dropped rows included.
+        all_tokens: number of loss tokens, including the loss tokens of dropped rows.
         kept_rows: number of survivors.
         kept_tokens: number of loss tokens of the survivors.
     """
@@ -47,11 +47,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pass:
-    """A model pass: its micro-batch, and the segment whose counts give the pass its weight in the loss.
+    """A model pass over one micro-batch.
 
     Attributes:
-        micro_batch: its rows are positions in the generation window.
-        segment: the segment that the micro-batch belongs to.
+        micro_batch: the rows of the pass, as positions in the generation window.
+        segment: the segment of the micro-batch; the weight of the pass in the loss depends on its counts.
         tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
     """
 
@@ -61,7 +61,7 @@ class Pass:
 
 
 class Schedule:
-    """Walks through optimizer steps and generation windows, one micro-step at a time.
+    """Plans the passes of each micro-step, and records which rows of the window in use have run.
 
     Args:
         steps_per_generation: TRL's option.
@@ -73,8 +73,8 @@ class Schedule:
     Attributes:
         generate_every: number of micro-steps from one window to the next.
         optimizer_step: range of the micro-steps of the running optimizer step.
-        ran_model: True = a rank has run a pass in this optimizer step.
-        segments: first micro-step → segment, for the segments of this optimizer step, also those without survivors.
+        ran_model: True = this optimizer step has had at least one pass; set when the pass is planned.
+        segments: the segments of this optimizer step, also those without survivors, by their first micro-step.
     """
 
     def __init__(
@@ -92,25 +92,25 @@ class Schedule:
         self.rows_per_step = rows_per_step
         self.pack = pack
         self.optimizer_step = range(0)
-        self._uncut = 0  # where `optimizer_step` would begin if no callback had cut it
+        self._uncut = 0  # first micro-step of the optimizer step; if the step was cut short, of the step before the cut
         self.ran_model = False
         self.segments: dict[int, Segment] = {}
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
-        # [R, B], True = the row has run. With `num_iterations` > 1, a window is used several times; this is about the
-        # running use.
+        # [R, B], True = the row has run. With `num_iterations` > 1, each row of a window runs several times; True then
+        # means that the row has run in the current iteration.
         self._ran = torch.zeros(0, 0, dtype=torch.bool)
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step.
 
-        If no optimizer step was taken since the last call, the earlier one was cut short, and gradients keep
-        accumulating. This happens at the end of a stream, and if a callback ends the epoch: Transformers then takes no
-        step for the last micro-steps. The new micro-steps also run the rows that the earlier micro-steps left over,
-        wherever in the window these rows lie. (At the end of an epoch, where the earlier micro-steps would have formed
-        a shorter optimizer step, these rows have a smaller weight than in TRL. TRL divides by the number of micro-steps
-        of the step that a row belongs to.)
+        If `global_step` has not changed since the last call, the previous optimizer step was cut short, and its
+        gradients keep accumulating. This happens at the end of a stream, and if a callback ends the epoch, because
+        Transformers then does not step the optimizer. The new micro-steps also run the rows that the previous
+        micro-steps left over. If the previous optimizer step was the shorter step at the end of an epoch, these rows
+        get a smaller weight than in TRL, which divides the loss of a row by the number of micro-steps of the row's own
+        optimizer step.
 
         Args:
             step: the first micro-step of the optimizer step.
@@ -132,27 +132,28 @@ class Schedule:
         return step == self.optimizer_step.stop - 1
 
     def completed(self, step: int, global_step: int) -> int:
-        """Return the number of micro-steps that belong to optimizer steps that were taken.
+        """Return the number of micro-steps of all completed optimizer steps.
 
-        Within an optimizer step, this number is smaller than the number of micro-steps that have run.
+        A resumed run continues at this micro-step. Within an optimizer step, the number is smaller than the number of
+        micro-steps that have run.
 
         Args:
             step: the number of micro-steps that have run.
-            global_step: the number of optimizer steps taken.
+            global_step: the number of completed optimizer steps.
         """
         return self._completed if global_step == self._global_step else step
 
     def sampled_after(self, step: int) -> bool:
         """Whether the window in use begins after micro-step `step`.
 
-        A run that continues at `step` cannot use this window, because its rows were sampled by later weights.
+        If it does, a run that is resumed at `step` cannot use this window, because later weights sampled its rows.
         """
         return self._sampled_at is not None and self._sampled_at > step
 
     def samples_again(self, step: int) -> bool:
-        """Whether a run that continues at micro-step `step` samples the window in use again.
+        """Whether a run that is resumed at micro-step `step` samples the window in use again.
 
-        This is so if the window begins at `step` or later.
+        It does if the window begins at `step` or later.
         """
         return self._sampled_at is not None and self._sampled_at >= step
 
@@ -166,10 +167,10 @@ class Schedule:
         self._planned.clear()
 
     def window_is_whole(self, ran: int, lengths: Tensor) -> None:
-        """Record that a window whose parts came one after the other is whole, and which of its rows have run.
+        """Record that all parts of the window in use have come, and which of its rows have run.
 
         Args:
-            ran: number of rows at the beginning of each rank's window that have run already.
+            ran: number of rows of each rank that have run, counted from the beginning of the window.
             lengths: see `passes`.
         """
         self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
@@ -182,8 +183,8 @@ class Schedule:
             lengths: [R, B, 4] of the window, see `RolloutBatch.lengths`; 0 for a dropped row.
             num_items_in_batch: number of loss tokens of the window, dropped rows included.
         Returns:
-            The passes of the micro-step, and the micro-batches that this call has planned, for the log. A call plans
-            all micro-steps that are left of a segment at once, so later calls have planned nothing.
+            The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
+            in a segment plans the micro-batches of all its remaining micro-steps. Later calls plan none.
         """
         planned: list[MicroBatch] = []
         if step not in self._planned:
@@ -202,10 +203,7 @@ class Schedule:
         return self._planned[step], planned
 
     def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
-        """Return `lengths` of the rows that are left to run in these micro-steps, with 0 for rows that have run.
-
-        The result ends with the last row of these micro-steps.
-        """
+        """Return the rows of `lengths` up to the last row of these micro-steps, with 0 for rows that have run."""
         columns = self._columns_of_step(lengths)
         first = step % self.steps_per_generation * columns
         if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
@@ -218,15 +216,18 @@ class Schedule:
         return -(-lengths.shape[1] // self.steps_per_generation)
 
     def has_whole_share(self, step: int) -> bool:
-        """Whether the optimizer step runs exactly the share of the window that belongs to an optimizer step.
+        """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
 
-        At the end of a stream, an optimizer step runs fewer rows. After a cut, it also runs rows that the earlier
-        optimizer step left over.
+        At the end of a stream, an optimizer step runs fewer rows. If the previous optimizer step was cut short, an
+        optimizer step also runs the rows that were left over.
         """
         return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
 
     def share(self, step: int) -> range:
-        """Return the micro-steps of the optimizer step that use the window of `step`, those before a cut included."""
+        """Return the micro-steps of this optimizer step that use the window of `step`.
+
+        If the previous optimizer step was cut short, its micro-steps are included.
+        """
         begin = step - step % self.steps_per_generation
         return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
 
@@ -237,9 +238,10 @@ class Schedule:
     def plan_part(
         self, step: int, lengths: Tensor, num_items_in_batch: float, *, last: bool
     ) -> tuple[list[Pass], list[MicroBatch]]:
-        """Plan the passes of one part of the share of a window that an optimizer step takes.
+        """Plan the passes over one part of a share, as soon as the rewards of the part have come.
 
-        All of these passes run in the last micro-step of the share.
+        A share is the rows that an optimizer step takes of a window. All passes over its parts run in the last
+        micro-step of the share.
 
         Args:
             step: the last micro-step of the share.
@@ -247,7 +249,7 @@ class Schedule:
             num_items_in_batch: number of loss tokens of the window, dropped rows included.
             last: True = this is the last part of the share.
         Returns:
-            As `passes`.
+            The passes over the part, and their micro-batches, for the log.
         """
         (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, whole=lengths, last=last)
         return passes, [one.micro_batch for one in passes]
@@ -290,6 +292,7 @@ class Schedule:
 
 
 def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor) -> list[Pass]:
+    """Create the passes over micro-batches of a segment, and count the loss tokens of each pass."""
     table = lengths[..., 2].tolist()
     return [
         Pass(

@@ -1,18 +1,19 @@
 """Counts optimizer steps that are skipped because their gradient is not finite.
 
-A run that skips too many steps in a row is ended, because it learns nothing any more.
+If too many steps in a row are skipped, `SkippedSteps.count` raises an error, because the run has stopped learning.
 """
 
 import math
 
-# A single batch may overflow. After this number of skipped steps in a row, the weights or the rewards must be broken.
+# A single batch may overflow. After this number of skipped steps in a row, the weights or the rewards are probably
+# broken, and the run ends.
 MOST_IN_A_ROW = 5
 # A loss scaler (fp16) starts with the scale 2^16 and halves it with each skipped step, until gradients are finite.
 LOSS_SCALE_HALVINGS = 16
 
 
 class SkippedSteps:
-    """Counts the optimizer steps of a run whose gradient was not finite.
+    """Counts the skipped optimizer steps of a run, and ends the run if too many in a row are skipped.
 
     Args:
         loss_scaling: True = the loss is scaled (fp16). The first steps of a run are then skipped until the loss scaler
@@ -28,7 +29,7 @@ class SkippedSteps:
         self.most_in_a_row = MOST_IN_A_ROW + (LOSS_SCALE_HALVINGS if loss_scaling else 0)
 
     def count(self, skipped: bool, step: int) -> None:
-        """Count an optimizer step.
+        """Count an optimizer step as skipped or not.
 
         Args:
             skipped: True = the step was skipped.
@@ -51,7 +52,7 @@ class SkippedSteps:
     def check_applied(norm: float | None, skipped: bool, step: int) -> None:
         """Raise an error if DeepSpeed has applied a gradient that is not finite.
 
-        DeepSpeed skips such a step, unless its check is turned off.
+        DeepSpeed skips a step whose gradient is not finite, unless its check of gradients is turned off.
 
         Args:
             norm: DeepSpeed's gradient norm; −1 if it could not be computed, `None` if DeepSpeed computes no norm.

@@ -1,4 +1,7 @@
-"""Threads, worker processes and Ray tasks. No other folder of the package starts any, except the sandbox."""
+"""Runs function calls on threads, in worker processes and as Ray tasks.
+
+Apart from the sandbox, no other folder of the package starts threads or processes.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""`EventLoop` runs an asyncio loop on a thread. Two backends use such a loop.
+"""`EventLoop` runs an asyncio loop on a thread. The backends `AsyncCalls` and `RetriedCalls` each have an `EventLoop`.
 
-`AsyncCalls` runs coroutine functions, many at once, on an event loop of its own::
+`AsyncCalls` runs coroutine functions, many at once, on its event loop::
 
     submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
                                    └─ over its timeout: cancelled; if it blocks the loop, the loop is replaced
@@ -22,12 +22,12 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from dash_trl.workers.calls import Backend, Call, GivenUp, Overdue, Pace, forks
 
-CLOSE_SECONDS = 5.0  # time for a loop to answer before it is closed
-MOST_BLOCKED_LOOPS = 8  # limit of loops that a call has blocked; at this number the function counts as broken
-MOST_DEAF = 64  # limit of cancelled tasks that continue; at this number other calls wait until one ends
-PATIENCE = 3  # if none of these tasks ends for this many timeouts, the function counts as broken
-LOOK_SECONDS = 1.0  # between checks whether the loop still answers, while calls run or wait
-LONGEST_PAUSE = 30.0  # seconds between retries; the first pauses are shorter: random, up to 1, 2, 4, ...
+CLOSE_SECONDS = 5.0  # how long `EventLoop.close` waits for a loop that a coroutine blocks
+MOST_BLOCKED_LOOPS = 8  # when calls have blocked this many loops, waiting calls end with `GivenUp`
+MOST_DEAF = 64  # while this many tasks continue after their cancellation, no further call starts
+PATIENCE = 3  # if none of the cancelled tasks ends for this many timeouts, waiting calls end with `GivenUp`
+LOOK_SECONDS = 1.0  # between two checks whether the loop still answers; checks are made while calls run or wait
+LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
 
 
 class EventLoop:
@@ -42,7 +42,7 @@ class EventLoop:
         threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
 
     def _run(self) -> None:
-        """Run the loop, on its thread."""
+        """Run the loop until it is stopped. This is the function of the loop's thread."""
         process = os.getpid()
         self._loop.run_forever()
         if os.getpid() != process:  # a call forked, and this is the child, see `_stop_in_child`
@@ -50,7 +50,7 @@ class EventLoop:
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine and wait for it; cancel it if the wait is interrupted.
+        """Run a coroutine and wait for its end. If the wait is interrupted, the coroutine is cancelled.
 
         Args:
             coroutine: the coroutine.
@@ -82,13 +82,13 @@ class EventLoop:
         self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        """Cancel all coroutines, run a last one, and end the thread.
+        """Cancel all coroutines, run `last`, and end the thread.
 
-        If a coroutine blocks the loop, `last` does not run. The other coroutines are cancelled and the thread ends as
-        soon as the loop is free again.
+        If a coroutine blocks the loop, `last` does not run. When the loop is free again, the other coroutines are
+        cancelled and the thread ends.
 
         Args:
-            last: coroutine function that closes objects of the loop, such as an HTTP session.
+            last: coroutine function that closes objects of the loop, such as an HTTP session. None: nothing to close.
         """
         if self._loop.is_running():
             cancelled = asyncio.run_coroutine_threadsafe(self._cancel_others(), self._loop)
@@ -142,12 +142,12 @@ class _Lane:
         self._patience: asyncio.TimerHandle | None = None  # timer that runs while there are too many of these tasks
 
     def look(self) -> None:
-        """Wake the loop and the watcher because calls wait. Any thread may call this."""
+        """Make the loop and the watcher check for waiting calls. Any thread may call this."""
         self.out.set()
         self.loop.call(self.fill)
 
     def fill(self) -> None:
-        """Start waiting calls as far as there is room. Runs on the loop's thread."""
+        """Start waiting calls, up to the limit of calls at once. Runs on the loop's thread."""
         if len(self._deaf) >= MOST_DEAF:
             if self._patience is None:
                 loop = asyncio.get_running_loop()
@@ -178,8 +178,8 @@ class _Lane:
     async def _run(self, call: Call) -> None:
         """Run a call until its end or its timeout, and finish it.
 
-        This coroutine never raises: in asyncio, SystemExit would end the whole loop, and errors after a timeout would
-        be printed.
+        This coroutine never raises an error. In asyncio, SystemExit would end the whole loop, and an error after the
+        timeout would be printed.
         """
         task: Any = asyncio.current_task()
         outcome: tuple[Any, BaseException | None] = None, GivenUp("nobody waits for it")
@@ -197,10 +197,10 @@ class _Lane:
             self._end(call, *outcome)
 
     async def _outcome(self, call: Call, task: asyncio.Task[Any]) -> Any:
-        """Await a call's function, which has the call's timeout."""
+        """Await a call's function, and cancel it after the call's timeout."""
         self.running[call] = True
         before = forks[0]
-        # `asyncio.wait_for` would wait on for a task that ignores its cancellation.
+        # Not by `asyncio.wait_for`, which would keep waiting for a task that ignores its cancellation.
         timer = asyncio.get_running_loop().call_later(call.timeout, self._give_up, call, task)
         try:
             return await call.function(**call.arguments)
@@ -210,7 +210,7 @@ class _Lane:
                 os._exit(1)
 
     def _give_up(self, call: Call, task: asyncio.Task[Any]) -> None:
-        """Finish a call whose timeout has passed. Its task may ignore the cancellation and continue."""
+        """Finish a call whose timeout has passed, even if its task ignores the cancellation and continues."""
         task.cancel()
         self._deaf.add(task)
         self._end(call, None, Overdue(f"took more than {call.timeout:g} s"))
@@ -224,14 +224,15 @@ class _Lane:
 
 
 class AsyncCalls:
-    """`Backend` for coroutine functions, which run on one thread.
+    """`Backend` for coroutine functions. All calls run on one event loop.
 
-    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all others. If the loop does not answer for a
-    call's timeout, all calls that have begun on it end with `Overdue`, and the other calls begin on a new loop.
+    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all other calls on the loop. If the loop does
+    not answer for the longest timeout of its calls, all calls that have begun on it end with `Overdue`. The other calls
+    begin on a new loop.
 
     Args:
         count: largest number of calls at once.
-        pace: limits the rate at which calls start; None: a call starts as soon as there is room.
+        pace: limits the rate at which calls start. None: a call starts as soon as fewer than `count` calls run.
 
     Attributes:
         abandoned: number of loops that calls have blocked so far. When the number reaches `MOST_BLOCKED_LOOPS`, waiting
@@ -314,13 +315,13 @@ class AsyncCalls:
 
 
 class RetriedCalls:
-    """`Backend` that repeats failed calls on another backend.
+    """`Backend` that makes calls on another backend, and repeats failed calls after a pause.
 
-    Between two attempts, a call does not count towards the other backend's limit of calls at once.
+    During the pause, a call does not count towards the other backend's limit of calls at once.
 
     Args:
-        backend: the backend that makes the calls.
-        retry_on: exceptions after which a call is repeated.
+        backend: the other backend, which makes the calls.
+        retry_on: types of the exceptions after which a call is repeated.
         retries: largest number of repetitions of a call.
     """
 
@@ -353,7 +354,7 @@ class RetriedCalls:
             call.finish(error=GivenUp("the runner was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
-        """Make a call once."""
+        """Make a call once; raise its error or return its value."""
         one = await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)
         if one.error is not None:
             raise one.error

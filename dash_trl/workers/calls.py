@@ -1,6 +1,6 @@
 """A `Call` is one call of a function. A backend makes the call, and the call gets exactly one outcome.
 
-`Request` collects the outcomes of calls for many rows, and tells which groups of rows are complete.
+A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-# If no call of this process ends for this time plus the timeouts, missing outcomes count as lost. Workers and Ray start
-# in less time.
+# Seconds. If no call of this process ends for this time plus the timeout of a call, missing outcomes count as lost. The
+# time is longer than workers and Ray take to start.
 LAST_SECONDS = 1800.0
-# When a call last ended, by the monotonic clock. It is not an attribute of the class `Call`, because writing one would
-# empty Python's caches for the class.
+# Time at which the last call ended, in seconds of the monotonic clock. It is not an attribute of the class `Call`,
+# because each assignment to a class attribute empties Python's caches for the class.
 _last_end = [0.0]
 
 
@@ -28,13 +28,14 @@ class Call:
         arguments: name → value.
         timeout: seconds from the start of the call, not from its submission. After this time the call ends with
             `Overdue`.
-        done: called once with this call, on any thread, as soon as it has its outcome. It must be quick and not raise.
+        done: function that is called once with this call when the call has its outcome, on any thread. It must be quick
+            and must not raise.
         stop: event that cancels the call. Once it is set, a backend does not start the call and need not give it an
-            outcome.
+            outcome. None: the call cannot be cancelled.
 
     Attributes:
-        value: return value of the function, once the call has one.
-        error: what the function raised, or another reason why the call has no value; None if the call has a value.
+        value: return value of the function. None before the call ends, and if it ends with an error.
+        error: exception that the function raised or that ended the call. None if the call has a value.
     """
 
     __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
@@ -59,15 +60,15 @@ class Call:
         return self.stop is not None and self.stop.is_set()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome. Only the first outcome counts: an abandoned thread may still deliver a second one.
+        """Set the outcome and call `done`. A second outcome, for example from an abandoned thread, is ignored.
 
         Args:
             value: return value of the function.
-            error: what the function raised, or another reason why there is no value; None if there is a value.
+            error: exception that the function raised or that ended the call. None if the call has a value.
         """
         try:
             done = self._done
-            del self._done  # only one thread succeeds; a lock would be shared by 256 threads
+            del self._done  # succeeds on one thread only, without a lock for which up to 256 threads would wait
         except AttributeError:
             return
         self.value, self.error = value, error
@@ -75,8 +76,8 @@ class Call:
         done(self)
 
 
-# Number of forks between the process that imported this module and this process. A call during which the number grows
-# has forked and runs in the child. Reading the number is cheaper than `os.getpid`.
+# Number of forks between the process that imported this module and this process. If the number grows during a call, the
+# call has forked, and this process is the child. Reading the number is cheaper than `os.getpid`.
 forks = [0]
 
 
@@ -96,7 +97,10 @@ class GivenUp(RuntimeError):
 
 
 class Backend(Protocol):
-    """Makes calls. Every call that was submitted and not cancelled gets its outcome in bounded time."""
+    """Protocol of the classes that make calls.
+
+    Every call that was submitted and not cancelled gets its outcome in bounded time.
+    """
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Submit calls without waiting for them. Any thread may call this.
@@ -116,9 +120,9 @@ def call_all(
     *,
     timeout: float,
 ) -> list[Call]:
-    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels them.
+    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels the calls.
 
-    Calls whose outcome is lost end with an error, see `seconds_left`.
+    If no call ends for a long time (see `seconds_left`), the missing outcomes become errors.
 
     Args:
         submit: `submit` of a backend.
@@ -152,8 +156,8 @@ def seconds_left(began: float, patience: float) -> float:
     Outcomes count as lost if no call of this process ends for `patience` seconds.
 
     Args:
-        began: when the caller began to wait, in seconds of the monotonic clock.
-        patience: seconds.
+        began: time at which the caller began to wait, in seconds of the monotonic clock.
+        patience: seconds without an ended call after which outcomes count as lost.
     """
     left = max(began, _last_end[0]) + patience - time.monotonic()
     return max(0.0, min(left, threading.TIMEOUT_MAX))
@@ -169,7 +173,7 @@ def lost(patience: float) -> RuntimeError:
 
 
 class Pace:
-    """Spaces the starts of calls evenly, counted over all threads together.
+    """Limits the rate at which the calls of all threads start, by equal intervals between their starts.
 
     Args:
         rate: largest number of starts per second.
@@ -181,7 +185,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait_seconds(self) -> float:
-        """Reserve the next start; return the seconds that the caller has to wait for it."""
+        """Reserve the next time to start a call; return the seconds until then, which the caller has to wait."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
@@ -190,7 +194,9 @@ class Pace:
 
 
 class Request:
-    """Collects the outcomes of F functions for N rows. The outcomes may come in any order.
+    """Collects the outcomes of F functions for N rows, and returns groups of rows as soon as they are complete.
+
+    A group is complete when all functions are done with it. The outcomes may come in any order.
 
     Args:
         functions: number of functions, F.
@@ -199,9 +205,9 @@ class Request:
 
     Attributes:
         outcomes: F lists of N outcomes; None = this outcome has not come.
-        stop: event that cancels the calls; set once nobody waits for the outcomes.
-        patience: seconds; if no call of this process ends for that long, missing outcomes count as lost.
-        group_size: as the argument.
+        stop: event that cancels the calls; it is set when nobody waits for the outcomes any more.
+        patience: seconds. If no call of this process ends for this time, missing outcomes count as lost.
+        group_size: see the argument.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
@@ -226,16 +232,16 @@ class Request:
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
 
     def put(self, function: int, first: int, outcomes: Sequence[Any]) -> list[int]:
-        """Store outcomes of a function for consecutive rows. Any thread may call this, once for each row.
+        """Store outcomes of a function for consecutive rows. Any thread may call this, but only once for each row.
 
         Args:
             function: number of the function.
-            first: first row.
+            first: number of the first row.
             outcomes: outcomes of the rows from `first` on.
 
         Returns:
-            Groups for which the function now has all outcomes. The caller has to pass each group to `complete`, now or
-            later.
+            Numbers of the groups for which the function now has all outcomes. The caller must call `complete` for each
+            of them, now or later.
         """
         left, size = self._rows_left[function], self.group_size
         with self._lock:
@@ -250,7 +256,7 @@ class Request:
         return done
 
     def complete(self, function: int, group: int) -> None:
-        """Record that a function is done with a group.
+        """Record that a function is done with a group. After the last function, the group is complete.
 
         Args:
             function: number of the function.
@@ -273,7 +279,7 @@ class Request:
         """Return the numbers of complete groups that were not returned before.
 
         Args:
-            wait: whether to wait for a group if there is none yet. Then at least one group must not have been returned.
+            wait: True = if there is no such group yet, wait for one. Call it with True only while groups are left.
         """
         found: list[int] = []
         while not self._complete.empty() or wait and not found:

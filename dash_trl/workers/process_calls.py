@@ -31,14 +31,16 @@ from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
 
-# A worker gets this many calls in advance, or calls that take about this many seconds. So the worker never waits for
-# the next call, and few calls wait behind a call that takes long.
+# A worker gets this many calls in advance, or fewer calls that take about this many seconds together. So the worker
+# does not wait for its next call, and few calls wait behind a call that takes long.
 ROWS_AHEAD = 32
 SECONDS_AHEAD = 0.01
-START_SECONDS = 300.0  # for a worker to start or to load a function (both import modules); no timeout includes it
-# Calls fail after this many consecutive failed starts of workers. A call fails after it has lost this many workers.
+# Limit for the start of a worker, and for loading a function. Both import modules, and do not count towards a timeout.
+START_SECONDS = 300.0
+# After this many consecutive failed starts of workers, all waiting calls fail, unless a worker is ready. A call fails
+# after this many workers have ended before they had begun it.
 STARTS = 3
-NEWEST = 0.1  # weight of the last call in the moving average of a function's seconds
+NEWEST = 0.1  # weight of the newest call in the moving average of the seconds that a function's calls take
 
 
 class WorkerDied(RuntimeError):
@@ -46,7 +48,7 @@ class WorkerDied(RuntimeError):
 
 
 class Packed:
-    """A function as bytes.
+    """A pickled function, with an estimate of the seconds that a call takes.
 
     Args:
         data: the pickled function.
@@ -55,7 +57,7 @@ class Packed:
     Attributes:
         number: number that identifies the function on the workers.
         seconds: moving average of the seconds that a call takes.
-        reference: Ray's reference to `data`, if it was given to Ray.
+        reference: Ray's reference to `data`; None before `data` is stored in Ray.
     """
 
     _numbers = itertools.count()
@@ -65,7 +67,7 @@ class Packed:
         self.reference: Any = None
 
     def took(self, outcome: Outcome) -> None:
-        """Update `seconds` with the time of a call."""
+        """Update the moving average `seconds` with the time of a finished call."""
         self.seconds += NEWEST * (outcome[-1] - self.seconds)
 
 
@@ -79,7 +81,7 @@ class Row:
         function: the call's function.
 
     Attributes:
-        losses: number of workers that ended before the call had begun on them.
+        losses: number of workers that ended before they had begun the call. In `ray_calls`: number of lost tasks.
     """
 
     def __init__(self, call: Call, function: Packed):
@@ -89,7 +91,7 @@ class Row:
         """Pickle the call's arguments.
 
         Raises:
-            ValueError: if they cannot be pickled.
+            ValueError: if the arguments cannot be pickled.
         """
         try:
             return dump(dict(self.call.arguments))
@@ -98,7 +100,7 @@ class Row:
             raise ValueError(text) from error
 
     def finish(self, outcome: Outcome) -> None:
-        """Finish the call. If its `done` raises an error, only log the error, because other calls wait."""
+        """Finish the call. An error of its `done` is only logged, so that the other calls can continue."""
         try:
             finish(self.call, outcome)
         except Exception:
@@ -106,12 +108,12 @@ class Row:
 
 
 def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row], list[bytes]]:
-    """Take the first waiting calls that have the same function and timeout.
+    """Take calls with the same function and timeout from the front of the waiting calls, to send them together.
 
     Args:
         waiting: waiting calls; taken calls are removed.
         room: largest number of calls to take.
-        seconds: no more calls are taken once the taken ones are expected to take this long together.
+        seconds: calls are taken until their expected times add up to this number.
 
     Returns:
         The calls, and their pickled arguments.
@@ -137,13 +139,14 @@ def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row]
 
 
 class RemoteCalls:
-    """`Backend` that makes calls in other processes. A service, which starts when it is needed, sends the calls.
+    """Base class of the backends that make calls in other processes.
 
-    `wire` defines how functions and arguments are sent.
+    A service object (a `Pool`, or `_Tasks` in `ray_calls`) sends the calls. It starts with the first call. The module
+    `wire` converts functions, arguments and outcomes to bytes.
 
     Args:
-        start: starts and returns the service. The service's `submit` takes calls (`Row`) and returns False if the
-            service has ended; its `close` ends the service.
+        start: function that starts and returns the service. The service's `submit` takes calls (`Row`) and returns
+            False if the service has ended; its `close` ends the service.
         seconds: first estimate of the seconds that a call takes.
     """
 
@@ -173,7 +176,7 @@ class RemoteCalls:
                 self._service.submit(rows)
 
     def close(self) -> None:
-        """End the service; unfinished calls end with `WorkerDied`. A later `submit` starts a new one."""
+        """End the service; unfinished calls end with `WorkerDied`. A later `submit` starts a new service."""
         with self._lock:
             service, self._service = self._service, None
         if service is not None:
@@ -188,11 +191,13 @@ class RemoteCalls:
 
 
 class ProcessCalls(RemoteCalls):
-    """`Backend` with worker processes, each with `MEMORY` bytes of address space. Workers end at `close` or at exit.
+    """`Backend` that makes calls in worker processes. The workers end at `close` or when this process exits.
+
+    A worker may use at most `MEMORY` bytes of address space (see `processes`).
 
     Args:
         count: largest number of workers.
-        prepare: importable function that runs first in each worker, for example for slow imports.
+        prepare: importable function that runs first in each worker, for example to do slow imports.
 
     Attributes:
         users: objects that share this backend, see `shared_workers`.
@@ -203,7 +208,7 @@ class ProcessCalls(RemoteCalls):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def leave(self, user: object) -> None:
-        """Remove a user, and close the backend if it was the last one.
+        """Remove a user of the backend, and close the backend after the last user.
 
         Args:
             user: an object that was passed to `shared_workers`.
@@ -230,15 +235,16 @@ def shared_workers(count: int, prepare: Callable[[], object], user: object) -> P
 
 
 class _Worker:
-    """A worker process and its calls. Calls that were sent together are a batch.
+    """A worker process and its unfinished calls. Calls that were sent together are a batch.
 
     Attributes:
         process: the process.
         ready: whether `prepare` has ended in the worker.
-        rows: unfinished calls that the worker was given, in order.
-        begun: number of unfinished calls in the batch that the worker has begun; these are the first of `rows`.
+        rows: unfinished calls that were sent to the worker, in order.
+        begun: number of unfinished calls in the batch that the worker has begun. They are the first calls in `rows`.
         batches: number of calls in each batch that the worker has not begun.
-        deadline: time at which the worker is killed unless it reports something, in seconds of the monotonic clock.
+        deadline: time at which the worker is killed unless it has reported something, in seconds of the monotonic
+            clock.
     """
 
     def __init__(self, prepare: Callable[[], object]):
@@ -250,7 +256,7 @@ class _Worker:
         self.deadline = time.monotonic() + START_SECONDS
 
     def expect(self, now: float) -> None:
-        """Set the deadline of the worker's next report: the next call, or loading a function, begins now."""
+        """Set the deadline of the worker's next report: the next call, or loading a function, begins at `now`."""
         if self.begun:
             self.deadline = now + self.rows[0].call.timeout
         else:
@@ -258,7 +264,9 @@ class _Worker:
 
 
 class Pool:
-    """Worker processes, and the thread that uses them. No other thread does.
+    """Worker processes, and a thread that starts them, sends calls to them and finishes the calls.
+
+    No other thread uses the workers.
 
     Args:
         count: see `ProcessCalls`.
@@ -276,8 +284,8 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._ear, selectors.EVENT_READ)
         self._workers: list[_Worker] = []
-        self._failed_starts = 0  # consecutive ones
-        self._why = ""  # why the last start failed
+        self._failed_starts = 0  # number of consecutive failed starts of workers
+        self._why = ""  # reason why the last start failed
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl worker processes")
         self._thread.start()
         atexit.register(self.close)
@@ -289,7 +297,7 @@ class Pool:
             rows: the calls.
 
         Returns:
-            False if the pool is closed, or belongs to a process from which this process was forked.
+            False if the pool is closed, or if this process was forked from the process that created the pool.
         """
         with self._lock:
             if self._closing or not self._thread.is_alive():
@@ -315,7 +323,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
-        """Serve the workers until the pool is closed."""
+        """Start workers, send calls and read reports until the pool is closed. This is the function of the thread."""
         try:
             while not self._closing:
                 self._start_workers()
@@ -342,7 +350,7 @@ class Pool:
             self._end()
 
     def _start_workers(self) -> None:
-        """Start workers until there is an idle one for each waiting call, up to the limit."""
+        """Start workers until there is an idle worker for each waiting call, but at most `count` workers."""
         free = sum(not worker.rows for worker in self._workers)
         while free < len(self._waiting) and len(self._workers) < self._count:
             if self._failed_starts >= STARTS:
@@ -373,7 +381,7 @@ class Pool:
             self._reach(worker, functools.partial(worker.process.send, function.number, function.data, arguments))
 
     def _reach(self, worker: _Worker, send: Callable[[], None]) -> None:
-        """Send to a worker. If the socket is full, register it, so that the rest is sent when there is room."""
+        """Call `send`. If the worker's socket is full, register it, so that `_serve` sends the other bytes later."""
         try:
             send()
         except OSError:
@@ -382,7 +390,7 @@ class Pool:
         self._selector.modify(worker.process.socket, events, worker)
 
     def _hear(self, worker: _Worker) -> None:
-        """Read what a worker has reported."""
+        """Read a worker's reports, and finish the calls whose outcomes they contain."""
         now = time.monotonic()
         try:
             for frame in worker.process.receive():
@@ -414,7 +422,7 @@ class Pool:
             row = worker.rows.popleft()
             error = TimeoutError(f"took more than {row.call.timeout:g} s") if overdue else WorkerDied(end)
             row.finish(failure(error))
-        elif worker.rows:  # it was loading a function, or something else ended it
+        elif worker.rows:  # it ended while it loaded a function, or between two batches
             row = worker.rows[0]
             row.losses += 1
             if row.losses >= STARTS:

@@ -36,21 +36,22 @@ from typing import Any
 
 from dash_trl.workers.wire import outcome_of
 
-# Bytes of address space of a worker: computing 10^{10^{10}} must not use up the trainer's memory before its timeout.
+# Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
+# machine's memory before its timeout.
 MEMORY = 4 << 30
-DEFAULT_MAX_WORKERS = 8  # per process; more workers do not speed up a batch of a few hundred rows
-OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
+DEFAULT_MAX_WORKERS = 8  # per rank; more workers do not speed up a batch of a few hundred rows
+OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which `OutOfWork` is raised again, because the call may have caught it
 # Number of functions that a worker and its starter remember. Without this limit, a program that creates a new function
 # for each call would fill the memory.
 FUNCTIONS_KEPT = 32
-STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL, for a `Command`
-KILLED_SECONDS = 5.0  # to wait for a process after SIGKILL: a process in a system call that hangs does not end
+STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL, when a `Command` is stopped
+KILLED_SECONDS = 5.0  # longest wait for a process after SIGKILL; if the process hangs in a system call, it does not end
 SIGNALLED = 128  # a watcher's exit code is this plus the number of the signal that ended its worker, as in a shell
 BEGUN, UNFIT = b"", b"unfit"
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # numbers for Linux's prctl
-# Code of a worker's Python. It does not run the main script, which would start training again. With the starter's path,
-# it finds the same modules.
+# Code that a worker's Python interpreter runs. Unlike `multiprocessing`, it does not run the main script, which would
+# start training again. `sys.path` is the starter's, so that the worker finds the same modules.
 _START = "import sys; sys.path[:] = {path!r}; from dash_trl.workers.processes import work; work({fd}, {prepare!r})"
 
 
@@ -91,7 +92,9 @@ class WorkerProcess:
         self._incoming, self.outgoing = bytearray(), bytearray()
 
     def send(self, number: int, function: bytes, arguments: list[bytes]) -> None:
-        """Send calls of a function, as far as the socket takes them now. The function itself is sent if it is new.
+        """Send calls of a function; bytes for which the socket has no room wait in `outgoing`.
+
+        If the worker does not have the function yet, the function is sent, too.
 
         Args:
             number: number of the function.
@@ -109,7 +112,7 @@ class WorkerProcess:
         self.send_more()
 
     def send_more(self) -> None:
-        """Send the bytes in `outgoing`, as far as the socket takes them now.
+        """Send as many bytes of `outgoing` as the socket accepts now.
 
         Raises:
             OSError: if the worker is dead.
@@ -139,7 +142,7 @@ class WorkerProcess:
             yield frame
 
     def kill(self) -> None:
-        """End the worker at once, with all processes that it has started.
+        """Kill the worker and all processes that it has started.
 
         A worker that has already ended keeps its exit code.
         """
@@ -150,10 +153,12 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def bury(self) -> str:
-        """Wait until the worker, with all its processes, has ended after `kill`.
+        """After `kill`, wait until the worker and all processes that it has started have ended.
+
+        The wait takes at most `KILLED_SECONDS`.
 
         Returns:
-            How the worker ended, such as "exit code 1".
+            Text that describes how the worker ended, such as "exit code 1".
         """
         self.socket.close()
         try:
@@ -166,11 +171,11 @@ class WorkerProcess:
 
 
 def prepare_nothing() -> None:
-    """Do nothing: the default of `prepare`."""
+    """Do nothing. This is the default of `prepare`."""
 
 
 def to_frame(data: bytes) -> bytes:
-    """Put the length of a message before it, as 8 bytes, little-endian.
+    """Make a frame: the length of a message as 8 bytes (little-endian), then the message.
 
     Args:
         data: the message.
@@ -201,12 +206,12 @@ def work(fd: int, prepare: bytes) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(code)  # without exit handlers; the parent sees the closed socket and kills the rest
+    os._exit(code)  # without exit handlers; the starter notices the closed socket and kills the remaining processes
 
 
 def _serve(parent: socket.socket, prepare: bytes) -> None:
     """Run `prepare`, and make the calls that arrive at the socket until it closes or the worker is unfit."""
-    # macOS refuses every useful limit, and other systems lack the constant.
+    # macOS accepts no useful limit, and some systems do not have `RLIMIT_AS`. There, the worker runs without a limit.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
@@ -237,10 +242,11 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
 
 
 class _State:
-    """Restores the state of a worker that a call may change: folder, environment, timers and limits.
+    """Undoes a call's changes to its worker: current folder, environment variables, timers and resource limits.
 
-    Later calls must not depend on such changes. Python's functions that change the folder, timers or limits are wrapped
-    to record that they were called, because comparing everything after each call would take as long as a call.
+    Without this, such a change would affect later calls. Python's functions that change the folder, timers or limits
+    are wrapped, so that they record that they were called. Comparing the whole state after each call instead would take
+    as long as a call.
     """
 
     def __init__(self) -> None:
@@ -255,12 +261,12 @@ class _State:
                 setattr(module, name, self._telling(kind, getattr(module, name)))
         self._folder = -1
         self._environment: dict[str, str] = {}
-        self._known: dict[bytes, bytes] = {}  # the environment once more, in Python's internal form
+        self._known: dict[bytes, bytes] = {}  # the same environment in Python's internal form, see `_variables`
         self._limits: list[tuple[int, tuple[int, int]]] = []
         self._touched.update(("folder", "limits"))
 
     def _telling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its calls are recorded."""
+        """Wrap a function that changes a kind of state, so that a call adds the kind to `_touched`."""
 
         @wraps(function)
         def tells(*arguments: Any, **named: Any) -> Any:
@@ -270,7 +276,7 @@ class _State:
         return tells
 
     def remember(self) -> None:
-        """Remember the current state, to which `restore` returns. Loading a function may have changed it."""
+        """Store the current state, which `restore` restores. Called after a function is loaded, which may change it."""
         if _variables() != self._known:
             self._environment, self._known = os.environ.copy(), dict(_variables())
         if "folder" in self._touched:
@@ -285,11 +291,11 @@ class _State:
         self._touched.clear()
 
     def restore(self) -> bool:
-        """Undo what the last call has changed.
+        """Restore the state that `remember` stored.
 
         Returns:
-            False if this fails: the folder cannot be restored, or a hard limit was lowered, which only root may raise
-            again.
+            False if the folder cannot be restored, or if a call has lowered a hard limit, which only root may raise
+            again. The worker must then end.
         """
         if _variables() != self._known:
             os.environ.clear()
@@ -331,11 +337,12 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _leave_a_watch(parent: socket.socket) -> None:
-    """Fork. The child is the worker and returns. This process becomes the watcher and exits as the worker does.
+    """Fork this process into a watcher and a worker, so that no process of the worker outlives the worker.
 
-    When the worker ends, the watcher ends all descendants of the worker, which have become children of the watcher. The
-    watcher ends the worker when the watcher gets SIGTERM, and when the starter ends: a trainer that is killed with
-    SIGKILL runs no exit handler that could end the worker.
+    The function returns in the child, which is the worker. The parent becomes the watcher, and exits with the worker's
+    exit code (see `SIGNALLED`). When the worker ends, its descendants become children of the watcher, which kills them.
+    The watcher kills the worker when the watcher gets SIGTERM, and when the starter ends. A starter that is killed by
+    SIGKILL could not end the worker itself, because it runs no exit handler.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -372,7 +379,7 @@ def _leave_a_watch(parent: socket.socket) -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of this process's children, from `/proc/*/stat`: not every kernel lists a process's children."""
+    """Return the process ids of this process's children. Read `/proc/*/stat`, because some kernels list no children."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # the process has ended
@@ -383,7 +390,7 @@ def _children() -> list[int]:
 
 
 def _at_the_end_of(parent: socket.socket, then: Callable[[], object]) -> None:
-    """Call a function on a thread when the other end of the socket is closed."""
+    """When the other end of the socket is closed, call `then` on a thread."""
 
     def wait() -> None:
         poll = select.poll()
@@ -399,9 +406,9 @@ class OutOfWork(BaseException):
 
 
 def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with a limit of CPU time. Has to run in a worker's main thread.
+    """Call a function with a limit of CPU time. Use it in the main thread of a worker, because it needs signals.
 
-    Only this process's CPU time counts, so a busy machine cannot make the call fail.
+    Only the CPU time of this process counts, so the call does not fail because the machine is busy.
 
     Args:
         cpu_seconds: the limit, in seconds.
@@ -412,7 +419,7 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
         Return value of the function.
 
     Raises:
-        OutOfWork: if the call takes longer. A single operation in C that does not check for signals runs to its end.
+        OutOfWork: if the call takes longer. An operation in C that does not check for signals runs to its end first.
     """
 
     def stop(*_: object) -> None:
@@ -471,10 +478,10 @@ class Command:
         return self.process.poll() is None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop the program and its children: first SIGTERM, and SIGKILL after `STOP_SECONDS` if any is left.
+        """Stop the program and its children: send SIGTERM, wait at most `STOP_SECONDS`, then send SIGKILL.
 
         Args:
-            at_once: whether to send SIGKILL at once.
+            at_once: True = send only SIGKILL, at once.
         """
         if not at_once:
             self.terminate()
@@ -484,7 +491,7 @@ class Command:
         self.process.wait()
 
     def terminate(self) -> None:
-        """Send SIGTERM without waiting, so that several programs can end in parallel."""
+        """Send SIGTERM and do not wait. Several programs can thus end in parallel before `stop` is called for each."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:

@@ -2,12 +2,12 @@
 
 The path of a call (a `Row` in the code)::
 
-    submit ──► waiting calls ──► a Ray task with some calls, on any node ──► a worker process next to it, see `Pool`
+    submit ──► waiting calls ──► a Ray task with some calls, on any node ──► a worker process on this node, see `Pool`
                     ▲               │   ◄── the outcomes of all its calls ───┘
                     └── retried ◄───┴── the task is lost with its node
 
-A call does not run in the Ray worker itself, but in a worker process that the Ray worker has started. A call that hangs
-or crashes ends only this process, as with `ProcessCalls`, and does not affect Ray.
+A call does not run in the Ray worker itself, but in a worker process that the Ray worker has started. If a call hangs
+or crashes, only this worker process ends, as with `ProcessCalls`. The Ray worker continues.
 """
 
 import functools
@@ -37,13 +37,14 @@ from dash_trl.workers.process_calls import (
 from dash_trl.workers.processes import FUNCTIONS_KEPT, default_workers, prepare_nothing
 from dash_trl.workers.wire import Outcome, failure
 
-SECONDS_PER_TASK = 0.05  # expected work of a task; the overhead of a Ray task is a few milliseconds
-LOSSES = 2  # a call is not retried after this many lost tasks
-CONNECT_SECONDS = 30.0
-CANCEL_SECONDS, CANCELLATIONS = 1.0, 5  # pause between cancellations of tasks, and their number
+SECONDS_PER_TASK = 0.05  # expected time of a task's calls; the overhead of a Ray task is a few milliseconds
+LOSSES = 2  # a call fails after this many lost tasks
+CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
+CANCEL_SECONDS, CANCELLATIONS = 1.0, 5  # wait after a cancellation of tasks; largest number of cancellations of a task
+# Environment variables with which a local Ray starts.
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only, despite the name on Linux, too
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only; in spite of its name, also on Linux
 }
 QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cluster has no free CPU for us
 
@@ -51,10 +52,10 @@ QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cl
 class RayCalls(RemoteCalls):
     """`Backend` that makes calls on a Ray cluster.
 
-    The backend uses the cluster to which this process is connected, or else the cluster that the environment variable
-    `RAY_ADDRESS` names. If there is neither, the backend starts a local Ray with this process's share of the CPUs; this
-    Ray ends with the process. The nodes of a cluster need dash_trl and the modules that the functions import. A task
-    takes one CPU.
+    If this process is connected to a cluster, the backend uses this cluster. Otherwise it connects to the cluster at
+    the address in the environment variable `RAY_ADDRESS`. If the variable is not set, the backend starts a local Ray
+    with this process's share of the CPUs, which ends with the process. The nodes of a cluster need dash_trl and the
+    modules that the functions import. A Ray task uses one CPU.
 
     Args:
         in_flight: largest number of calls that are submitted to Ray at a time.
@@ -69,9 +70,9 @@ class RayCalls(RemoteCalls):
 
 
 def _connect() -> None:
-    """Connect to the cluster that the user has named, or start a local one.
+    """Connect to the cluster at `RAY_ADDRESS`, or start a local Ray.
 
-    Ray's own search is not used, because it would also find a cluster of another user of this machine.
+    Ray's own search for a cluster is not used, because it would also find a cluster of another user of this machine.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return
@@ -96,9 +97,9 @@ def _connect() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens at the address. Ray itself would wait for many minutes.
+    """Raise `ConnectionError` if nothing listens at the address, because Ray itself would wait for many minutes.
 
-    An address without a port, such as "auto", is left to Ray.
+    An address without a port, such as "auto", is not checked.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
@@ -112,7 +113,10 @@ def _check_answers(address: str) -> None:
 
 
 class _Tasks:
-    """Waiting calls, running tasks, and the thread that uses both. No other thread does."""
+    """The service of `RayCalls`: a thread that sends waiting calls as Ray tasks, and finishes the calls of ended tasks.
+
+    No other thread uses the waiting calls and the tasks.
+    """
 
     def __init__(self, in_flight: int):
         import ray
@@ -122,7 +126,7 @@ class _Tasks:
         self._room = in_flight
         self._waiting: deque[Row] = deque()
         self._out: dict[Any, list[Row]] = {}  # running task → its calls
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # new calls, futures of ended tasks, or None: end
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # new calls, futures of ended tasks; None = end
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl tasks of Ray")
         self._thread.start()
 
@@ -140,7 +144,7 @@ class _Tasks:
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
-        """Serve calls and tasks until `close`."""
+        """Start tasks and read their outcomes until `close`. This is the function of the thread."""
         while True:
             patience = self._patience()
             try:
@@ -159,14 +163,14 @@ class _Tasks:
         self._give_up("the Ray tasks were cancelled")
 
     def _patience(self) -> float | None:
-        """Return the seconds to wait for news; None: no task runs, so wait forever."""
+        """Return the seconds to wait for the next item of `_news`. None: no task runs, so wait without a limit."""
         if not self._out:
             return None
         longest = max(sum(row.call.timeout for row in rows) for rows in self._out.values())
         return QUIET_SECONDS + START_SECONDS + longest
 
     def _send(self) -> None:
-        """Start tasks for waiting calls, as far as there is room."""
+        """Start tasks for waiting calls, up to the limit of calls in flight."""
         while self._waiting and self._room > 0:
             rows, arguments = next_rows(self._waiting, min(self._room, ROWS_AHEAD), SECONDS_PER_TASK)
             if not rows:
@@ -174,14 +178,15 @@ class _Tasks:
             function = rows[0].function
             if function.reference is None:
                 function.reference = self._ray.put(function.data)
-            # The reference is in a list, so that Ray does not fetch the function again for each task, see `_packed`.
+            # Ray would fetch the function for each task if the reference itself were an argument. With the reference in
+            # a list, `_packed` fetches the function once.
             task = self._task.remote([function.reference], arguments, rows[0].call.timeout)
             self._room -= len(rows)
             self._out[task] = rows
             task.future().add_done_callback(self._news.put)
 
     def _take(self, ended: Future[list[Outcome]]) -> None:
-        """Take the outcomes of an ended task. If the task was lost, retry its calls."""
+        """Finish the calls of an ended task with their outcomes. If the task was lost, retry its calls."""
         rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: the task was given up
         self._room += len(rows)
         error = ended.exception()
@@ -211,7 +216,7 @@ class _Tasks:
                 row.finish(failure(WorkerDied(why)))
 
     def _cancel(self, tasks: list[Any]) -> None:
-        """Cancel tasks, repeatedly if needed: Ray may lose the cancellation of a task on its way to a worker."""
+        """Cancel tasks, repeatedly until they end: Ray may lose the cancellation of a task on its way to a worker."""
         for _ in range(CANCELLATIONS):
             for task in tasks:
                 self._ray.cancel(task, force=True)
@@ -236,24 +241,24 @@ class _ReceivedRow(Row):
 
 @functools.cache
 def _pool() -> Pool:
-    """Return the pool of this Ray worker. All tasks on the Ray worker share it."""
+    """Return the pool of this Ray worker, which has one worker process. All tasks on the Ray worker share the pool."""
     return Pool(1, prepare_nothing)
 
 
 @functools.lru_cache(FUNCTIONS_KEPT)
 def _packed(reference: Any) -> Packed:
-    """Fetch a function from Ray."""
+    """Fetch a pickled function from Ray, or return it from the cache of this Ray worker."""
     import ray
 
     return Packed(ray.get(reference))
 
 
 def _run_rows(function: list[Any], arguments: list[bytes], timeout: float) -> list[Outcome]:
-    """Make calls in a Ray task.
+    """Make calls of one function. This is the function of a Ray task.
 
     Args:
-        function: list with Ray's reference to the function, as `pack` returns it.
-        arguments: arguments of each call, as `dump` returns them.
+        function: list whose only item is Ray's reference to the function, pickled by `pack`.
+        arguments: arguments of each call, pickled by `dump`.
         timeout: seconds for each call.
 
     Returns:

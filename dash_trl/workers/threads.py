@@ -1,11 +1,14 @@
-"""`ThreadCalls` runs calls on daemon threads, for functions that wait. `Feeder` is a thread that consumes items.
+"""`ThreadCalls` makes calls on daemon threads. `Feeder` is a daemon thread that consumes items.
+
+Use threads for functions that spend their time waiting, for example for a server.
 
 The path of a call::
 
     submit ──► waiting calls ──► a thread ──► Call.finish
                                    └─ over its timeout: abandoned, and replaced by another thread
 
-Python cannot end a thread. A thread that hangs is abandoned: nobody waits for it any more, but it may still return.
+Python cannot end a thread. If a call takes longer than its timeout, its thread is abandoned: nobody waits for the
+thread any more, but the call may still return.
 """
 
 import math
@@ -20,18 +23,19 @@ from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp, Overdue, Pace, forks
 
-MOST_ABANDONED = 64  # limit of abandoned threads; more would exhaust memory, so new calls wait until one returns
-PATIENCE = 3  # if no abandoned thread returns for this many timeouts of a call, the function counts as broken
+MOST_ABANDONED = 64  # limit of abandoned threads, which use memory; at this limit, calls wait until a thread returns
+PATIENCE = 3  # if no abandoned thread returns for this many timeouts of a waiting call, calls end with `GivenUp`
 
 
 class _Thread:
-    """The state of a thread that the watcher (`ThreadCalls._watch`) reads: its current call and the call's deadline.
+    """The state of a thread: its current call and the call's deadline, which the watcher (`ThreadCalls._watch`) reads.
 
     Attributes:
-        calls: queue from which the thread takes calls; None ends the thread.
-        held: list with the current call; empty between calls. The thread or the watcher removes the call from the list,
-            and the one that succeeds sets the call's outcome. With a lock instead, up to 256 threads would wait for it.
-        deadline: time at which the current call is overdue, in seconds of the monotonic clock.
+        calls: queue from which the thread takes calls; the item None ends the thread.
+        held: list with the current call; empty between calls. The thread and the watcher both try to remove the call
+            from the list, and the one that succeeds sets the outcome of the call. This needs no lock, for which up to
+            256 threads would wait.
+        deadline: time at which the timeout of the current call ends, in seconds of the monotonic clock.
         ended: number of calls that the thread has finished.
         closed: True = the thread may start no more calls.
     """
@@ -52,8 +56,8 @@ class ThreadCalls:
         pace: limits the rate at which calls start; None: a call starts as soon as a thread is free.
 
     Attributes:
-        abandoned: number of abandoned threads that have not returned. If there are `MOST_ABANDONED`, no call starts
-            until one returns. If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
+        abandoned: number of abandoned threads that have not returned. If there are `MOST_ABANDONED` of these threads,
+            no call starts until one of them returns. If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -61,16 +65,17 @@ class ThreadCalls:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: set[_Thread] = set()
-        # Number of submitted calls, without refused calls and without all calls of threads that were abandoned. The
-        # number of unfinished calls is `_submitted` minus the sum of `ended` over `_threads`.
+        # Number of submitted calls. Refused calls are subtracted, and also all calls of an abandoned thread, because it
+        # is no longer in `_threads`. So `_submitted` minus the sum of `ended` over `_threads` is the number of
+        # unfinished calls.
         self._submitted = 0
         self._shortest = float("inf")  # shortest timeout of any call
         self._running = threading.Event()  # wakes the watcher; set when a call starts, and while calls run
-        self._ending: threading.Event | None = None  # ends the watcher
+        self._ending: threading.Event | None = None  # ends the watcher; None: there is no watcher
         self.abandoned = 0
-        self._came_back = threading.Condition(self._lock)  # an abandoned thread has returned
+        self._came_back = threading.Condition(self._lock)  # notified when an abandoned thread returns
         self._returns = 0  # number of abandoned threads that have returned
-        self._hopeless_at = -1  # value of `_returns` when the patience ended
+        self._hopeless_at = -1  # value of `_returns` when a call last waited in vain for a thread to return
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls and start threads for them; see `Backend.submit`."""
@@ -112,8 +117,8 @@ class ThreadCalls:
             new: calls that are not queued yet.
 
         Returns:
-            Refused calls, each with the reason. All waiting calls are refused if the system starts no more threads and
-            there is no other thread. Otherwise no call is refused.
+            Refused calls, each with the reason. If the system cannot start a thread and no other thread runs, all
+            waiting calls are refused. Otherwise no call is refused.
         """
         unfinished = self._submitted - sum(one.ended for one in self._threads)
         for _ in range(min(self._count, unfinished) - len(self._threads)):
@@ -128,7 +133,7 @@ class ThreadCalls:
         return []
 
     def _work(self, me: _Thread) -> None:
-        """Make calls, on a thread."""
+        """Make calls until the queue returns None or this thread is abandoned. Each thread runs this function."""
         while (call := me.calls.get()) is not None:
             value = error = None
             me.deadline = math.inf  # the call has not started
@@ -153,7 +158,7 @@ class ThreadCalls:
             del call, value, error  # a thread that waits for its next call must not keep these in memory
 
     def _wait_for_room(self, call: Call, me: _Thread) -> bool:
-        """Wait while too many threads hang; return False if none returns."""
+        """Wait while there are too many abandoned threads; return False if no abandoned thread returns."""
         with self._lock:
             while self.abandoned >= MOST_ABANDONED and not (me.closed or call.cancelled):
                 before = self._returns
@@ -178,10 +183,10 @@ class ThreadCalls:
                 os._exit(1)
 
     def _watch(self, ending: threading.Event) -> None:
-        """Abandon threads that are over their deadline.
+        """Abandon threads whose call has passed its deadline. This is the function of the watcher's thread.
 
-        The watcher sleeps until the first deadline, and at most for the shortest timeout, so that it notices a call
-        that starts in the meantime before the call's deadline.
+        The watcher sleeps until the first deadline, but at most for the shortest timeout. So if a call starts while the
+        watcher sleeps, the watcher wakes before the deadline of the call.
         """
         while not ending.is_set():
             self._running.wait()
@@ -211,7 +216,7 @@ class ThreadCalls:
 
 
 def _take(held: list[Call]) -> Call | None:
-    """Take the call out of a list; only the first caller gets it, all others get None."""
+    """Remove and return the call in a list. Only the first caller gets the call; later callers get None."""
     try:
         return held.pop()
     except IndexError:
@@ -224,7 +229,7 @@ def _taken(waiting: queue.SimpleQueue[Call | None]) -> list[Call]:
     with suppress(queue.Empty):
         while True:
             taken.append(waiting.get_nowait())
-    for _ in range(taken.count(None)):  # put the end marks back: each ends a thread
+    for _ in range(taken.count(None)):  # put each None back, because it ends a thread
         waiting.put(None)
     return [call for call in taken if call is not None]
 
@@ -235,14 +240,14 @@ def _start(function: Callable[[Any], None], argument: Any) -> None:
 
 
 class Feeder:
-    """Daemon thread that consumes the items that the main thread puts.
+    """Daemon thread that consumes items while the main thread makes the next items.
 
-    If the thread fails, the next `put` or `finish` raises the thread's error.
+    The main thread passes items with `put`. If the daemon thread fails, the next `put` or `finish` raises its error.
 
     Args:
-        consume: function that gets an iterator over the items; runs on the thread.
+        consume: function that runs on the daemon thread and gets an iterator over the items.
         ahead: largest number of items that wait to be consumed.
-        timeout: seconds for which `put` waits for room and `finish` waits for the end.
+        timeout: longest wait in seconds: of `put` for room, and of `finish` for the end of the thread.
     """
 
     _END = object()
@@ -254,7 +259,7 @@ class Feeder:
         _start(self._work, consume)
 
     def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
-        """Run `consume`, on the thread."""
+        """Run `consume`, and store its return value or its error. This is the function of the thread."""
         try:
             self._done.set_result(consume(iter(self._items.get, self._END)))
         except BaseException as error:  # passed on to the main thread
@@ -281,7 +286,7 @@ class Feeder:
             self._done.result()
 
     def finish(self) -> Any:
-        """End the items and wait for the thread.
+        """Signal that no more items come, and wait until `consume` has returned.
 
         Returns:
             Return value of `consume`.

@@ -5,9 +5,9 @@ The path of a call::
     pack(function) ──► bytes ──► pickle.loads ──┐
     dump(arguments) ─► bytes ──► outcome_of(function, arguments) ──► Outcome ──► finish(call, Outcome)
 
-A function that the other process can import is sent by name. A function of the main script, of a notebook, or of a file
-that was loaded by its path is sent by value (cloudpickle), together with all objects to which it refers, in the state
-that they have when the function is first sent.
+A function that the other process can import is sent by name. Other functions are sent by value (cloudpickle): functions
+of the main script, of a notebook, or of a file that was loaded by its path. All objects to which such a function refers
+are sent with it, in the state that they have when the function is first sent.
 """
 
 import functools
@@ -55,9 +55,9 @@ def pack(function: Callable[..., Any]) -> bytes:
 
 
 def _send_by_value_where_needed(function: Any) -> None:
-    """Mark the function's module to be pickled by value if the other process could not import the module by name.
+    """Make cloudpickle pickle the function's module by value, if the other process could not import the module by name.
 
-    This is the case if this process has loaded the module by its file's path, without `import`.
+    The other process cannot import the module if this process has loaded it by the path of its file, without `import`.
     """
 
     if isinstance(function, functools.partial):
@@ -73,7 +73,7 @@ def _send_by_value_where_needed(function: Any) -> None:
 def _file_of(name: str) -> str | None:
     """Return the file that `import name` would run in a new process.
 
-    `importlib.util.find_spec` would look at the modules of this process first.
+    `importlib.util.find_spec` is not used, because it first searches the modules that this process has imported.
     """
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
@@ -84,8 +84,8 @@ def _file_of(name: str) -> str | None:
 def dump(value: Any) -> bytes:
     """Pickle a value for another process.
 
-    Plain pickle is ten times as fast as cloudpickle. Plain pickle is used unless the value refers to the main script,
-    which is another script in the other process.
+    Plain pickle is used if possible, because it is ten times as fast as cloudpickle. Cloudpickle is used if plain
+    pickle fails, or if the value refers to the main script (`__main__`), which is another script in the other process.
 
     Args:
         value: any object.
@@ -102,11 +102,11 @@ def dump(value: Any) -> bytes:
 
 
 def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
-    """Call a function in a worker. Never raises, whatever the function raises or returns.
+    """Call a function in a worker, and return its outcome. If the function raises an error, the outcome contains it.
 
     Args:
         function: the function.
-        arguments: its arguments, as `dump` returns them.
+        arguments: its arguments, pickled by `dump`.
     """
     started = time.perf_counter()
     try:
@@ -122,7 +122,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
 def _readable(value: Any) -> bytes:
     """Pickle a value as `dump` does, and unpickle it once as a test.
 
-    Unpickling may fail or block. This should happen in the worker, not in the process that receives all outcomes.
+    If unpickling fails or blocks, this must happen in the worker, not in the process that receives all outcomes.
     """
     data = dump(value)
     if type(value) is not float and value is not None:
@@ -134,8 +134,8 @@ def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
     """Create the outcome of a call that has no value.
 
     Args:
-        error: what the function raised, or why there is no value.
-        seconds: the call's time.
+        error: exception that the function raised or that ended the call.
+        seconds: seconds that the call took.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
     # Leave out the frame of `outcome_of`.
@@ -156,7 +156,7 @@ def finish(call: Call, outcome: Outcome) -> None:
 
     Args:
         call: the call.
-        outcome: its outcome.
+        outcome: its outcome, as `outcome_of` or `failure` returns it.
     """
     payload, text, trace, _ = outcome
     try:
