@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, open_sampler
     from dash_trl.evaluation.tasks import Task
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.evaluation.checkpoint import TOY, Checkpoint
     from dash_trl.evaluation.command import main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, metrics_of

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
     from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.monitoring.metrics import (
         EmptyWindows,
         OffPolicyMetrics,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dash_trl.process_rewards.steps import ProcessRewardModel, ScoreSteps, StepValue
     from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.process_rewards.callback import accepted_answers
     from dash_trl.process_rewards.features import FEATURES
     from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs

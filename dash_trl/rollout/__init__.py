@@ -7,7 +7,7 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.rollout.batch import CreditedRollouts, RolloutBatch, ScoredRollouts, Survivors
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.rollout.ahead import RunAhead, StaleRollouts
     from dash_trl.rollout.batch import LOG_PROB_FIELDS, SAMPLED_FIELDS, joined, widened
     from dash_trl.rollout.history import PromptHistory

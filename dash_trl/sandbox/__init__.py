@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dash_trl.sandbox.protocol import ProgramSandbox
     from dash_trl.sandbox.remote import SandboxFusion
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.sandbox.box import PROTECTS
 
 __getattr__, __dir__, __all__ = lazy(__name__)

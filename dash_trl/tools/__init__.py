@@ -7,7 +7,7 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.tools.calls import ProcessTool
 
-if TYPE_CHECKING:  # for the other rooms
+if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.tools.calls import ToolCalls
     from dash_trl.tools.conversations import Conversation, Conversations, EnvironmentReward
     from dash_trl.tools.environments import NO_PROMPT, Environments, owns_reward

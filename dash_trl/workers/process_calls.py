@@ -278,11 +278,12 @@ class Pool:
         self._lock = threading.Lock()  # for `_waiting` and `_closing`, which other threads also change
         self._waiting: deque[Row] = deque()
         self._closing = False
-        self._ear, self._mouth = socket.socketpair()  # a byte in `_mouth` wakes the thread, which reads `_ear`
-        self._ear.setblocking(False)
-        self._mouth.setblocking(False)
+        # A byte to the sender wakes the thread.
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._workers: list[_Worker] = []
         self._failed_starts = 0  # number of consecutive failed starts of workers
         self._why = ""  # reason why the last start failed
@@ -318,7 +319,7 @@ class Pool:
     def _wake(self) -> None:
         """Wake the thread."""
         with suppress(OSError):  # a full socket wakes the thread anyway, or the thread has ended
-            self._mouth.send(b"\0")
+            self._wake_sender.send(b"\0")
 
     # ------------------------------------------------------------------------------------------ on the thread
 
@@ -333,7 +334,7 @@ class Pool:
                 pause = None if first == math.inf else max(0.0, first - time.monotonic())
                 for key, events in self._selector.select(pause):
                     if key.data is None:
-                        self._ear.recv(1 << 16)
+                        self._wake_receiver.recv(1 << 16)
                         continue
                     if events & selectors.EVENT_READ:
                         self._hear(key.data)
@@ -448,8 +449,8 @@ class Pool:
             worker.process.bury()
             rows += worker.rows
         self._selector.close()
-        self._ear.close()
-        self._mouth.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
         for row in rows:
             if not row.call.cancelled:
                 row.finish(failure(WorkerDied("the worker processes were ended")))

@@ -258,22 +258,22 @@ class _State:
             (resource, "limits", ("setrlimit", "prlimit")),
         ):
             for name in filter(partial(hasattr, module), names):
-                setattr(module, name, self._telling(kind, getattr(module, name)))
+                setattr(module, name, self._reporting(kind, getattr(module, name)))
         self._folder = -1
         self._environment: dict[str, str] = {}
         self._known: dict[bytes, bytes] = {}  # the same environment in Python's internal form, see `_variables`
         self._limits: list[tuple[int, tuple[int, int]]] = []
         self._touched.update(("folder", "limits"))
 
-    def _telling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _reporting(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that changes a kind of state, so that a call adds the kind to `_touched`."""
 
         @wraps(function)
-        def tells(*arguments: Any, **named: Any) -> Any:
+        def reporting(*arguments: Any, **named: Any) -> Any:
             self._touched.add(kind)
             return function(*arguments, **named)
 
-        return tells
+        return reporting
 
     def remember(self) -> None:
         """Store the current state, which `restore` restores. Called after a function is loaded, which may change it."""
