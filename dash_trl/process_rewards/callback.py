@@ -94,7 +94,7 @@ class ProcessRewardCallback(DASHCallback):
     the last windows (`credit._scaled`). If no group of these windows has different outcomes, the advantages of the
     group stay 0.
 
-    A value estimator that learns has a method `learn`, such as `OutcomeValue`; see `ValueEstimator`.
+    Below, a value estimator *learns* if it has a method `learn`, as `OutcomeValue` does; see `ValueEstimator`.
 
     Args:
         value: the value estimator, which computes V(prefix). None = `AnswerLogProbValue()`.

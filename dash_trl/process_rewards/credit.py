@@ -136,8 +136,8 @@ def anchor(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor
 
     The final answer becomes an episode with U_{n+1} = outcome − V_n. If no token follows b_n, the outcome replaces V_n.
     So ΣU = outcome − V_0, which does not depend on the values between. If the policy raises V within an episode without
-    a better outcome, a later U is lower by the same amount. If no V is missing, each U is the advantage of VinePPO
-    (arXiv 2410.01679, eq. 5), which also uses the outcome instead of a value at the end of a completion.
+    a better outcome, the sum of the later U is lower by the same amount. If no V is missing, each U is the advantage of
+    VinePPO (arXiv 2410.01679, eq. 5), which also uses the outcome instead of a value at the end of a completion.
 
     Args:
         boundaries: [N, K] int, padded with −1.
