@@ -1,4 +1,4 @@
-"""Figures of a run: counted, logged, shown and drawn."""
+"""Monitoring: computes the figures of a run, logs them, and draws them."""
 
 from typing import TYPE_CHECKING
 

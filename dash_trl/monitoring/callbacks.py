@@ -1,4 +1,4 @@
-"""Callbacks for the progress bar, a file of metrics, and a limit on training time."""
+"""Callbacks for the progress bar, a metrics file, and a limit on training time."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 
 
 class RewardProgressCallback(ProgressCallback):
-    """A progress bar that shows the mean reward and the share of kept rows, instead of printing a dict per log.
+    """Shows the mean reward and the share of survivors in the progress bar, instead of printing a dict per log.
 
     If a log has no reward, as in supervised fine-tuning, the bar shows the loss.
     """
@@ -50,17 +50,17 @@ class MetricsFileCallback(TrainerCallback):
 class TimeLimitCallback(TrainerCallback, ExportableState):
     """Counts the seconds of training, logs them as `time/elapsed`, and stops the run after a limit.
 
-    The run stops after the first step that ends after the limit. The seconds are saved in checkpoints. So a resumed run
-    counts the seconds before its checkpoint, but not the seconds after the checkpoint, whose work is lost. The time for
-    loading and preparing does not count; the time of evaluations and checkpoints within the run counts. All ranks stop
-    at the same step, by the clock of the main process. With `save_strategy="steps"`, a checkpoint is written at the
-    end, as at the end of every run.
+    The run stops after the first optimizer step that ends after the limit. The time from the beginning to the end of
+    training counts, including evaluations and checkpoints, but not the time for loading the model. Checkpoints contain
+    the seconds so far. So a resumed run counts the seconds before its checkpoint, but not the seconds after it, because
+    the work of these seconds is lost. The clock of the main process decides, so that all ranks stop at the same step.
+    With `save_strategy="steps"`, a checkpoint is written at the end, as at the end of every run.
 
     Args:
         limit: number of seconds. `None`: there is no limit.
-        clock: function that returns the time in seconds, counted from any moment.
+        clock: function that returns the time in seconds, from any starting point.
     Attributes:
-        limit: as above.
+        limit: number of seconds, or `None`.
         seconds: number of seconds of training so far.
     Raises:
         ValueError: if `limit` is not above 0.
@@ -84,8 +84,8 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counted_at, self.seconds = self._clock(), 0.0
-        # The checkpoint of a run without this callback has no entry for it. Transformers would then fail at the next
-        # checkpoint, so the entry is added here.
+        # If the run that wrote the checkpoint did not have this callback, the checkpoint has no entry for it.
+        # Transformers would then fail at the next checkpoint, so the entry is added here.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
             self.seconds = saved["attributes"]["seconds"]

@@ -1,4 +1,4 @@
-"""Figures of filter, packer, sampler and loss for TRL's log.
+"""Computes figures of the filter, the packer, the sampler and the loss for TRL's log.
 
 Letters: B rows of a rank, T completion tokens, R ranks.
 """
@@ -18,7 +18,7 @@ from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_samp
 
 logger = logging.getLogger(__name__)
 
-EMPTY_WINDOWS = 10  # a warning needs this number of windows in a row, because a few windows may be chance
+EMPTY_WINDOWS = 10  # number of windows in a row before a warning, because fewer windows may be chance
 
 
 def filter_metrics(
@@ -26,14 +26,14 @@ def filter_metrics(
 ) -> dict[str, float]:
     """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
-    The shares refer to the generation batch of all ranks. `filter/kept_rows` + `filter/dropped_constant` +
+    The shares are over the rows of all ranks. `filter/kept_rows` + `filter/dropped_constant` +
     `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
 
     Args:
-        rollouts: B rows with their credit.
+        rollouts: B rows with their advantages.
         filtered: the result of the filter for these rows.
-        reduce_sum: function that adds up a tensor over the ranks. It is called twice, with int64 and with float32 (MPS
-            has no float64).
+        reduce_sum: function that adds up a tensor over the ranks. It is called twice: with an int64 tensor, and with a
+            float32 tensor (MPS has no float64).
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
@@ -52,9 +52,9 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Warns about windows without a survivor, from which nothing is learned.
+    """Warns about windows without a survivor, because nothing is learned from them.
 
-    It warns about the first such window of a run, and about `EMPTY_WINDOWS` such windows in a row.
+    The first window without a survivor in a run gives a warning, and so do `EMPTY_WINDOWS` of them in a row.
 
     Args:
         threshold: `gradient_filter_threshold`.
@@ -72,10 +72,10 @@ class EmptyWindows:
         self._said = False  # True = there was a warning
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Note the figures of the next window.
+        """Add the figures of the next window, and log a warning if one is due.
 
         Args:
-            metrics: from `filter_metrics`.
+            metrics: the result of `filter_metrics` for this window.
         """
         self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
         count = len(self._windows)
@@ -94,17 +94,18 @@ class EmptyWindows:
 class UnfilledWindows:
     """Warns if dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row.
 
-    Such windows are trained on with fewer survivors.
+    A window is filled if it has as many groups with signal as it has room for. Training also uses windows that are not
+    filled.
     """
 
     def __init__(self) -> None:
         self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last full window
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Note the figures of the next window.
+        """Add the figures of the next window, and log a warning if one is due.
 
         Args:
-            metrics: from `DynamicSampling.metrics`.
+            metrics: the result of `DynamicSampling.metrics` for this window.
         """
         self._windows = [] if metrics["dynamic_sampling/filled"] == 1.0 else [*self._windows, metrics]
         if len(self._windows) == EMPTY_WINDOWS:
@@ -126,14 +127,16 @@ def sampler_metrics(
     loss_mask: Tensor,
     gather: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return TRL's measures of the distance between sampler and trainer, over survivors.
+    """Return TRL's figures of the difference between the sampler's and the trainer's log-probs, over survivors.
 
     Args:
-        sampling_per_token_logps: [B, T].
-        old_per_token_logps: [B, T].
-        importance_sampling_ratio: [B, T] or [B, 1].
+        sampling_per_token_logps: [B, T], the sampler's log-probs; NaN = not reported.
+        old_per_token_logps: [B, T], the old log-probs.
+        importance_sampling_ratio: [B, T] or [B, 1], the result of `importance_sampling_ratio`.
         loss_mask: [B, T], 1 = a token that the loss counts.
         gather: function that concatenates the vectors of all ranks.
+    Returns:
+        Name → value; empty if no rank has a survivor with known log-probs.
     """
     mask, ratio = loss_mask.bool(), importance_sampling_ratio.flatten()
     if importance_sampling_ratio.shape == mask.shape:
@@ -167,13 +170,13 @@ def corrected_share(
 ) -> dict[str, float]:
     """Return the share of the survivors' loss tokens whose importance sampling ratio is truncated or masked.
 
-    The share is over all ranks. A sequence mode truncates or masks all tokens of a row together. With `sequence_mask`,
-    the figure is the share of tokens that are left out of the loss.
+    The share is over all ranks. A sequence mode truncates or masks all tokens of a row together. With "token_mask" and
+    "sequence_mask", the figure is the share of tokens that are left out of the loss.
 
     Args:
-        corrected: the result of `importance_sampling_ratio` for the other arguments.
-        old_per_token_logps: [B, T].
-        sampling_per_token_logps: [B, T].
+        corrected: [B, T] or [B, 1], the truncated or masked ratio: the result of `importance_sampling_ratio`.
+        old_per_token_logps: [B, T], the old log-probs.
+        sampling_per_token_logps: [B, T], the sampler's log-probs.
         loss_mask: [B, T], 1 = a token that the loss counts.
         mode: see `importance_sampling_ratio`.
         reduce_sum: function that adds up a tensor over the ranks.
@@ -194,14 +197,15 @@ class OffPolicyMetrics:
         off_policy/clipped_share    the share of tokens with r > bound
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
-    For k3 see http://joschu.net/blog/kl-approx.html. With top_p, top_k or min_p, the expected value of the first figure
-    is Z instead of 1, where Z is the probability of the tokens that these options leave. The expected value of the last
-    figure is then KL(μ‖π) − (1 − Z). The figures need no additional pass, because they use the log-probs that TRL's
-    loss computes. Tokens whose log-prob the sampler did not report are left out.
+    For k3 see http://joschu.net/blog/kl-approx.html. The options top_p, top_k and min_p exclude some tokens from
+    sampling. Let Z be the probability by π of the other tokens. Then the expected value of `off_policy/ratio_mean` is Z
+    instead of 1, and the expected value of `off_policy/kl` is KL(μ‖π) − (1 − Z). The figures need no additional pass,
+    because they use the log-probs that TRL's loss computes. Tokens whose log-prob the sampler did not report are left
+    out.
 
     Args:
-        bound: number, the bound that the loss sets for r. `None`: the loss has no bound, and
-            `off_policy/clipped_share` is not logged.
+        bound: number, the upper bound of r in the loss. `None`: the loss has no bound, and `off_policy/clipped_share`
+            is not logged.
     """
 
     def __init__(self, bound: float | None):
@@ -211,7 +215,7 @@ class OffPolicyMetrics:
 
     @contextmanager
     def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, TRL computes the loss of a pass, and `see` gets the log-probs of that pass.
+        """Keep the sampler's log-probs of a pass for `see`, while TRL computes the loss of this pass in the context.
 
         Args:
             inputs: the inputs of the loss.
@@ -224,10 +228,10 @@ class OffPolicyMetrics:
             self._mu = None
 
     def see(self, log_probs: Tensor) -> None:
-        """Add the tokens of the running pass to the sums, if the sampler's log-probs are known.
+        """Add the tokens of the running pass to the sums; do nothing if the sampler's log-probs are not known.
 
         Args:
-            log_probs: [B, T], log-probs by the policy.
+            log_probs: [B, T], the policy's log-probs in this pass.
         """
         if self._mu is None:
             return
@@ -242,7 +246,7 @@ class OffPolicyMetrics:
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the figures of the optimizer step that ends, and set the sums back to 0.
 
-        All ranks must call it. If no token was added, the result is empty.
+        All ranks must call this method. If no token was added, the result is empty.
 
         Args:
             reduce_sum: function that adds up a tensor over the ranks.
@@ -263,7 +267,7 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
 
     Args:
         policy_version: [B, 2]; see `RolloutBatch`.
-        step: number of optimizer steps taken before the window.
+        step: number of optimizer steps before the window.
         gather: function that concatenates the tensors of all ranks.
     """
     staleness = step - gather(policy_version[:, 0]).float()
@@ -273,13 +277,14 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
 def packing_metrics(
     micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None
 ) -> dict[str, float]:
-    """Return how the rows were packed, over all ranks.
+    """Return figures of how the rows of all ranks were packed into passes.
 
-    The figures are: whether passes are padding-free, the share of processed positions that are padding, the share of
-    the rows' tokens that shared prompts save, and the number of positions in the largest pass.
+    `packing/padding_free` is 1 or 0. `packing/padding_share` is the share of processed positions that are padding.
+    `packing/shared_tokens` is the share of the rows' tokens that are not processed again because of shared prompts.
+    `packing/max_tokens` is the number of positions in the largest pass.
 
     Args:
-        micro_batches: the micro-batches; their rows are indices of rows in the window.
+        micro_batches: the micro-batches, which contain indices of rows in the window.
         lengths: [R, B, 4] of the window; see `RolloutBatch.lengths`.
         padding_free: True = passes are padding-free.
         min_shared: see `plan_segment`.
@@ -304,11 +309,13 @@ def packing_metrics(
     }
 
 
-# Shares of clipped tokens. Tokens of dropped rows are never clipped, because TRL counts only tokens with A ≠ 0.
+# Shares of clipped tokens among the tokens of all rows. Dropped rows have no clipped tokens, because TRL counts a token
+# as clipped only if its advantage is not 0.
 CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-# Means over the tokens of survivors. They leave out dropped rows, because those take no model pass.
+# Means over the tokens of survivors, or over survivors (`vespo/phi_seq_mean`). Dropped rows run in no model pass, so
+# their numbers are not known.
 OF_SURVIVORS = ("entropy", "kl", "vespo/phi_seq_mean")
-# A mean over micro-steps. The weight of a pass in this mean is the weight of its loss.
+# A mean over micro-steps. A pass has the same weight in this mean as its loss has in the optimizer step.
 PER_MICRO_STEP = ("policy_loss",)
 
 
@@ -316,14 +323,13 @@ class PassMetrics:
     """Combines the figures that TRL's loss logs in every pass into one figure per optimizer step.
 
     TRL logs the mean of each micro-batch and averages these means. Here, passes have different sizes and contain
-    survivors only. So a pass is weighted by its number of tokens, and a share of clipped tokens is a share of the
-    tokens of all rows, dropped rows included. The result is TRL's figure, except that TRL gives micro-batches with
-    different numbers of tokens the same weight. If a window serves several optimizer steps, the share is that of the
-    tokens of the step's share of the window.
+    survivors only. So a pass is weighted by its number of tokens. The number of clipped tokens is divided by the number
+    of tokens of all rows that the optimizer step uses, including dropped rows. If TRL's micro-batches all have the same
+    number of tokens, the figures are equal to TRL's, except that those in `OF_SURVIVORS` leave out dropped rows.
 
     Args:
-        per_row: True = TRL clips whole rows (`importance_sampling_level="sequence"`). Rows are then counted instead of
-            tokens, unless advantages are per token.
+        per_row: True = TRL clips whole rows (`importance_sampling_level="sequence"`). Then clipped rows are counted
+            instead of clipped tokens, unless advantages are per token.
     """
 
     def __init__(self, *, per_row: bool):
@@ -335,10 +341,10 @@ class PassMetrics:
     def observe(
         self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
     ) -> Iterator[None]:
-        """Within the context, TRL computes the loss of a pass. Afterwards, move TRL's figures out of `logged`.
+        """Move the figures of a pass out of `logged`, after TRL has computed the loss of this pass in the context.
 
         Args:
-            logged: TRL's metrics: name → values since the last log. TRL has appended the figures of the pass.
+            logged: TRL's metrics, name → values since the last log. In the context, TRL appends figures to the values.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.
@@ -367,6 +373,7 @@ class PassMetrics:
         whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
         divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
         figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
-        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # a step without a pass then has shares of 0
+        # The names stay, so that the shares of a step without a pass are logged as 0.
+        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))
         self._counts = defaultdict(float)
         return figures

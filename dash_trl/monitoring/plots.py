@@ -1,4 +1,4 @@
-"""Draws pictures of a run. matplotlib is imported only when a picture is drawn."""
+"""Draws pictures of a run. It imports matplotlib only when it draws a picture."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
-    """Draw three plots over the steps: the reward, the share that the filter keeps, and the time of each phase.
+    """Draw the reward, the share of rows and tokens that the filter keeps, and the time of each phase over the steps.
 
     Args:
         metrics: path of the JSON-lines file of `MetricsFileCallback`.
@@ -67,11 +67,11 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
 
 
 def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path, *, title: str = "") -> Path:
-    """Draw pass@k over k, one line per model within its 95 % interval, as in Figure 5 of the paper.
+    """Draw pass@k over k, one line per model with its 95 % interval, as in Figure 5 of the paper.
 
     Args:
-        models: name of a model → the figures that `python -m dash_trl.evaluation` writes for it. In the figures,
-            `pass_at` maps k to [value, low, high].
+        models: name of a model → the figures that `python -m dash_trl.evaluation` writes for this model. In the
+            figures, `pass_at` maps k to [value, low, high], where low and high are the ends of the 95 % interval.
         picture: path of the file to write.
         title: title of the picture.
     Returns:
@@ -106,11 +106,11 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t.
 
-    The divisor removes the bias of the first values.
+    The divisor is the sum of the weights, so the first averages are not too small.
 
     Args:
         values: the numbers x_i.
-        weight: number w, below 1; a larger w smooths more.
+        weight: the number w, from 0 to below 1. A larger w smooths more.
     """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:

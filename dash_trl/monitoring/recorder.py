@@ -1,4 +1,4 @@
-"""`Recorder`: writes figures and seconds of training where TRL's `log` reads them."""
+"""`Recorder` adds figures and the seconds of each training phase to TRL's metrics, which TRL's `log` reads."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +9,23 @@ import torch
 
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
-WAITING = ("wait_for_rollouts", "wait_for_weights")  # waiting for servers; these seconds also count in "generate"
-# The rounds of a window after the first round. These seconds also count in "generate" and "reward".
+# The trainer waits for servers. These seconds are also counted in "generate".
+WAITING = ("wait_for_rollouts", "wait_for_weights")
+# All rounds of a window except the first. These seconds are also counted in "generate" and "reward".
 ROUNDS = ("dynamic_sampling",)
-# Waiting for rewards with `reward_pipeline`. The seconds of "wait_for_ranks", waiting for the slowest rank, also count
-# in "wait_for_rewards".
+# With `reward_pipeline`, the trainer waits for rewards. "wait_for_ranks" is the time in which a rank waits for the
+# slowest rank. It is also counted in "wait_for_rewards".
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
 class Recorder:
-    """Records figures and seconds of training.
+    """Records figures and the seconds of each training phase in TRL's metrics.
 
     Args:
-        metrics: TRL's metrics: name → values since the last log. TRL logs their mean.
-        device: the device that computes. A GPU works asynchronously, so beginnings and ends of phases are recorded on
-            the GPU. The recorder waits for the GPU only in steps that are logged.
-        logged: function that returns whether the optimizer step that ends will be logged.
+        metrics: TRL's metrics, name → values since the last log. TRL logs the mean of the values.
+        device: the device that computes. A GPU works asynchronously, so the beginning and the end of a phase are
+            recorded as events on the GPU. The recorder waits for the GPU only in steps that TRL logs.
+        logged: function that returns whether TRL will log the optimizer step that ends.
         servers: True = vLLM servers sample, so the trainer may wait for them.
         rewards: True = rewards are awaited while the trainer trains (`reward_pipeline`).
         rounds: True = a window may take several rounds.
@@ -49,7 +50,7 @@ class Recorder:
         self._steps = 0  # number of optimizer steps since the last log
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add one value to each figure. The log shows the mean of the values since the last log.
+        """Add one value to each figure. TRL logs the mean of the values since the last log.
 
         Args:
             metrics: name → value.
@@ -58,7 +59,7 @@ class Recorder:
             self.metrics[name].append(value)
 
     def total(self, name: str, value: float) -> None:
-        """Set a running total. The log shows the last value, not a mean.
+        """Set a running total. TRL logs the last total instead of a mean.
 
         Args:
             name: name of the figure.
@@ -80,11 +81,11 @@ class Recorder:
             self._spans.append((phase, started, self._mark()))
 
     def timed_each(self, phase: str, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield the values of an iterator, and add the seconds of waiting for each value to a phase.
+        """Yield the values of an iterator, and add the seconds in which the iterator computes them to a phase.
 
         Args:
             phase: name of the phase.
-            values: the iterator.
+            values: the iterator. A `None` ends it.
         """
         while True:
             with self.timed(phase):
@@ -94,9 +95,9 @@ class Recorder:
             yield value
 
     def end_step(self) -> None:
-        """End an optimizer step and log its seconds.
+        """End an optimizer step and log the seconds of its phases.
 
-        On a GPU, the seconds are logged with the next step that TRL logs, as a mean per step.
+        On a GPU, the seconds are logged at the next step that TRL logs, as the mean of the steps since the last log.
         """
         self._steps += 1
         if self._on_gpu and not self._logged():

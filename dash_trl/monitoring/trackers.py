@@ -1,7 +1,7 @@
-"""Trackers (Trackio, W&B): arguments for a run that reports to a tracker, and further data for trackers.
+"""Helpers for runs that report to a tracker (Trackio, W&B).
 
-Transformers and TRL send figures and the table of completions to a tracker. This module adds conversations
-(`log_traces`) and a picture of the run (`RunPictureCallback`).
+Transformers and TRL already send figures and the table of completions to a tracker. This module adds conversations
+(`log_traces`), a picture of the run (`RunPictureCallback`), and arguments for such a run (`tracker_defaults`).
 """
 
 import time
@@ -15,7 +15,7 @@ from transformers.integrations import is_trackio_available
 
 from dash_trl.monitoring.plots import plot_run
 
-TAKE_PICTURES = ("trackio", "wandb")  # trackers that take a picture by `log({"picture": Image(path)})`
+TAKE_PICTURES = ("trackio", "wandb")  # trackers that accept a picture in `log({"picture": Image(path)})`
 
 
 def tracker_defaults(report_to: Any = None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def tracker_defaults(report_to: Any = None) -> dict[str, Any]:
     return {
         "report_to": report_to,
         "project": "dash_trl",
-        "run_name": time.strftime("%Y-%m-%d %H:%M:%S"),  # with a name, a later evaluation adds to the same Trackio run
+        "run_name": time.strftime("%Y-%m-%d %H:%M:%S"),  # with a name, a later evaluation logs to the same Trackio run
         "trackio_static_space_id": False,  # so that push_to_hub uploads the model without the logs
         "log_completions": True,
         "num_completions_to_print": 0,  # so that the console shows only the progress bar
@@ -41,12 +41,12 @@ def tracker_defaults(report_to: Any = None) -> dict[str, Any]:
 
 
 def log_traces(tables: Mapping[str, Any], step: int) -> None:
-    """Logs each row of TRL's table of completions to Trackio as a conversation, which Trackio's page Traces shows.
+    """Logs each row of TRL's table of completions to Trackio as a conversation, for Trackio's page "Traces".
 
-    Trackio's page of tables cuts texts short, and does not show messages at all.
+    This is needed because Trackio's page of tables shortens long texts and does not show messages.
 
     Args:
-        tables: TRL's `_logs`, the columns of the table.
+        tables: the columns of the table, which are TRL's `_logs`.
         step: number of the optimizer step.
     """
     import trackio

@@ -1,4 +1,4 @@
-"""Process rewards: the values V(prefix) at episode boundaries give each token an advantage of its own."""
+"""Process rewards: computes one advantage per token from the values V(prefix) at episode boundaries."""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,15 @@
-"""A check of users' arguments that several modules use, and the name by which an error calls a function."""
+"""Helpers for errors about users' arguments: a check for escaped backslashes, and a function's name for the message."""
 
 import re
 from typing import Any
 
-# In a plain Python string, "\boxed" holds a backspace and "\frac" a form feed. No model writes these two characters.
+# In a plain Python string, "\boxed" begins with a backspace and "\frac" with a form feed. No model writes these control
+# characters, so an argument that contains one is a mistake.
 _ESCAPED = re.compile("[\a\b\v\f]")
 
 
 def check_escapes(name: str, text: str) -> None:
-    """Raise a `ValueError` if the text holds a control character, because Python has read a backslash as an escape.
+    """Raises a `ValueError` if the text contains a control character that Python made from a backslash and a letter.
 
     Args:
         name: the name of the argument, for the error.
@@ -22,5 +23,5 @@ def check_escapes(name: str, text: str) -> None:
 
 
 def named(function: Any) -> str:
-    """The name that an error message gives to a user's function or object."""
+    """Returns the name of a user's function, or the class name of a user's object, for an error message."""
     return getattr(function, "__name__", None) or type(function).__name__

@@ -44,18 +44,18 @@ from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 logger = logging.getLogger(__name__)
 
 
-# Estimators whose credit for a group depends on no other group of the window. Only these estimators work with
-# `reward_pipeline`, which trains on one part of the window after the other.
+# With these estimators, the credit of a group does not depend on other groups of the window. `reward_pipeline` needs
+# such an estimator, because it trains on one part of the window after the other.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
-CREDIT = "credit"  # the column in the table of completions
+CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a window, with what the figures and the evidence of the window are computed from.
+    """The data of one part of a window, from which the figures and the evidence of the whole window are computed.
 
-    Its rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
+    The rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
 
     Letters: R rows, T tokens that the policy wrote, K boundaries, M groups.
 
@@ -63,13 +63,13 @@ class _Part:
         rewards: the input of the credit estimator.
         credit: [R, T], the advantages that the credit estimator returned.
         boundaries: [R, K] int, padded with −1.
-        values: [R, K], NaN = V is missing or was not asked for.
-        skipped: [R] bool, True = no V was asked for: the row is unscored, has no token, or its group is solved.
+        values: [R, K], V at each boundary; NaN = missing or not needed.
+        skipped: [R] bool, True = V is not needed, because the row is unscored, has no token, or its group is solved.
         groups: [M] int64, the numbers of the groups.
-        evidence: how well V predicted the outcomes of these groups.
+        evidence: the sums that measure how well V predicted the outcomes of these groups.
         entropy: [1, 2], the sum of the entropies of this rank's tokens and the number of these tokens; 0 and 0 if
             entropies are not known.
-        alone: True = the rows are those of this rank only.
+        alone: True = the rows are the rows of this rank only.
     """
 
     rewards: Rewards
@@ -88,37 +88,41 @@ class ProcessRewardCallback(DASHCallback):
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
 
-    Values are computed once per completion, after sampling and before the filter. The policy can learn from a problem
-    that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter keeps
-    them. With anchored values, the process rewards of such a group are scaled as in the previous windows
-    (`credit._scaled`). If no previous window has a group with different outcomes, the advantages of the group stay 0.
+    Values are computed once per completion, after sampling and before the filter. So the policy can learn from a
+    problem that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter
+    keeps them. With anchored values, the process rewards of a group whose outcomes are all the same are scaled as in
+    the last windows (`credit._scaled`). If no group of these windows has different outcomes, the advantages of the
+    group stay 0.
+
+    Below, a value estimator *learns* if it has a method `learn`, as `OutcomeValue` does; see `ValueEstimator`.
 
     Args:
         value: the value estimator, which computes V(prefix). None = `AnswerLogProbValue()`.
         estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`.
-        settings: the `CreditSettings` of the estimator. None = the defaults of `CreditSettings`, except for a value
-            that learns: its `process_weight` is "auto" if the estimator has weights and `anchored` is not False. Then V
-            has the weight 0 at first, and later a weight that depends on how well V predicts outcomes.
+        settings: the `CreditSettings` of the credit estimator. None = `CreditSettings()`, or
+            `CreditSettings(process_weight="auto")` if the value estimator learns, the credit estimator has weights and
+            `anchored` is not False. With "auto", V has the weight 0 at first, and later a weight that depends on how
+            well V predicts outcomes.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
         min_episode_tokens: see `Segmenter`.
         final_answer: see `Segmenter`.
-        answer_column: name of the dataset column with the accepted answer, a text, a number or a list of these. It is
-            used only if the value estimator needs answers.
-        skip_solved: True = compute no values for solved groups, because the policy has nothing to learn there. A group
-            is solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
-            that learns, such as `OutcomeValue`, still learns from solved groups.
-        solved_reward: number, the weighted sum of rewards from which a completion counts as solved. None = for each
-            completion, the sum of the positive `reward_weights` of the reward functions that apply to it (those whose
-            reward is not NaN). None assumes that the highest reward of each function is 1.
+        answer_column: name of the dataset column with the accepted answer, which is a text, a number or a list of
+            these. The column is needed only if the value estimator needs answers.
+        skip_solved: True = compute no values for solved groups, because the policy cannot learn from them. A group is
+            solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
+            estimator that learns still learns from solved groups.
+        solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
+            for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
+            completion (their reward is not NaN). None is right if the highest reward of each function is 1.
         anchored: True = make the outcome the last value, so that the process rewards of a row add up to outcome − V_0;
             see `dash_trl.process_rewards.credit.anchor`. Then a policy that learns to raise V gains nothing without a
-            better outcome. None = True for a value that learns and for `process_weight="auto"`, if estimator and value
-            allow it; else False.
+            better outcome. None = True if the value estimator learns or `process_weight` is "auto", and both estimators
+            allow it; otherwise False.
     Raises:
-        ValueError: if the estimator is unknown or a setting does not fit the estimator or the value; when training
-            begins, if an argument of `Segmenter` is wrong; during training, if the answer column or the servers are
-            missing, or if an estimator of your own returns values or advantages of the wrong form.
+        ValueError: if the credit estimator is unknown, or a setting does not fit the estimators; when training begins,
+            if an argument of `Segmenter` is wrong; during training, if the answer column or the servers are missing,
+            or if an estimator of your own returns values or advantages of the wrong form.
     """
 
     def __init__(
@@ -193,7 +197,7 @@ class ProcessRewardCallback(DASHCallback):
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.watches_groups = hasattr(self.value, "begin") and not self.needs_log_probs
-        # The evidence of a checkpoint is used only if this description of the value is the same.
+        # Saved with the evidence. A resumed run uses the evidence of its checkpoint only if this description is equal.
         self._watched = {"of": named(self.value), "space": space, "fields": [one.name for one in fields(Evidence)]}
         self.segmentation: dict[str, Any] = {
             "markers": markers,
@@ -202,10 +206,10 @@ class ProcessRewardCallback(DASHCallback):
             "final_answer": final_answer,
         }
         self.answer_column, self.skip_solved, self.solved_reward = answer_column, skip_solved, solved_reward
-        # (boundaries, values) of each row of the last window, for inspection.
+        # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._weight = 0.0  # the weight of the process part in this window, if process_weight is "auto"
-        self._unit = 0.0  # the advantage that a reward of 1 had in the previous windows
+        self._unit = 0.0  # the outcome advantage per unit of reward in the last windows; see `Watch.unit`
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
@@ -214,13 +218,13 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The parts of the current window, until the window is whole. An interrupted run may have left some behind, so
-        # the list begins empty here and not in __init__.
+        # The parts of the current window, until the window is whole. These lists are emptied here and not in __init__,
+        # because a run that was interrupted within a window leaves parts in them.
         self._parts: list[_Part] = []
-        self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome) for a value that learns
+        self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome), the data for `learn`
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        # Token ids of prompt and completion → what the value estimator's `begin` returned for them.
+        # Token ids of prompt and completion → the result of the value estimator's `begin` for this completion.
         self._begun: dict[tuple[int, ...], Any] = {}
 
     def on_group_sampled(
@@ -228,7 +232,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         """Starts to compute the values of a group while other groups are sampled.
 
-        Rewards are not known yet, so values of solved groups are computed, too.
+        Rewards are not known yet, so the values of all groups are computed, including those of solved groups.
         """
         trainer, requests = kwargs["trainer"], {}
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
@@ -248,7 +252,7 @@ class ProcessRewardCallback(DASHCallback):
 
     @property
     def _pays(self) -> bool:
-        """Whether V changes the advantages of this window. False if the "auto" weight of V is 0."""
+        """Whether the callback changes the advantages of this window; False if the "auto" weight of V is 0."""
         return not self._auto or self._weight > 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,14 +264,14 @@ class ProcessRewardCallback(DASHCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = type(self.value).__name__
-        if (of_value := state.get(name)) is not None:  # None: the checkpoint comes from a run with another value
+        if (of_value := state.get(name)) is not None:  # None if the checkpoint's run had another value estimator
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
         elif hasattr(self.value, "state_dict"):
             logger.warning(
                 f"The checkpoint holds nothing that {name} has learned: it comes from a run with another value. "
                 "Learning starts anew."
             )
-        worth = state.get("worth", {})  # checkpoints of earlier versions have no "worth", or no evidence in it
+        worth = state.get("worth", {})  # checkpoints of earlier versions have no "worth", or no evidence in "worth"
         if {one: worth.get(one) for one in self._watched} == self._watched:
             self._watch.load_state_dict(worth.get("evidence", []))
             self._diagnostics.entropies = list(worth["entropies"])
@@ -280,7 +284,7 @@ class ProcessRewardCallback(DASHCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's mean over the rows trained on
+        self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's mean over the survivors
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -315,7 +319,7 @@ class ProcessRewardCallback(DASHCallback):
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
-        """Computes values and credit of these rows; returns a part of the window, and the credit [B, T]."""
+        """Computes the values and the credit of this rank's rows. Returns the part of the window, and credit [B, T]."""
         ranks, group_size = trainer.ranks, trainer.num_generations
         # If each rank has whole groups, which is usual, it computes the credit of its own rows only. If groups are
         # spread over ranks, each rank computes the credit of all rows.
@@ -325,8 +329,8 @@ class ProcessRewardCallback(DASHCallback):
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        # The credit estimator gets only tokens that the policy wrote: lengths, boundaries and columns do not count the
-        # tokens of tools.
+        # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
+        # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
         outcomes, lengths = gather(outcome), gather(own.sum(dim=1))
         skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
@@ -370,10 +374,10 @@ class ProcessRewardCallback(DASHCallback):
         ), per_token
 
     def _end_window(self, trainer: Any) -> None:
-        """Ends a window whose parts have all come: lets V learn, compares V with the outcomes, and logs figures."""
+        """Finishes a window after its last part: calls `learn`, compares V with the outcomes, and logs figures."""
         window, self._parts = joined(self._parts), []
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
-        if self._learns:  # sorted by the number of the group, because rewards may arrive in any order
+        if self._learns:  # the rows are sorted by the number of their group, because rewards may arrive in any order
             lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
             self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
@@ -393,7 +397,7 @@ class ProcessRewardCallback(DASHCallback):
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
-        """Returns a text for each of the B rows: its episodes with the mean advantage of their loss tokens."""
+        """Returns one text per row. It lists the row's episodes, each with the mean advantage of its loss tokens."""
         advantages, cells = rollouts.advantages, []
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).expand_as(rollouts.loss_mask)
@@ -411,14 +415,14 @@ class ProcessRewardCallback(DASHCallback):
         return cells
 
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
-        """Returns [B]: for each row, the weighted sum of rewards from which the row counts as solved."""
+        """Returns [B]: for each row, the least weighted sum of rewards with which the row counts as solved."""
         applies = ~rollouts.rewards.isnan()
         if self.solved_reward is not None:
             return torch.full(applies.shape[:1], float(self.solved_reward))
         return (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
 
     def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
-        """Returns [N] bool, True = no V is needed: the row is unscored, has no loss token, or its group is solved."""
+        """Returns [N] bool, True = V is not needed: the row is unscored, has no loss token, or its group is solved."""
         groups, solved = (cells.view(-1, group_size) for cells in (outcomes, outcomes > highest - ALIKE))
         solved = (groups == groups[:, :1]).all(dim=1) & solved.all(dim=1) & self.skip_solved
         return solved.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
@@ -428,16 +432,17 @@ class ProcessRewardCallback(DASHCallback):
     ) -> tuple[list[ValueRequest], list[list[float]], Tensor]:
         """Computes V for this rank's rows.
 
-        A skipped row also has boundaries in its request if V learns from it. V does not learn from a row without a loss
-        token, because such a row has no prefix with known log-probs and its outcome would count in V_0 only.
+        If the value estimator learns from a skipped row, the request of this row has boundaries, too. The estimator
+        does not learn from rows without a loss token: they have no prefix with known log-probs, so their outcomes would
+        change V_0 only.
 
         Args:
             rollouts: the rows of this rank.
-            skipped: [B] bool, the rows of `_skipped`.
-            outcome: [B], NaN = unscored.
+            skipped: [B] bool, the result of `_skipped` for these rows.
+            outcome: [B], the weighted sum of each row's rewards; NaN = unscored.
             trainer: the `DASHTrainer`.
         Returns:
-            A request per row, the values of each request, and `_Part.entropy`.
+            One request per row, the values of each request, and `_Part.entropy`.
         """
         learned = ~outcome.isnan() & rollouts.loss_mask.any(dim=1) & self._learns
         asked = ~skipped | learned
@@ -455,7 +460,14 @@ class ProcessRewardCallback(DASHCallback):
     def _requests(
         self, rollouts: CreditedRollouts, asked: Tensor, log_probs: Tensor | None, entropies: Tensor | None
     ) -> list[ValueRequest]:
-        """Returns one request for each row of this rank; a row for which no V is asked has no boundaries."""
+        """Returns one request for each row of this rank. A request has boundaries only if `asked` is True for its row.
+
+        Args:
+            rollouts: the rows of this rank.
+            asked: [B] bool, True = V of the row is needed, or the value estimator learns from the row.
+            log_probs: see `_log_probs`. None = the value estimator does not need log-probs.
+            entropies: see `_log_probs`.
+        """
         requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
@@ -480,9 +492,9 @@ class ProcessRewardCallback(DASHCallback):
         return requests
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
-        """Adds the evidence of a window to that of earlier windows, and returns the figures for the log.
+        """Adds the evidence of a window to the evidence of earlier windows, and returns the figures for the log.
 
-        The evidence is added in the order of the groups, so that all ranks have the same evidence and figures.
+        The evidence is sorted by the numbers of the groups, so that all ranks have the same evidence and figures.
         """
         of_ranks = ranks.gather_object((window.groups, window.evidence))
         of_all = of_ranks if window.alone else of_ranks[:1]  # if not alone, each rank has the rows of all ranks
@@ -495,7 +507,7 @@ class ProcessRewardCallback(DASHCallback):
         return {**worth, "process/weight": self._weight} if self._auto else worth
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """Returns [N, T]: the advantages by the chosen estimator."""
+        """Returns [N, T]: the advantages that the chosen credit estimator computes."""
         if not self._pays:
             return ESTIMATORS["grpo"](rewards, CreditSettings())  # only for the logged figures
         settings = self.settings
@@ -507,7 +519,7 @@ class ProcessRewardCallback(DASHCallback):
         return credit
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
-        """Warns of settings that give V more weight than its predictions justify. V is a value that learns."""
+        """Warns of settings with which V can mislead the policy; called only if the value estimator learns."""
         name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
@@ -528,15 +540,16 @@ def _is_weighed(estimator: str) -> bool:
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probs of the rows' tokens, for a value that needs them.
+    """Returns the log-probs of the completions' tokens, and the entropies if a model pass is needed anyway.
 
     Args:
         rollouts: the rows of this rank.
         rows: [B] bool, True = log-probs of this row are needed.
         trainer: the `DASHTrainer`.
     Returns:
-        If the sampler reports log-probs: these, [B, T] with NaN = not reported, and None. Else the policy's log-probs
-        and entropies, [B, T] each, from a pass.
+        Log-probs [B, T] and entropies [B, T]; both are 0 outside the loss tokens. If the sampler reports log-probs,
+        these are returned, with NaN for tokens whose log-prob was not reported, and None instead of the entropies.
+        Otherwise both come from a forward pass of the policy.
     """
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
     if sampled is None:
@@ -548,8 +561,8 @@ def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
     """Returns the accepted answers of a dataset row.
 
-    Of a text with `####`, such as a solution of GSM8K, the answer is the text after the last `####`. None and NaN stand
-    for missing cells of a table and are left out.
+    If a text contains `####`, as the solutions of GSM8K do, the answer is the text after the last `####`. None and NaN
+    are missing cells of a table and are left out.
 
     Args:
         example: the dataset row.
@@ -588,13 +601,21 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
 
 
 def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """Counts for each boundary [B, K] how many tokens before it the policy wrote (`own`, [B, T] bool); −1 stays −1."""
+    """Returns for each boundary the number of tokens before it that the policy wrote; padding (−1) stays −1.
+
+    Args:
+        boundaries: [B, K] int, token positions in the completion, padded with −1.
+        own: [B, T] bool, True = the policy wrote the token.
+    """
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
-    """Returns its argument. It replaces `gather` and sums over ranks if each rank computes its own rows only."""
+    """Returns `rows`.
+
+    It replaces `ranks.gather` if each rank has whole groups, and `_sum` if each rank has the rows of all ranks.
+    """
     return rows
 
 

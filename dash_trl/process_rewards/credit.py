@@ -2,25 +2,25 @@
 
     V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
 
-The estimators are pure functions of whole groups. A user chooses one by its name in `ESTIMATORS`. Values may be
-*anchored*, which means that the outcome is the last value of a row (`anchor`).
+The estimators are pure functions of whole groups. A user chooses an estimator by its name in `ESTIMATORS`. Values may
+be *anchored*, which means that the outcome is the last value of a row (`anchor`).
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
-else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, with the weight w_o, and a
-process part, with the weight w_p: what the outcome and what the process rewards contribute.
+else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
+process part, which has the weight w_p.
 
-`centered_return` keeps the following laws. The docstring of each other estimator names the laws that the estimator
-breaks.
+If values are not anchored, `centered_return` keeps all of the following laws. The docstring of another estimator names
+the laws that it breaks. With anchored values, laws 2, 3, 5 and 6 do not hold.
 
 1. If an episode is split in two and the two U add up to the former U, the credit of the episode's first token does not
    change.
-2. If a row is longer than all other rows of its group by an episode with U = 0, the process part of this episode is 0,
-   whether the group fails or succeeds.
+2. If a row is longer than all other rows of its group, and the additional tokens are an episode with U = 0, the process
+   part of this episode is 0, whether the outcomes of the group are good or bad.
 3. Adding a constant to all V of a group changes nothing.
 4. Permuting the rows of a group permutes their credit.
 5. Without process rewards, the credit is exactly the outcome advantage.
-6. Multiplying all U by a constant changes nothing, as long as the scale stays above its floor.
+6. Multiplying all U by a constant changes nothing, if the spread of the U stays above the floor.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dash_trl.update import check_tensor
 
-# Default of `CreditSettings.scale_floor` for each space of V.
+# Unit of V (`ValueEstimator.space`) → default of `CreditSettings.scale_floor`.
 FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01}
 ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
 STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
@@ -41,27 +41,28 @@ VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
 @dataclass(frozen=True)
 class Rewards:
-    """The input of a credit estimator: whole groups, with the process rewards and the outcome of each row.
+    """The input of a credit estimator: the process rewards and the outcomes of the rows of whole groups.
 
-    The rows are those of this rank or, if groups are spread over several ranks, those of all ranks. In completions of
-    several turns, the tokens of tools are removed, so that the policy's turns follow each other directly.
+    The rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks. The tokens of
+    tools are removed from completions of several turns, so that the policy's turns follow each other directly.
 
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
         ends: [N, T] bool, True = the last token of an episode (also if its U is 0).
-        values: [N, T], V at the last boundary at or before token t; used by `gae`.
+        values: [N, T], V at the last boundary at or before token t that has a known V; used by `gae`.
         mask: [N, T] bool, True = a token of the completion; the padding is on the right.
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages from the outcomes.
-        valued: [N] bool, True = the row has process rewards. False = it has none, because V_0 or V_n is missing, or
-            because the row is unscored or has no token. Such a row gets its outcome advantage (`_outcome_part`) and is
-            left out of baselines and scales.
+        valued: [N] bool, True = the row has process rewards. False = the row has none, because V_0 or V_n is missing,
+            or because the row is unscored or has no token. A row that is not valued gets its outcome advantage
+            (`_outcome_part`) and is left out of baselines and scales.
         group_size: G, which divides N.
-        unit: number, the advantage that a reward of 1 gets in a group whose outcomes are all the same. None = the
-            values are not anchored.
-        sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks, for
-            statistics of the whole batch. If all rows are on this rank, it returns its argument. It is a collective: an
-            estimator must call it equally often on every rank, also on a rank without a valued row.
+        unit: number, the outcome advantage per unit of reward. It scales the process rewards of groups whose outcomes
+            are all the same; see `_scaled`. None = the values are not anchored.
+        sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
+            use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
+            every rank, also on a rank without valued rows. If each rank has the rows of all ranks, the function returns
+            its argument.
     Raises:
         ValueError: if a tensor has the wrong shape or dtype, or the rows are not whole groups.
     """
@@ -95,16 +96,16 @@ class CreditSettings:
     Args:
         outcome_weight: w_o >= 0, the weight of the outcome part of the advantage.
         process_weight: w_p >= 0, the weight of the process part; or "auto", which needs anchored values. With "auto",
-            the weight w follows from how well V predicted the outcomes of the previous windows (`worth.Watch`), and the
-            outcome part has the weight 1 − w. While w is 0, every estimator gives exactly the advantages of a run
-            without the callback.
+            `worth.Watch` computes the weight w from how well V predicted the outcomes of the last windows, and the
+            outcome part has the weight 1 − w. While w is 0, all advantages are exactly those of a run without the
+            callback.
         scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
-            is larger. So if V hardly changes, its noise does not become an advantage of about 1. None = 0.1 for
-            log-probs, 0.01 for other values (`FLOORS`).
+            is larger than the spread. So if V hardly changes, its noise does not become an advantage of about 1. None =
+            0.1 for log-probs, 0.01 for other values (`FLOORS`).
         gamma: γ in [0, 1], the discount per token; with `gae`, per episode.
         lam: λ of `gae` in [0, 1], per episode.
     Raises:
-        ValueError: if a number is out of range, or if `outcome_weight` is set together with "auto".
+        ValueError: if a number is out of range, or if `outcome_weight` is not 1 and `process_weight` is "auto".
     """
 
     outcome_weight: float = 1.0
@@ -133,14 +134,14 @@ class CreditSettings:
 def anchor(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
     """Adds a boundary at the end of each row, with the outcome as its value.
 
-    The final answer becomes an episode with U_{n+1} = outcome − V_n. So ΣU = outcome − V_0, whatever the values between
-    are. If the policy makes V look good within an episode, a later episode loses what this episode gains. If all U are
-    known, ΣU is the return of VinePPO (arXiv 2410.01679, eq. 5), where the terminal state has a reward and no value. If
-    no token follows b_n, the outcome replaces V_n.
+    The final answer becomes an episode with U_{n+1} = outcome − V_n. If no token follows b_n, the outcome replaces V_n.
+    So ΣU = outcome − V_0, which does not depend on the values between. If the policy raises V within an episode without
+    a better outcome, the sum of the later U is lower by the same amount. If no V is missing, each U is the advantage of
+    VinePPO (arXiv 2410.01679, eq. 5), which also uses the outcome instead of a value at the end of a completion.
 
     Args:
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], NaN = missing.
+        values: [N, K], V at each boundary; NaN = missing.
         lengths: [N] int, the number of completion tokens.
         outcomes: [N], NaN = unscored.
     Returns:
@@ -160,12 +161,12 @@ def place_rewards(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turns values at boundaries into process rewards: the last token of episode i gets U_i = V_i − V_{i−1}.
 
-    So ΣU = V_n − V_0. If an inner value is missing, the episodes before and after its boundary become one. A row
-    without V_0, without V_n or without a token (a masked completion) gets no process rewards: `valued` is False.
+    So ΣU = V_n − V_0. If an inner value is missing, the episodes before and after its boundary become one episode. A
+    row without V_0, without V_n or without a token (a masked completion) gets no process rewards: `valued` is False.
 
     Args:
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], NaN or infinite = missing.
+        values: [N, K], V at each boundary; NaN or infinite = missing.
         lengths: [N] int, the number of completion tokens.
         width: T, the number of columns.
     Returns:
@@ -184,7 +185,8 @@ def place_rewards(
     valued = known[:, :1].any(dim=1) & (known & (number == last)).any(dim=1) & (lengths > 0).any(dim=1)
     known &= valued.unsqueeze(1)
 
-    before = torch.where(known, number, 0).cummax(dim=1).values[:, :-1]  # the last known boundary before each
+    # For each boundary from b_1 on, the index of the last boundary before it that has a known value.
+    before = torch.where(known, number, 0).cummax(dim=1).values[:, :-1]
     utilities = values[:, 1:] - values.gather(1, before)
     row, k = known[:, 1:].nonzero(as_tuple=True)
     token = boundaries[row, k + 1] - 1
@@ -211,10 +213,10 @@ def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    R_{j,t} is 0 after the end of row j. σ is the standard deviation of ΣU over the rows of the group, or the floor if
-    that is larger; for anchored values see `_scaled`. The baseline depends on other rows only, so it leaves the policy
-    gradient unbiased. σ depends on the row itself, as in GRPO, which weights the groups differently. This estimator is
-    the default and keeps all laws.
+    This estimator is the default and keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on other
+    rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the group,
+    or the floor if the floor is larger; for anchored values see `_scaled`. As in GRPO, the division by σ gives groups
+    with a small σ more weight.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
@@ -225,8 +227,8 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
 
-    σ is the root mean square of all U of the group, or the floor if that is larger; for anchored values see `_scaled`.
-    Breaks law 1: each half of a split episode gets only the U of this half.
+    σ is the root mean square of all U of the group, or the floor if the floor is larger; for anchored values see
+    `_scaled`. Breaks law 1: if an episode is split, each half gets only its own U.
     """
     own = spread_over_episodes(rewards.process, rewards.ends)
     rms = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
@@ -234,12 +236,12 @@ def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ over episode ends s.
+    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ, where s are last tokens of episodes.
 
     Outcome and process rewards are normalised separately, because their scales differ ("Training-Free Process Rewards
-    for LLM RL"). μ and σ are the mean and standard deviation of all U of the group (σ is at least the floor; for
-    anchored values see `_scaled`). Breaks laws 1 and 2: n·μ/σ is subtracted at the first token of a row with n
-    episodes, so the advantage depends on the number of episodes.
+    for LLM RL"). μ and σ are the mean and the standard deviation of all U of the group. σ is at least the floor; for
+    anchored values see `_scaled`. Breaks laws 1 and 2: in a row with n episodes, the sum at the first token contains
+    −n·μ/σ, so the advantage depends on the number of episodes.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
     normalised = _scaled(rewards.process - mean, std, rewards, settings).masked_fill_(~rewards.ends, 0)
@@ -249,9 +251,10 @@ def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = Σ_{s ≥ t} (r_s − μ) / σ, with μ and σ over all tokens of the group.
 
-    r_s also contains the outcome, on the last token. This is DeepSeekMath's process supervision (arXiv 2402.03300,
-    4.1.3) in the form of the post "Implementing Process Rewards in VeRL", where μ and σ are over all tokens. Breaks
-    laws 1, 2, 5 and 6: a token without reward gets −μ/σ, which adds up over the length, and σ includes the outcome.
+    On the last token of a row, r_s also contains the outcome. This is DeepSeekMath's process supervision (arXiv
+    2402.03300, 4.1.3) in the form of the post "Implementing Process Rewards in VeRL", where μ and σ are over all
+    tokens. Breaks laws 1, 2, 5 and 6: a token without reward contributes −μ/σ, and these terms add up over the length.
+    μ and σ also depend on the outcomes.
     """
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
@@ -262,12 +265,13 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = W(Σ_sources Σ_{s ≥ t} (r_s·n/(n−1) − b)), b = Σ_j mean_j / (n−1), with s over the tokens of each source.
 
-    This is PRIME (arXiv 2502.01456, eq. 5): a leave-one-out baseline b for each source of rewards, then whitening W
-    over the batch. The sources are the outcome, whose only token is the last one, and the process rewards, whose tokens
-    are the ends of episodes. n is the number of rows of the group that have a token of the source, and mean_j is the
-    mean of row j over these tokens. Deviation: PRIME's reward model scores every token, so PRIME subtracts b at every
-    token. Here b of the process rewards is subtracted only at the ends of episodes. Breaks laws 1 (b is subtracted once
-    per episode), 2, 5 and 6 (the whitening mixes the sources).
+    This is PRIME (arXiv 2502.01456, eq. 5): a leave-one-out baseline b is subtracted from each source of rewards, and
+    the whitening W over the batch follows. There are two sources. The outcome has one token per row, the last token.
+    The process rewards have one token per episode, the episode's last token. n is the number of rows of the group that
+    have a token of the source, and mean_j is the mean of the rewards of row j over these tokens. Deviation: PRIME's
+    reward model scores every token, so PRIME subtracts b at every token. Here b of the process rewards is subtracted
+    only at the last token of each episode. Breaks laws 1 (b is subtracted once per episode), 2, 5 and 6 (the whitening
+    mixes the sources).
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
@@ -280,9 +284,9 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = s_i − mean_{j≠i} s_j with s = w_o·outcome + w_p·ΣU (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    All tokens of a row get the same number, which depends on V only by ΣU = V_n − V_0. So the advantage does not show
-    which episode was good. Breaks laws 2 (an episode at the end gets the number of its row), 5 (there is no division by
-    the spread) and 6.
+    All tokens of a row get the same advantage. It depends on ΣU = V_n − V_0, but not on the individual U. So a good
+    episode gets no more credit than a bad episode of the same row. Breaks laws 2 (an episode at the end gets the
+    advantage of its row), 5 (there is no division by the spread) and 6.
     """
     total = _combined(rewards, settings).sum(dim=1)
     return _or_outcome(
@@ -293,19 +297,19 @@ def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A = W(G) with G_t = r_t + γ·G_{t+1} and the outcome on the last token (REINFORCE++, arXiv 2501.03262).
 
-    W is the whitening over all tokens of the batch. Breaks law 1 (another split changes the mean over tokens), and laws
-    2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
+    W is the whitening over all tokens of the batch. Breaks law 1, because splitting an episode changes the mean over
+    tokens, and laws 2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
     """
     returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
     return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """`reinforce_plus_plus`, with the mean total reward of the group subtracted on the last token.
+    """A = W(G) as in `reinforce_plus_plus`, but the group's mean total reward is subtracted on the last token.
 
     This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}. On the last token, r is the
     outcome minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1, this is verl's
-    W(s_i − mean_j s_j). Deviation: with process rewards, verl gives the number of the row to all tokens; here, the
+    W(s_i − mean_j s_j). Deviation: with process rewards, verl gives all tokens of a row the same advantage. Here, the
     advantage of a token depends on the rewards from this token on. Breaks laws 1, 2, 5 and 6, because of W.
     """
     combined = _combined(rewards, settings)
@@ -320,11 +324,11 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_k = δ_k + γλ·A_{k+1}, δ_k = r_k + γ·V_k − V_{k−1}, with V(prefix) as the critic (GAE, arXiv 1506.02438).
 
     Each episode k is one step of GAE, and all tokens of the episode get A_k. The final answer is a step, too: its
-    reward is the outcome, and V after it is 0. The other steps have no reward. V must have the unit of the outcome. The
-    result is not whitened: if the outcome of a row is what V predicted at each boundary, the row has no advantage. So
-    choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and `process_weight` are not used,
-    because the advantage cannot be divided into an outcome part and a process part. Breaks laws 1 (λ counts episodes),
-    2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
+    reward is the outcome, and V after it is 0. The other steps have the reward 0. V must have the unit of the outcome.
+    The result is not whitened, so that a row gets the advantage 0 if V is equal to its outcome at each boundary (with
+    γ = 1). So choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and `process_weight` are
+    not used, because the advantage cannot be divided into an outcome part and a process part. Breaks laws 1 (λ counts
+    episodes), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
     """
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
@@ -353,7 +357,8 @@ ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
 }
 
 _WEIGHTS = {"outcome_weight", "process_weight"}
-# The fields of `CreditSettings` that each estimator uses. To set another field is an error, since it would do nothing.
+# The fields of `CreditSettings` that each estimator uses. Setting another field is an error, because the estimator
+# would ignore it.
 SETTINGS: dict[str, set[str]] = {
     "centered_return": _WEIGHTS | {"scale_floor"},
     "episode": _WEIGHTS | {"scale_floor"},
@@ -369,11 +374,11 @@ SETTINGS: dict[str, set[str]] = {
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:
-    """Raises a `ValueError` if a setting was changed that the estimator does not use.
+    """Raises a `ValueError` if a setting that the estimator does not use differs from its default.
 
     Args:
-        estimator: one of `ESTIMATORS`.
-        settings: the settings; a field with its default value counts as not changed.
+        estimator: name of the credit estimator, one of `ESTIMATORS`.
+        settings: the settings for this estimator.
     """
     names = {one.name for one in fields(settings)}
     has = SETTINGS.get(estimator, names)  # a user's estimator may use any setting
@@ -393,7 +398,7 @@ def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns `_outcome_part`, plus w_p·process on valued rows. Overwrites `process`."""
+    """Returns `_outcome_part`, plus w_p·process in the rows that are valued. Overwrites `process`."""
     process.mul_(float(settings.process_weight) * rewards.valued.double().unsqueeze(1))
     process.add_(_outcome_part(rewards, settings))
     return process.masked_fill_(~rewards.mask, 0)
@@ -406,10 +411,10 @@ def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) 
 
 
 def _outcome_part(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """[N, 1]: w_o·A_outcome.
+    """Returns [N, 1]: w_o·A_outcome, or (w_o + w_p)·A_outcome for rows that are not valued if values are anchored.
 
-    With anchored values, the process part of a valued row contains the outcome, too. So a row that is not valued gets
-    (w_o + w_p)·A_outcome, as if V were constant in it. With process_weight="auto", this is A_outcome.
+    With anchored values, the process part of a valued row contains the outcome, too. So the weight w_p is added in a
+    row that is not valued. With process_weight="auto", such a row then gets exactly A_outcome.
     """
     weight = alone = settings.outcome_weight
     if rewards.unit is not None:
@@ -419,7 +424,7 @@ def _outcome_part(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """[N, T]: w_p·r_t, plus w_o·outcome on the last token."""
+    """Returns [N, T]: w_p·r_t, plus w_o·outcome on the last token of each row."""
     row, token = _last_token(rewards)
     combined = float(settings.process_weight) * rewards.process
     combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
@@ -434,7 +439,7 @@ def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
-    """Returns [N, T]: G_t = v_t + d_t·G_{t+1}, with the values v and the discounts d, [N, T] each."""
+    """Returns [N, T]: G_t = v_t + d_t·G_{t+1}, where v are the values and d are the discounts, [N, T] each."""
     if (discounts == 1).all():
         return _returns_to_go(values)
     sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: contiguous at each t
@@ -444,16 +449,15 @@ def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Scales process rewards to the unit of the outcome advantages. Overwrites `values`.
+    """Scales process rewards [N, T] to the unit of the outcome advantages. Overwrites `values`.
 
-    If V is not anchored, process rewards are divided by `spread` [N, 1], or by the floor if it is larger.
+    If V is not anchored, process rewards are divided by `spread` [N, 1], or by the floor if the floor is larger.
 
-    If V is anchored, process rewards have the unit of the outcome. They are multiplied by the advantage that a reward
-    of 1 has in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In GRPO
-    this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the same,
-    all its A are 0 and the factor cannot be computed. Then the factor of other groups, whose outcomes differ, is used
-    (`Rewards.unit`). So the completions of a problem that none of them solves still get credit for their progress, and
-    the noise of V has the same weight in all groups.
+    If V is anchored, process rewards have the unit of the outcome. They are multiplied by the outcome advantage per
+    unit of reward in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In
+    GRPO this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the
+    same, all its A are 0 and the factor cannot be computed. Then the factor of the last windows is used
+    (`Rewards.unit`). So the completions of a problem that no completion solves still get credit for their progress.
     """
     if rewards.unit is None:
         floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
@@ -466,7 +470,7 @@ def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSe
 
 
 def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes Σ A·Δo and Σ Δo² over the used rows of each group. Their ratio is the advantage of a reward of 1.
+    """Computes Σ A·Δo and Σ Δo² over the used rows of each group. Their ratio is the advantage per unit of reward.
 
     Args:
         outcome: [N], the outcomes o; NaN is allowed in rows that are not used.
@@ -474,8 +478,8 @@ def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size:
         used: [N] bool, True = the row counts.
         group_size: G, which divides N.
     Returns:
-        [N / G] each: Σ A·Δo and Σ Δo² in float64, where Δo is the difference from the mean of the used rows; and bool,
-        True = the outcomes of the group are all the same.
+        Three tensors [N / G]: Σ A·Δo and Σ Δo² in float64, where Δo is the difference from the mean of the used rows;
+        and a bool tensor, True = the outcomes of the group are all the same.
     """
     used = used.view(-1, group_size)
     of_used = outcome.double().view(-1, group_size).masked_fill(~used, 0)
@@ -490,12 +494,12 @@ def _returns_to_go(values: Tensor) -> Tensor:
 
 
 def _groups(values: Tensor, rewards: Rewards) -> Tensor:
-    """[N, …] → [M, G, …]."""
+    """Reshapes [N, …] to [N / G, G, …]."""
     return values.reshape(-1, rewards.group_size, *values.shape[1:])
 
 
 def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
-    """Returns [N, T]: at each token, the mean over the other valued rows of the group; 0 if there are none."""
+    """Returns [N, T]: at each position, the mean over the other valued rows of the group; 0 if there are no others."""
     used = _groups(rewards.valued.unsqueeze(1).to(values.dtype), rewards)
     grouped = _groups(values, rewards) * used
     total = grouped.sum(dim=1, keepdim=True)
@@ -503,12 +507,12 @@ def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
-    """Computes the mean and the unbiased standard deviation of each group, for all of its rows.
+    """Computes the mean and the unbiased standard deviation over all numbers of a group, repeated for each row.
 
     Args:
         values: [N, T], or [N, 1] for one number per row.
         places: bool, same shape as `values`, True = the number counts. Rows that are not valued never count.
-        rewards: the input of the estimator, from which groups and valued rows are taken.
+        rewards: the input of the estimator. Only its `group_size` and `valued` are used.
         centre: True = standard deviation, False = root mean square.
     Returns:
         [N, 1] each: the mean, and the standard deviation or root mean square.
@@ -525,7 +529,15 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = 
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
-    """Computes r·n/(n−1) − b at the tokens of a source of rewards (True in `places`), 0 elsewhere; see `prime_rloo`."""
+    """Computes r·n/(n−1) − b for one source of rewards; see `prime_rloo`.
+
+    Args:
+        values: [N, T], the rewards r of the source.
+        places: [N, T] bool, True = a token of the source.
+        rewards: the input of the estimator.
+    Returns:
+        [N, T]; 0 where `places` is False, and in rows that are not valued.
+    """
     places = places & rewards.valued.unsqueeze(1)
     means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
     counted = _groups(places.any(dim=1).to(values.dtype), rewards)
@@ -539,7 +551,7 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
     """Computes (x − mean) / √(σ² + 1e-8), with mean and σ² over the tokens of the valued rows of all ranks.
 
-    If there are fewer than two such tokens, the values are returned unchanged.
+    If the valued rows have fewer than two tokens, the values are returned unchanged.
     """
     places = rewards.mask & rewards.valued.unsqueeze(1)
     count, mean, variance = moments([(values[places], 1)], rewards.sum_over_ranks)
@@ -553,11 +565,11 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes count, mean and unbiased variance of S samples over all ranks.
 
-    The variance takes a second sum over the ranks, because to compute it from Σx² would lose digits.
+    The variance needs a second sum over the ranks, because a computation from Σx² would lose digits.
 
     Args:
-        samples: S pairs of this rank: a tensor of values, which may be empty, and the number of times that each value
-            counts.
+        samples: this rank's part of the S samples. Each is a pair: a tensor of values, which may be empty, and the
+            number of times that each value counts.
         sum_over_ranks: see `Rewards`.
     Returns:
         [S] float64 each: count, mean, variance. The mean of no values and the variance of one value are NaN.
@@ -572,10 +584,10 @@ def moments(
 
 
 def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:
-    """Gives each token the value at the end of its episode; tokens of the final answer get 0.
+    """Copies the value on the last token of each episode to all tokens of the episode; other tokens get 0.
 
     Args:
-        values: [N, T].
+        values: [N, T], one value on the last token of each episode.
         ends: [N, T] bool, True = the last token of an episode.
     Returns:
         [N, T].

@@ -1,15 +1,15 @@
 """Computes the logged figures of process rewards, and checks whether process rewards reach the advantages.
 
-The checks, of which 1 to 3 come from "Training-Free Process Rewards for LLM RL":
+Checks 1 to 3 come from "Training-Free Process Rewards for LLM RL":
 
-0. Are there any values?
+0. Is V known at the first and the last boundary of any row?
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
-3. Does V take a small share of the time?
+3. Does the computation of V take a small share of the time?
 4. Does V order the completions of a problem better than chance?
-5. If V is computed from the policy's own log-probs: does the policy still have entropy?
+5. Does the policy still have entropy? This check runs only if V is computed from the policy's own log-probs.
 
-A check that fails in `PATIENCE` windows in a row logs a warning that names the remedy.
+If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy.
 """
 
 import logging
@@ -29,7 +29,7 @@ SCALAR_ESTIMATORS = ("grpo", "rloo")
 DROWNED = 0.01  # check 2 fails if process rewards change the advantages by less than this share of their spread
 DEAR = 0.5  # check 3 fails if V takes more than this share of the time between two windows
 LOST = 0.1  # check 5 fails if the policy's entropy falls below this share of the entropy in the first windows
-PATIENCE = 3  # a check must fail in this number of windows in a row before it warns; one window may be an accident
+PATIENCE = 3  # a check must fail in this number of windows in a row before it warns; one failure may be chance
 
 
 Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation; NaN if there are no numbers to average
@@ -38,14 +38,16 @@ Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation
 def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
     """Computes the figures of a window over all ranks.
 
-    A name with "/" is the name of a figure in the log. The figures whose names have no "/" are only for the checks.
+    A figure with "/" in its name is logged under this name. The other figures are only for the checks.
 
     Args:
         rewards: the input of the credit estimator; N rows, T completion tokens.
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], NaN = missing, or padding.
+        values: [N, K], V at each boundary; NaN = missing, or padding.
         credit: [N, T], the advantages that the credit estimator returned.
-        skipped: [N] bool, True = no V was asked for, because the row is unscored, has no token, or its group is solved.
+        skipped: [N] bool, True = V is not needed, because the row is unscored, has no token, or its group is solved.
+    Returns:
+        Name → mean and standard deviation.
     """
     asked, valued = ~skipped, rewards.valued
     count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
@@ -83,7 +85,7 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 def structured(credit: Tensor, mask: Tensor) -> Tensor:
-    """Returns which rows have tokens with different advantages.
+    """Returns for each row whether its tokens have different advantages.
 
     Args:
         credit: [N, T], the advantages.
@@ -98,11 +100,12 @@ def structured(credit: Tensor, mask: Tensor) -> Tensor:
 class Diagnostics:
     """Runs the checks on each window and warns if a check has failed in `PATIENCE` windows in a row.
 
-    The warning is not repeated while the check goes on failing. A window in which the check passes sets its count back
-    to 0, so the warning may come again later.
+    The warning is not repeated while the check goes on failing. If the check passes in a window, its count of failures
+    is set back to 0, so the warning may come again later.
 
     Attributes:
-        entropies: the policy's mean entropy per token in the first `PATIENCE` windows in which V had a weight above 0.
+        entropies: at most `PATIENCE` numbers, the policy's mean entropy per token in the first windows in which V had a
+            weight above 0. Check 5 compares later entropies with them.
     """
 
     def __init__(self) -> None:
@@ -124,11 +127,13 @@ class Diagnostics:
 
         Args:
             figures: the result of `batch_figures`.
-            seconds: the time that the values and the credit took.
+            seconds: the seconds that the computation of values and credit took.
             estimator: name of the credit estimator.
-            ready: False = the value estimator has too little data yet, so missing values are expected.
-            pays: False = V has the weight 0 on purpose, so it is expected to change nothing.
-            auto: True = `process_weight` is "auto", so a small weight is expected.
+            ready: False = the value estimator has too little data yet. Check 0 is left out, because missing values are
+                expected.
+            pays: False = the "auto" weight of V is 0. Checks 1 and 2 are left out, because the callback does not change
+                the advantages.
+            auto: True = `process_weight` is "auto". Check 2 is left out, because a small weight is expected.
         """
         now = time.perf_counter()
         between, self._last = now - self._last, now
@@ -143,7 +148,7 @@ class Diagnostics:
                 "empty, or does the value estimator return only NaN? process/missing_values in the log is the share of "
                 "missing values.",
             )
-        # Not if all advantages are 0, because the filter's metrics already show that.
+        # Check 1 is left out if all advantages are the same, because the filter's metrics already show this.
         if pays and figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
             self._note(
                 "structure",
@@ -172,9 +177,9 @@ class Diagnostics:
 
         Args:
             figures: the result of `Watch.figures`.
-            full: True = the figures cover the full number of windows.
-            entropy: the policy's mean entropy per token. None = unknown, or V is not computed from the policy's
-                log-probs.
+            full: True = the figures cover `worth.WINDOWS` windows. Check 4 runs only then.
+            entropy: the policy's mean entropy per token. None = check 5 is left out, because the entropy is unknown or
+                V is not computed from the policy's log-probs.
         """
         low = figures.get("process/concordance_low")
         if full and low is not None:

@@ -1,10 +1,10 @@
-"""Cuts completions into episodes; V(prefix) is estimated at their boundaries::
+"""`Segmenter` cuts completions into episodes. V(prefix) is estimated at the boundaries of the episodes::
 
     token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
 
-Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. The bytes of each token
-tell to which token a position in the text belongs. So every boundary lies between two tokens, even if several tokens
-form one character or a marker begins within a token.
+Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. Positions in the text
+are mapped to tokens by the bytes of each token. So every boundary lies between two tokens, even if several tokens form
+one character or a marker begins within a token.
 """
 
 import re
@@ -38,8 +38,8 @@ EPISODE_MARKERS = (
     "Finally",
 )
 
-# The beginning of the final answer. The last value, V_n, belongs to the prefix before it: within the final answer, the
-# policy only copies what it has found before.
+# Regular expression for the beginning of the final answer. The last value, V_n, belongs to the prefix before the final
+# answer, because in the final answer the policy only repeats its result.
 FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
@@ -54,8 +54,8 @@ class Episodes:
     """The boundaries of the episodes of one completion.
 
     Args:
-        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the final answer is the whole
-            completion.
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the whole completion is the final
+            answer.
         length: number of tokens of the completion.
     """
 
@@ -63,9 +63,9 @@ class Episodes:
     length: int
 
     def slices(self) -> list[slice]:
-        """Returns a slice of tokens for each of the n episodes and one for the final answer, which may be empty.
+        """Returns one slice of tokens per episode, and one for the final answer.
 
-        Together the slices cover the completion without gaps.
+        The n + 1 slices cover the completion without gaps. The last slice is empty if there is no final answer.
         """
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
@@ -103,26 +103,27 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 class Segmenter:
     """Cuts completions into episodes.
 
-    A new episode starts with the token that holds the first byte of a marker. If no marker follows within
-    `max_episode_tokens` tokens, the episode ends at the last sentence end within this length, or at this length if it
-    contains no sentence end. The last boundary is the beginning of the final answer. If no final answer is found,
-    because the completion is truncated or has another format, the last boundary is the end of the completion, before
-    the end-of-sequence token. V at this boundary then measures the progress of the whole completion.
+    A new episode starts with the token that contains the first byte of a marker. If no marker follows within
+    `max_episode_tokens` tokens, the episode ends at the last sentence end within this length. If this length contains
+    no sentence end, the episode has exactly this length. The last boundary is the beginning of the final answer. If no
+    final answer is found, because the completion is truncated or has another format, the last boundary is the end of
+    the completion, before the end-of-sequence token. V at this boundary then measures the progress of the whole
+    completion.
 
-    In a completion of several turns, each turn of the policy begins an episode, however short the previous episode is.
-    So the call of a tool and the tool's answer belong to one episode. Markers and sentence ends are searched only in
-    text that the policy wrote, and the final answer only in the policy's last turn.
+    In a completion of several turns, each turn of the policy begins an episode, even if the previous episode is shorter
+    than `min_episode_tokens`. So the call of a tool and the tool's answer belong to one episode. Markers and sentence
+    ends are searched only in text that the policy wrote, and the final answer only in the policy's last turn.
 
     Args:
         tokenizer: a fast tokenizer.
         markers: list of texts, or a function that takes a text and returns the character positions at which episodes
             begin. A text of the list begins an episode only if it stands at the beginning of a word.
         max_episode_tokens: the largest number of tokens of an episode. A longer episode is cut as described above.
-        min_episode_tokens: the least number of tokens between two boundaries. A boundary is left out if fewer tokens
-            lie between it and the previous boundary or the final answer.
-        final_answer: regular expression for the beginning of the final answer. The last match counts. The match before
-            it replaces it if no word lies between the two matches, or fewer than `min_episode_tokens` tokens. So the
-            final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed".
+        min_episode_tokens: number of tokens. A boundary within a turn is left out if fewer tokens than this number lie
+            between it and the previous boundary, or between it and the final answer or the end of the turn.
+        final_answer: regular expression for the beginning of the final answer. The last match counts, with one
+            exception: if no word or fewer than `min_episode_tokens` tokens separate two matches, the earlier match
+            counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed".
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -189,12 +190,19 @@ class Segmenter:
         return Episodes((0, *boundaries[1:]), len(token_ids))
 
     def _of_turn(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
-        """Returns the boundaries of a turn, from its beginning to its end (or to the beginning of the final answer)."""
+        """Returns the boundaries of a turn as token positions in the turn.
+
+        The first boundary is 0, the last is the end of the turn or the beginning of the final answer.
+
+        Args:
+            token_ids: token ids of the turn.
+            is_last: True = this is the policy's last turn, in which the final answer is searched.
+        """
         written = len(token_ids)
         while written and token_ids[written - 1] in self._special:
             written -= 1
-        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5: 271 more). The ids of the additional
-        # embeddings have no text.
+        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5: 271 more). The additional token ids
+        # have no text.
         pieces = [self._bytes.get(token, b"") for token in token_ids[:written]]
         starts = [0, *accumulate(map(len, pieces))]  # the first byte of each token; the last entry is the end
         # A byte that is not valid UTF-8, such as half a character at a truncated end, becomes a character of its own.
@@ -236,10 +244,12 @@ class Segmenter:
 
 
 def _turns(own: Sequence[int]) -> list[slice]:
-    """Returns the runs of tokens that the policy wrote, as slices.
+    """Returns the turns of the policy as slices of tokens.
 
-    If the completion ends with the answer of a tool, an empty run is added at the end. It stands for the turn that the
-    policy did not write any more.
+    If the completion ends with the answer of a tool, an empty slice follows for the turn that the policy did not write.
+
+    Args:
+        own: one number per token, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
     """
     turns = [slice(*run.span()) for run in re.finditer(b"\x01+", bytes(own))]
     if not turns or turns[-1].stop < len(own):

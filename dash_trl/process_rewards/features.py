@@ -2,8 +2,8 @@
 
     log p_t, H_t of a completion's tokens, boundaries b_0 = 0 < b_1 < … ──► one row of features per boundary
 
-Here a row of features belongs to one boundary. It depends only on the tokens and the boundaries before this boundary.
-So a value that is computed from the row cannot reveal how the completion goes on or ends.
+Here a row of features belongs to one boundary and depends only on the tokens and boundaries before it. So a value that
+is computed from this row cannot reveal how the completion goes on or ends.
 
 Letters: K boundaries, F features.
 """
@@ -32,13 +32,13 @@ def prefix_features(
 ) -> list[list[float]]:
     """Returns one row of features for each boundary except b_0, because no token comes before b_0.
 
-    Let b be a boundary, a the boundary before b, and n the number of tokens before b that the policy wrote. The row of
-    b is::
+    Let b be a boundary, let a be the boundary before b, and let n be the number of tokens before b that the policy
+    wrote. The row of features of b is::
 
         Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, n, Σ_{t<b} H_t, max_{t<b} H_t
 
-    If the log-prob or the entropy of a token is unknown (NaN), the sums of every prefix that contains the token are
-    NaN.
+    If the log-prob of a token is unknown (NaN), the sum of log-probs is NaN for every prefix that contains the token.
+    The same holds for entropies.
 
     Args:
         boundaries: 0 = b_0 < b_1 < …, K token positions in the completion.

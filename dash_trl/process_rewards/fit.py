@@ -1,9 +1,9 @@
-"""Fits a model that predicts the outcome from the features of a prefix, for `OutcomeValue`.
+"""Fits a regression that predicts the outcome of a rollout from the features of a prefix, for `OutcomeValue`.
 
-It is a logistic or linear ridge regression on the features, their squares and their products. The computation is in
-float64 and deterministic: it has no random numbers and no learning rate.
+The model is a logistic or linear ridge regression on the features, their squares and their products. The computation is
+in float64 and deterministic: it uses no random numbers and no learning rate.
 
-Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns.
+Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns of the regression.
 """
 
 import math
@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Newton's method ends if no entry of the gradient, divided by the number of rollouts, is larger than this.
+# Newton's method stops when every entry of the gradient is at most this number times the number of rollouts.
 GRADIENT = 1e-12
-MOST_STEPS = 100  # a bound against endless loops; Newton's method takes 5 to 10 steps
-SHORTEST = 2.0**-30  # a step that increases the objective is halved until this share of it is left
+MOST_STEPS = 100  # a bound against endless loops; Newton's method usually needs 5 to 10 steps
+SHORTEST = 2.0**-30  # a step that increases the objective is halved, at most down to this share of its length
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted model. It takes the features of prefixes and returns their expected outcomes.
+    """A fitted regression that returns the expected outcomes of prefixes from their features.
 
     Attributes:
         base: number, the mean outcome of the rollouts.
         mean: [F], mean of each feature in the fitted data. Each rollout has the weight 1, shared by its prefixes.
-        scale: [F], standard deviation of each feature; 1 for a constant feature.
+        scale: [F], standard deviation of each feature, with the same weights; 1 for a constant feature.
         low: [F], smallest value of each feature in the fitted data.
         high: [F], largest value of each feature in the fitted data.
-        weights: [P], the weight of each column of `columns`.
-        logistic: True = columns times weights are log-odds of the outcome, False = they are the outcome itself.
+        weights: [P], the weight of each column that `columns` returns.
+        logistic: True = the weighted sum of the columns is the log-odds of the outcome, False = it is the outcome.
     """
 
     base: float
@@ -43,12 +43,12 @@ class Fit:
     def __call__(self, features: Tensor) -> list[float]:
         """Returns the expected outcome of each prefix.
 
-        The result for a prefix is bitwise the same, whichever other prefixes are computed in the same call.
+        The result for a prefix does not depend on the other prefixes in the call, not even in its last bit.
 
         Args:
             features: [M, F] float64.
         Returns:
-            M numbers; NaN for a prefix with a feature that is NaN.
+            M numbers; NaN for a prefix if one of its features is NaN.
         """
         # No matrix product and no `torch.sigmoid`: both may round a row differently, depending on its index.
         columns = self.columns(features)
@@ -61,7 +61,7 @@ class Fit:
         """Returns the columns of the regression: 1, the standardised features, and their squares and products.
 
         A feature outside the range of the fitted data is clamped to this range, because a fit with squares is
-        unreliable outside of it.
+        unreliable outside the range.
 
         Args:
             features: [M, F] float64.
@@ -76,14 +76,16 @@ class Fit:
 def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logistic: bool, ridge: float) -> Fit:
     """Fits the weights w that minimise Σ_m ω_m·ℓ(y_m, x_m·w) + ridge/2·Σ_{p>0} w_p².
 
-    x_m are the columns of prefix m, and y_m is the outcome of its rollout. In a logistic fit,
-    ℓ(y, s) = −y·s + log(1 + e^s); in a linear fit, ℓ(y, s) = (y − s)²/2. ω_m is 1 divided by the number of prefixes of
-    the rollout that m belongs to, so that each rollout has the weight 1. The intercept w_0 is not penalised.
+    x_m are the columns of prefix m, and y_m is the outcome of its rollout. The loss of a logistic fit is
+    ℓ(y, s) = −y·s + log(1 + e^s), and the loss of a linear fit is ℓ(y, s) = (y − s)²/2. The weight ω_m is 1 divided by
+    the number of prefixes of the same rollout, so that each rollout has the weight 1. The intercept w_0 is not
+    penalised.
 
     Args:
         features: [M, F] float64, finite.
         rollout: [M] int64, index of the rollout that each prefix belongs to.
-        outcomes: [R] float64, outcome of each rollout. For a logistic fit within 0 … 1, and neither all 0 nor all 1.
+        outcomes: [R] float64, outcome of each rollout. A logistic fit needs outcomes from 0 to 1 that are neither all 0
+            nor all 1.
         logistic: True = logistic regression, False = linear regression.
         ridge: number > 0, weight of the penalty.
     """
@@ -110,7 +112,7 @@ def _linear(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
 def _logistic(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
     """Fits a logistic regression by Newton's method.
 
-    The objective is convex, and strictly convex if both outcomes occur, so the minimum is unique.
+    The objective is strictly convex. It has a minimum if the outcomes are neither all 0 nor all 1.
     """
 
     def objective(weights: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-A call samples at most as many rows as a window of the trainer has, or K rows on each rank if that is more. Each call is
-divided evenly among the ranks, so that every rank makes the same number of calls and no rank waits for another that has
-more prefixes.
+A call samples at most as many rows as a window of the trainer has, or K rows on each rank if that is more. The prefixes
+of each call are divided evenly among the ranks. So every rank makes the same number of calls, and no rank waits for a
+rank whose own completions have more prefixes.
 """
 
 from collections import defaultdict
@@ -25,7 +25,15 @@ from dash_trl.update import weighted_rewards
 
 @dataclass(frozen=True)
 class _Prefix:
-    """One prefix: row `row` of rank `rank`, up to `boundary`. At most `room` tokens may be sampled after it."""
+    """One prefix whose value is estimated.
+
+    Attributes:
+        rank: the rank that the completion belongs to.
+        row: index of the request on this rank.
+        boundary: token position in the completion at which the prefix ends.
+        room: the largest number of tokens that may be sampled after the prefix.
+        request: the request that contains the completion.
+    """
 
     rank: int
     row: int
@@ -46,14 +54,15 @@ class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
     This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
-    trainer's sampler makes the rollouts, with prefix no longer than the trainer's own completions. A batch has at most
-    as many rows as a window of the trainer, or K rows on each rank if that is more. vLLM servers get all prefixes at
-    once. The trainer's reward functions and reward weights score the rollouts. A rollout whose reward failed is left
-    out. If all rollouts of a prefix failed, the value of the prefix is missing. Figures that reward functions log about
+    trainer's sampler makes the rollouts. A prefix and its continuation together are no longer than a completion of the
+    trainer. vLLM servers get all prefixes at once. Other samplers get at most as many rows at a time as a window of the
+    trainer has, or K rows on each rank if that is more.
+
+    The trainer's reward functions and reward weights score the rollouts. Unscored rollouts are left out of the mean. If
+    all rollouts of a prefix are unscored, the value of the prefix is missing. Figures that reward functions log about
     these rollouts are dropped.
 
-    A rollout has only one turn. With tools or an environment, V would be the value for a policy without tools, so this
-    is an error.
+    A rollout has only one turn. So tools and environments are an error: V would be the value of a policy without tools.
 
     Args:
         num_rollouts: K >= 1, number of rollouts per boundary.
@@ -89,15 +98,15 @@ class MonteCarloValue:
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
         """Cuts the prefixes of all ranks into calls.
 
-        The number of prefixes in a call is a multiple of the number of ranks; the last prefix of a call is repeated if
-        needed. In a call, either tokens may follow every prefix or no token may follow any of them. Prefixes with a
-        similar `room` share a call, because a call takes as long as its longest row.
+        The number of prefixes in a call is a multiple of the number of ranks. If needed, the last prefix of a call is
+        repeated. Prefixes with a similar `room` share a call, because a call takes as long as its longest row. Prefixes
+        whose `room` is 0 have calls of their own, in which nothing is sampled.
 
         Args:
             prefixes: the same list on every rank.
             trainer: the `DASHTrainer`.
         Returns:
-            For each call, a list of all its prefixes, and a list of the prefixes that this rank finishes.
+            For each call, a list of all its prefixes, and a list of the prefixes that this rank continues.
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
@@ -112,9 +121,13 @@ class MonteCarloValue:
         return calls
 
     def _continuations(self, calls: list[tuple[list[_Prefix], list[_Prefix]]], trainer: Any) -> Iterator[list]:
-        """Yields for each call K continuations of each of this rank's prefixes, as token ids.
+        """Yields one list per call: the token ids of K continuations of each prefix that this rank continues.
 
-        A continuation may be longer than the `room` of its prefix; the caller cuts it.
+        A continuation may be longer than the `room` of its prefix. The caller cuts the additional tokens off.
+
+        Args:
+            calls: the result of `_calls`.
+            trainer: the `DASHTrainer`.
         """
         pool = server_pool(trainer)
         asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
@@ -148,10 +161,7 @@ def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
-    """Returns how many tokens may follow a boundary.
-
-    A completion ends at `max_completion_length`, or where the model's context is full.
-    """
+    """Returns how many tokens may follow a boundary within `max_completion_length` and the model's context."""
     contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
@@ -173,10 +183,16 @@ def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """Calls the reward functions by TRL's method for the rows of this rank.
+    """Computes the rewards of completions with the trainer's reward functions, as TRL does for the trainer's rollouts.
 
+    Args:
+        trainer: the `DASHTrainer`.
+        rows: the prefix of each completion of this rank.
+        completion_ids: token ids of each completion of this rank: the prefix without the prompt, and a continuation.
+        group_size: K, the number of adjacent completions that continue the same prefix.
     Returns:
-        [N, F], the rewards of all ranks' rows. NaN = the function does not apply; a row of NaN only is unscored.
+        [N, F], the rewards by F functions for the N completions of all ranks. NaN = the function does not apply. A row
+        in which all F rewards are NaN is unscored.
     """
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
@@ -189,7 +205,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
 
 @contextmanager
 def _unlogged(trainer: Any) -> Iterator[None]:
-    """Within the context, drops what reward functions log, so that it does not enter the figures of training."""
+    """Within the context, drops the figures that reward functions log, which would distort the figures of training."""
     names = ("_pending_extra_logs", "_pending_metrics")
     before = {name: getattr(trainer, name) for name in names}
     vars(trainer).update({name: defaultdict(list) for name in names})

@@ -25,20 +25,20 @@ from dash_trl.rollout import joined
 
 logger = logging.getLogger(__name__)
 
-ROUNDING = 1e-5  # a weighted sum of rewards is float32 and may miss 0 or 1 by this much
+ROUNDING = 1e-5  # a weighted sum of rewards is float32, so it may be this much below 0 or above 1
 
 
 @dataclass(frozen=True)
 class _Rollouts:
     """The entry of one window in the buffer: the features and outcomes of the window's R scored rollouts.
 
-    All fields are tensors, so that `torch.load(weights_only=True)` can read a checkpoint that contains them.
+    All fields are tensors, so that `torch.load(weights_only=True)` can read a checkpoint that contains the buffer.
 
     Attributes:
         problem: [R] int64, a number that identifies the prompt.
-        outcome: [R] float64.
+        outcome: [R] float64, the weighted sum of the rewards.
         prefixes: [R] int64, number of rows in `features` that belong to each rollout.
-        features: [M, F] float64, finite; one row per prefix, rollout by rollout.
+        features: [M, F] float64, the F finite features of each of the M prefixes, rollout by rollout.
     """
 
     problem: Tensor
@@ -50,39 +50,39 @@ class _Rollouts:
 class OutcomeValue:
     """V(prefix) = E[outcome | features of the tokens' log-probs], fitted to the rollouts of the last windows.
 
-    `OutcomeValue` needs neither answers nor a reward model. It uses the outcomes of the run's own rollouts and the
-    log-probs that the sampler reports for their tokens. If the sampler reports no log-probs (transformers' `generate`),
-    log-probs and entropies come from one forward pass over all scored rows. This pass takes about a third of the time
-    of training on these rows. `process_rewards.features` computes the features, and `process_rewards.fit` fits a
-    regression with squares and products to them. The fit uses all scored rows that have tokens, also those of solved
-    groups, and each rollout has the weight 1.
+    `OutcomeValue` needs neither answers nor a reward model. It learns from the outcomes of the run's own rollouts and
+    the log-probs that the sampler reports for their tokens. If the sampler reports no log-probs (transformers'
+    `generate`), log-probs and entropies come from one forward pass over all scored rows. This pass takes about a third
+    of the time of training on these rows. `process_rewards.features` computes the features, and `process_rewards.fit`
+    fits a regression to them. The fit uses all scored rows that have loss tokens, including rows of solved groups, and
+    each rollout has the weight 1.
 
-    - V of a window comes from a fit that has not seen the outcomes of this window. Afterwards the window is added to
-      the buffer.
+    - The buffer holds the rollouts of the last windows. V of a window is computed by a fit to the buffer. Only then is
+      the window added to the buffer, so that V does not depend on outcomes of its own window.
     - V(b_0) is the mean outcome of the buffer, because the empty prefix has no log-probs. (The mean outcome of the
-      row's own group would reveal outcomes of the window whose V is computed.) So V_0 does not depend on the problem.
-      The difficulty of the problem changes the log-probs of the first episode, and so the first U.
+      row's group cannot be used, because it depends on outcomes of the same window.) So V_0 does not depend on the
+      problem. The difficulty of the problem changes the log-probs of the first episode, and so the first U.
     - V is missing until the buffer holds at least `min_rollouts` rollouts with an outcome above the mean and at least
-      `min_rollouts` others. Both kinds must come from at least `min_problems` problems. Until then, rows keep their
-      outcome advantage.
-    - A prefix that contains a token with unknown log-prob has no value.
+      `min_rollouts` other rollouts. Both kinds of rollouts must come from at least `min_problems` problems. While V is
+      missing, rows keep their outcome advantage.
+    - If a prefix contains a token with unknown log-prob, its value is missing.
 
-    V relies on the policy's confidence. It does not see errors of which the model is sure, and a policy that is
-    rewarded by V may learn to be sure of everything. So watch entropy and accuracy.
+    V depends on the policy's confidence. So V does not fall at errors of which the policy is sure, and a policy that is
+    rewarded by V may become sure of everything. Watch entropy and accuracy.
 
     Args:
         space: "probability" for outcomes within 0 … 1, fitted by logistic regression; "reward" for other outcomes,
             fitted by least squares.
         num_windows: number of windows in the buffer; older windows are dropped.
-        ridge: number > 0, weight of the penalty on squared coefficients. Each rollout has the weight 1.
-        min_rollouts: see above.
-        min_problems: see above.
+        ridge: number > 0, weight of the penalty on squared coefficients. For comparison, each rollout has the weight 1.
+        min_rollouts: the least number of rollouts of each kind in the buffer; see above.
+        min_problems: the least number of problems for each kind of rollouts; see above.
     Attributes:
-        ready: True = there is a fit, so V is not missing.
+        ready: True = there is a fit, so values can be computed.
     Raises:
         ValueError: if a setting is out of range; during training, if a reward is outside 0 … 1 with
-            `space="probability"`, or if the buffer of a resumed run has other features, because another sampler made
-            them.
+            `space="probability"`, or if the rollouts in the buffer of a resumed run have another number of features,
+            because the sampler has changed.
     """
 
     needs_answers = False
@@ -118,18 +118,18 @@ class OutcomeValue:
         return self._fit is not None
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        if self._outdated:  # not fitted in load_state_dict, because the ranks are not known yet there
+        if self._outdated:  # the fit is not computed in load_state_dict, because the trainer is not known there
             self._fit = trainer.ranks.agree(partial(self._fitted, say=trainer.ranks.rank == 0), from_main=True)
             self._outdated = False
         return trainer.ranks.agree(partial(self._values, requests))
 
     def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
-        """Adds a window to the buffer, after V has been computed for it. This is a collective.
+        """Adds a window to the buffer, after V has been computed for this window. This is a collective.
 
         Args:
             requests: this rank's scored rollouts.
-            outcomes: the weighted reward of each rollout.
-            trainer: the trainer; its `ranks` and its `recorder` are used.
+            outcomes: the weighted sum of rewards of each rollout.
+            trainer: the trainer. Only its `ranks` and its `recorder` are used.
         """
         own, unknown = trainer.ranks.agree(partial(self._lessons, requests, outcomes))
         parts = [one for one in trainer.ranks.gather_object(own) if one is not None]
@@ -146,7 +146,7 @@ class OutcomeValue:
         )
 
     def learned_from(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the buffer has a rollout of a prompt.
+        """Returns whether the buffer contains a rollout of a prompt.
 
         Args:
             prompt_ids: token ids of the prompt.
@@ -154,10 +154,10 @@ class OutcomeValue:
         return any(_number(prompt_ids) in window.problem for window in self._windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings and the buffer. The fit is not stored, since it is computed from them again.
+        """Returns the settings and the buffer. A resumed run computes the fit from the buffer again.
 
         The state is the same on all ranks, and its tensors are never changed later. A resumed run uses the settings of
-        its own `OutcomeValue`; the stored settings are for programs that only load a checkpoint.
+        its own `OutcomeValue`. The stored settings are for programs that load a checkpoint without training.
         """
         settings = {
             "space": self.space,
@@ -190,7 +190,7 @@ class OutcomeValue:
         return prefix_features(request.boundaries, request.log_probs, request.entropies, request.own)
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
-        """Returns F, the number of features. Raises a `ValueError` if requests and buffer do not all have the same."""
+        """Returns F, the number of features. Raises a `ValueError` if requests and buffer have different F."""
         known = {len(FEATURES) if request.entropies is not None else WITHOUT_ENTROPIES for request in requests}
         known |= {window.features.shape[1] for window in self._windows[-1:]}
         if len(known) > 1:
@@ -212,10 +212,9 @@ class OutcomeValue:
             )
 
     def _lessons(self, requests: Sequence[ValueRequest], outcomes: Sequence[float]) -> tuple[_Rollouts | None, int]:
-        """Returns this rank's rollouts for the buffer, and the number of prefixes that are left out.
+        """Returns this rank's rollouts for the buffer (None = it has none), and the number of prefixes left out.
 
-        A prefix is left out if it contains a token with unknown log-prob. If this rank has no rollouts, None takes
-        their place.
+        A prefix is left out if it contains a token with unknown log-prob.
         """
         self._check(outcomes)
         if not requests:

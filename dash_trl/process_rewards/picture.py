@@ -1,4 +1,4 @@
-"""Draws a completion with its credit: as HTML for a notebook or a web page, and as text for a table."""
+"""Shows the credit of a completion: as HTML for a notebook or a web page, and as text for a table."""
 
 import html
 import math
@@ -19,8 +19,8 @@ def credit_html(
     `IPython.display.HTML(credit_html(...))` shows the result.
 
     Args:
-        tokens: list of texts, one per token.
-        advantages: list of numbers, one per token. The largest absolute value gets the darkest color.
+        tokens: the text of each token.
+        advantages: the advantage of each token. The token with the largest absolute advantage gets the darkest color.
         boundaries: token positions of the episode boundaries.
         values: V at each boundary; NaN = missing.
         title: heading above the completion; empty = no heading.
@@ -42,7 +42,7 @@ def credit_html(
 
 
 def credit_lines(episodes: Iterable[tuple[float, str]]) -> str:
-    """Returns a text with one line per episode, such as `[+0.52] 7+5=12`, for the table of completions.
+    """Returns a text with one line per episode, such as `[+0.52] 7+5=12`, for TRL's table of completions.
 
     Args:
         episodes: the mean advantage and the text of each episode.

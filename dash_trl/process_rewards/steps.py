@@ -1,4 +1,4 @@
-"""`StepValue` computes V(prefix) from scores of the episodes, which a function or a process reward model gives::
+"""`StepValue` computes V(prefix) from scores of the episodes. A function or a process reward model gives the scores::
 
     completion ──► Segmenter ──► texts of the episodes ──► scores ──► V, whose differences are the process rewards
 
@@ -19,35 +19,36 @@ from dash_trl.update import evaluating
 
 
 class ScoreSteps(Protocol):
-    """The type of a function that scores the episodes of completions. It is called with completions of this rank."""
+    """The type of a function that scores the episodes of completions.
+
+    Each rank calls the function with its own completions.
+    """
 
     def __call__(
         self, prompts: list[str], steps: list[list[str]], **columns: list[Any]
     ) -> Sequence[Sequence[float | None] | None]:
-        """Returns one score per episode, n numbers for each completion.
+        """Returns one list per completion with one score for each of its n episodes.
 
-        None or NaN means that the score of an episode is unknown. None in place of the n numbers means that all scores
-        of the completion are unknown. A completion with an unknown score gets no process rewards: it keeps its outcome
-        advantage.
+        A score that is None or NaN is unknown. None instead of a list means that all scores of the completion are
+        unknown. A completion with an unknown score gets no process rewards and keeps its outcome advantage.
 
         Args:
-            prompts: the prompts as the policy read them, including the chat template.
-            steps: for each completion, the n texts of its episodes. A text may begin or end with white space.
+            prompts: the decoded prompt of each completion, including the chat template.
+            steps: the n texts of each completion's episodes. A text may begin or end with white space.
             columns: the columns of the dataset except `prompt`, each with one entry per completion.
         """
 
 
 class StepValue:
-    """V(prefix) from the scores that a function gives to the episodes.
+    """Computes V(prefix) from the scores that a function gives to the episodes.
 
     Args:
-        score: the function, such as a `ProcessRewardModel`. Every rank calls it with the rank's own completions.
-        rewards: True = a score is the reward of the episode, as in PRIME (arXiv 2502.01456), and V is the sum of the
-            scores so far. A completion with more episodes may then earn more. False = a score is V after the episode.
-            The first episode then earns nothing, because the prompt alone has no score to compare with.
+        score: the function, such as a `ProcessRewardModel`; see `ScoreSteps`.
+        rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
+            scores so far, so a completion with more episodes may get a larger V. False = a score is V after its
+            episode. The process reward of the first episode is then 0, because the prompt alone has no score.
     Raises:
-        ValueError: if `score` is not a function; during training, if the number of scores of a completion differs from
-            its number of steps.
+        ValueError: if `score` is not a function; during training, if a completion does not get one score per episode.
     """
 
     space = "reward"
@@ -101,21 +102,22 @@ def _pairs(boundaries: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class ProcessRewardModel:
-    """Scores each step by the probability that it is right, as a token classifier predicts it.
+    """Scores each step by the probability that the step is right, which a token classifier predicts.
 
-    The model is an `AutoModelForTokenClassification`, trained with data in the form of TRL's former `PRMTrainer` or of
-    Math-Shepherd (arXiv 2312.08935): the input is the prompt, then each step followed by a separator. The prediction at
-    the last token of a separator is the score of the step before it.
+    A step is the text of an episode. The model is an `AutoModelForTokenClassification`, trained with data in the form
+    of TRL's former `PRMTrainer` or of Math-Shepherd (arXiv 2312.08935). Its input is the prompt, then each step with a
+    separator after it. The prediction at the separator's last token is the score of the step before the separator.
 
     Args:
-        model: the name or directory of a checkpoint, or a model. Each rank loads a checkpoint onto its device; a model
-            stays on the device where it is.
-        tokenizer: the tokenizer of the model. Default: the tokenizer of the checkpoint.
+        model: the name or directory of a checkpoint, or a model object. Each rank loads a checkpoint onto its own
+            device. A model object stays on its device.
+        tokenizer: the tokenizer of the model. None = the tokenizer of the checkpoint; a model object needs one.
         separator: the text after each step. White space at the beginning and the end of a step is removed.
-        label: index of the label that means "right"; its probability is the score.
+        label: index of the label that means "right". The probability of this label is the score.
         batch_size: number of completions in one model pass.
     Raises:
-        ValueError: if the model is of another kind, or a completion is too long for it.
+        ValueError: if the model is no token classifier, has no such label or no tokenizer; during training, if a
+            completion with its prompt is longer than the model's `max_position_embeddings`.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class ProcessRewardModel:
         return scores
 
     def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
-        """Returns the token ids of the model's input, and for each step the position of its separator's last token."""
+        """Returns the token ids of the model's input, and the position of the last token of each step's separator."""
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ends = []
         for step in steps:

@@ -1,7 +1,7 @@
-"""Tree-packed passes: one pass over a response (the trunk) and many short continuations of its prefixes (the branches).
+"""Tree passes: one pass over prompt and completion (the trunk) with short continuations of its prefixes (the branches).
 
-Such a pass gives the same log-probs as one pass per prefix, but computes the trunk only once. So it costs about as much
-as a pass over the trunk alone. The trunk has plain causal attention (SDPA). Only the few branch tokens need a mask
+A tree pass returns the same log-probs as one pass per branch, but computes the trunk only once. So it costs about as
+much as a pass over the trunk alone. The trunk has plain causal attention (SDPA). Only the few branch tokens need a mask
 (`dash_trl.update.trees`). Several trees are packed into one sequence.
 
 Letters: L tokens of the packed sequence, Q branch tokens of a tree, S tokens of a tree.
@@ -26,12 +26,12 @@ LOGITS_AT_ONCE = 64  # number of scored tokens whose log-softmax is computed at 
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens that continue a prefix of the trunk.
+    """A continuation of a prefix of the trunk.
 
     Args:
         attach: number of trunk tokens before the branch, at least 1.
         tokens: token ids of the branch.
-        scored: index in `tokens` of the first token whose log-prob is computed; the tokens after it follow.
+        scored: index in `tokens` of the first scored token. Log-probs of this token and all later tokens are computed.
     """
 
     attach: int
@@ -41,7 +41,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class Tree:
-    """A trunk, as token ids, with its branches."""
+    """A trunk with its branches.
+
+    Args:
+        trunk: token ids of the trunk.
+        branches: the branches.
+    """
 
     trunk: tuple[int, ...]
     branches: tuple[Branch, ...]
@@ -51,7 +56,7 @@ class Tree:
 
     @property
     def scored(self) -> int:
-        """Number of tokens whose log-probs are computed; the model returns the logits of one position for each."""
+        """Number of scored tokens. For each scored token, the model returns the logits of one position."""
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
@@ -72,10 +77,11 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
 
     Args:
         model: the model to call. It may be wrapped or have adapters.
-        base_model: the transformers model inside `model`. Its attention is switched to `tree_attention` for this pass.
+        base_model: the transformers model inside `model`. During the pass, its attention is `tree_attention`.
         trees: the trees, packed into one sequence.
     Returns:
-        Nested lists of log-probs: one list per tree, in it one list per branch, in it one number per scored token.
+        Nested lists of log-probs: one list per tree, which contains one list per branch, with one number per scored
+        token.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -100,23 +106,25 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
         logits = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
-            # Without a mask, transformers would notice that positions restart and build an L × L mask.
+            # This mask is all ones. Without it, transformers would notice that positions restart, and would build an
+            # L × L mask.
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             logits_to_keep=torch.tensor(predictors, device=device),
             trees=tuple(shapes),
             use_cache=False,
         ).logits[0]
     wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
-    parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)  # in parts, to save two copies of the logits
+    # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
+    parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)
     log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]
     values = iter(torch.cat(log_probs).flatten().tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
 def tree_flaw(model: Any, base_model: Any) -> str | None:
-    """Tests by `isolation_flaw` whether tree passes of a model are right.
+    """Tests whether tree passes of a model return the right log-probs; see `isolation_flaw`.
 
-    Under ZeRO-3 and FSDP this is a collective, because each model pass is one.
+    Under ZeRO-3 and FSDP, the test is a collective, because each model pass is a collective.
 
     Args:
         model: see `tree_log_probs`. It must be in evaluation mode.
@@ -126,7 +134,10 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
     """
 
     def tree(sample: Sequence[int]) -> Tree:
-        """Half of the sample is the trunk; the rest makes branches at its first token, its middle and its end."""
+        """Makes a trunk from the first half of the sample, and three branches from the second half.
+
+        The branches attach after the first token of the trunk, in its middle, and at its end.
+        """
         half, part = len(sample) // 2, len(sample) // 6
         tokens = [tuple(sample[start : start + part]) for start in range(half, half + 3 * part, part)]
         attached = zip((1, half // 2, half), tokens, strict=True)
@@ -155,7 +166,7 @@ def branch_mask(tree: Tree) -> Tensor:
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """Computes what `tree_log_probs` computes, with one pass per branch, for models that cannot do tree passes.
+    """Computes the same log-probs as `tree_log_probs`, with one pass per branch, for models without tree passes.
 
     Args:
         model: the model to call.

@@ -1,11 +1,12 @@
-"""Value estimators, which compute V(prefix) at the boundaries of the episodes of each completion::
+"""Value estimators compute V(prefix) at the episode boundaries of completions::
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the
-policy finish the prefix K times and takes the mean reward. `OutcomeValue` predicts the outcome from the log-probs of
-the prefix's tokens, by a fit to the last windows. A value that cannot be computed is missing (NaN). It is never 0,
-because log P = 0 would mean certainty.
+`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix, and `ServerValue` does this on
+vLLM servers. `MonteCarloValue` lets the policy finish the prefix K times and computes the mean reward. `OutcomeValue`
+predicts the outcome from the log-probs of the prefix's tokens, by a fit to the last windows. `StepValue` uses scores of
+the episodes. A value that cannot be computed is missing: the estimator returns NaN, not 0, because log P = 0 would
+mean certainty.
 """
 
 import logging
@@ -34,33 +35,35 @@ END_THOUGHT = "</think>\n"
 _THOUGHT_TAG = re.compile("</?think>")
 
 # In the token budget of a pass, each scored token counts as 32 tokens, because its logits take memory. So a pass with a
-# budget of 8,192 tokens has the logits of at most 256 tokens: 156 MB in float32 for a vocabulary of 152 thousand.
+# budget of 8,192 tokens has logits for at most 256 tokens. They take 156 MB in float32 if the vocabulary has 152,000
+# tokens.
 LOGITS_TOKENS = 32
 
-FLOOR = -10.0  # a smaller log-prob of an answer's token is raised to this number, which bounds U
+FLOOR = -10.0  # smaller log-probs of an answer's tokens are raised to this number, so that no U becomes huge
 
-DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # a rank runs it if the other ranks have more passes, which are collectives
+# Under ZeRO-3 and FSDP, a pass is a collective. So a rank with fewer passes than other ranks runs more passes with this
+# tree, whose result is dropped.
+DUMMY = Tree((0,), (Branch(1, (0,), 0),))
 
 
 @dataclass(frozen=True)
 class ValueRequest:
-    """One completion, and the boundaries at which V is asked for.
+    """A completion with the boundaries at which its values are needed.
 
     Args:
-        prompt_ids: token ids without padding, at least one.
-        completion_ids: token ids without padding.
-        boundaries: positions in the completion, one prefix each: the prompt and `completion_ids[:boundary]`. Empty = no
-            value is asked for.
+        prompt_ids: token ids of the prompt without padding, at least one.
+        completion_ids: token ids of the completion without padding.
+        boundaries: token positions in the completion. The prefix of a boundary is the prompt and
+            `completion_ids[:boundary]`. Empty = no value is needed.
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
-        log_probs: one number per token of the completion, its log-prob by the policy that sampled it; NaN = unknown,
-            0 = a token that the policy did not write. None = not given, because the estimator's `needs_log_probs` is
-            False.
-        entropies: one number per token, in the same form as `log_probs`. None = unknown.
+        log_probs: log-prob of each token of the completion, by the policy that sampled it; NaN = unknown, 0 = the
+            policy did not write the token. None = not given, because the estimator's `needs_log_probs` is False.
+        entropies: entropy at each token of the completion, in the same form as `log_probs`. None = unknown.
         own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
             None = the policy wrote all tokens.
-        begun: what the estimator's `begin` returned for this completion. None = `begin` was not called or did not
-            begin.
+        begun: the result of the estimator's `begin` for this completion. None = `begin` was not called, or did nothing
+            for this completion.
     """
 
     prompt_ids: tuple[int, ...]
@@ -83,15 +86,16 @@ class ValueEstimator(Protocol):
       answers.
     - `needs_log_probs`: True = the estimator uses `ValueRequest.log_probs`.
     - `ready`: False = the estimator has no values yet, so missing values are expected.
-    - `begin(requests, trainer, order)`: starts the computation early. It is called as soon as a vLLM server has sampled
-      a group, on the main thread of one rank alone. For each request it returns the values, or an object by which
-      `__call__` awaits the values, or None if it did not begin. `__call__` gets the result as `ValueRequest.begun`.
-      `order` is the number of the group's window.
+    - `begin(requests, trainer, order)`: starts the computation early. It is called for a group as soon as a vLLM server
+      has sampled the group, on the main thread of one rank alone. It is not called if `needs_log_probs` is True. For
+      each request it returns the values, or an object with which `__call__` waits for the values, or None if it started
+      nothing. `__call__` gets this result as `ValueRequest.begun`. `order` is the number of the group's window.
     - `learn(requests, outcomes, trainer)`: learns from a window. It is called once per window, after V was computed for
-      the whole window, on every rank at the same point. It gets this rank's scored rows with their boundaries, and the
-      weighted reward of each row.
-    - `state_dict()` and `load_state_dict(state)`: the estimator's state for checkpoints, made of tensors, numbers,
-      lists and dicts. The state must be the same on all ranks, and its tensors must not be changed later.
+      the whole window, on every rank at the same point. `requests` are this rank's scored rows that have loss tokens,
+      and `outcomes` are the weighted rewards of these rows.
+    - `state_dict()` and `load_state_dict(state)`: return and restore the estimator's state for checkpoints. The state
+      consists of tensors, numbers, lists and dicts. It must be the same on all ranks, and its tensors must not be
+      changed later.
     """
 
     space: str
@@ -100,7 +104,7 @@ class ValueEstimator(Protocol):
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         """Returns one list per request with one value per boundary; NaN = missing.
 
-        Every rank calls it at the same point, so it may use collectives.
+        The estimator may use collectives, because all ranks call it at the same point.
 
         Args:
             requests: the completions of this rank.
@@ -109,14 +113,12 @@ class ValueEstimator(Protocol):
 
 
 def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
-    """Checks that an estimator returned one number for each boundary of each request.
-
-    NaN is allowed, because it stands for a missing value.
+    """Checks that a value estimator returned one number for each boundary of each request.
 
     Args:
-        values: the result of the estimator.
-        requests: the requests that the estimator was given.
-        estimator: the estimator, whose name the error states.
+        values: the result of the estimator. NaN is allowed and means that a value is missing.
+        requests: the requests for which the estimator was called.
+        estimator: the estimator; the error message contains its name.
     Returns:
         The values as lists of floats.
     Raises:
@@ -145,8 +147,7 @@ class AnswerLogProbValue:
 
     - The force prompt and the answer are tokenised together, so that the answer has the tokens that the model would
       write.
-    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed. This bounds each U. The U of a row
-      still add up to V_n − V_0.
+    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed, so that no U becomes huge.
     - With several accepted answers, V is min(0, logsumexp of the means of the answers).
 
     The mean over tokens makes long and short answers comparable. But V is then not log P(answer): exp(V) is the
@@ -155,16 +156,17 @@ class AnswerLogProbValue:
     Args:
         force_prompt: text between the prefix and the answer. None = ``"\\nThe answer is "``, or
             ``"</think>\\n\\nThe answer is "`` if a thought is open at the boundary. A thought is open if the last tag
-            in the prefix is `<think>`. If a prefix ends within a tag, it is cut before the tag. A force prompt of
-            your own is used unchanged at every boundary. If your model has other tags for thoughts, pass your own.
-        closing: text after the answer whose tokens are scored, too, such as ``"}"`` or ``"<|im_end|>"``. Without it, a
-            policy that would write "42" also gets a high V for the answer "4".
+            in the prefix is `<think>`. If a prefix ends within a tag, the prefix is cut before this tag. A force
+            prompt that you pass is used unchanged at every boundary. Pass one if your model has other tags.
+        closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``. Its tokens are scored, too. Without a
+            closing, a policy that would write "42" also gets a high V for the answer "4".
         space: unit of V: "log" for the mean log-prob, or "probability" for its exponential.
-        max_tokens_per_pass: token budget of one model pass. It counts all tokens, prompts included, or 32 for each
-            scored token if that is more. A larger tree gets a pass of its own.
+        max_tokens_per_pass: token budget of one model pass. A completion counts as the number of its tokens, including
+            prompt, force prompts and answers, or as 32 tokens for each scored token if that is more. A completion
+            above the budget gets a pass of its own.
     Raises:
-        ValueError: if `space` is unknown, or the force prompt holds a control character because Python read a backslash
-            as an escape.
+        ValueError: if `space` is unknown, or if the force prompt contains a control character that Python made from a
+            backslash and a letter.
     """
 
     def __init__(
@@ -198,17 +200,17 @@ class AnswerLogProbValue:
         return [next(found) if request.begun is None else request.begun for request in requests]
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
-        """Computes the values by model passes on this rank alone, while this rank waits for vLLM servers.
+        """Computes the values of a group by model passes on this rank alone, while this rank waits for vLLM servers.
 
-        This is `begin` of `ValueEstimator`. It does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows are
-        sampled ahead, or if the model's tree passes have not been tested yet.
+        See `begin` of `ValueEstimator`. The method does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows
+        are sampled ahead, or if the model's tree passes have not been tested yet.
 
         Args:
             requests: the completions of a group.
             trainer: the `DASHTrainer`.
             order: not used.
         Returns:
-            The values of each request, or None for each request if it did nothing.
+            A list of values for each request, or None for each request if the method did nothing.
         """
         model = trainer.model
         sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
@@ -236,7 +238,7 @@ class AnswerLogProbValue:
             tokenizer: the tokenizer of the model.
             call: the wrapper of `model` that is called for a pass. None = `model` itself is called.
             passes_on_all_ranks: function that takes this rank's number of passes and returns the largest number on any
-                rank. Under ZeRO-3 and FSDP a pass is a collective, so a rank with fewer passes runs dummy passes.
+                rank. A rank with fewer passes runs dummy passes, because a pass is a collective under ZeRO-3 and FSDP.
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
@@ -256,7 +258,10 @@ class AnswerLogProbValue:
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
-        """Runs one pass per bin of trees or, if tree passes are wrong, per branch; as many passes on every rank."""
+        """Computes the values: one pass per bin of trees, or one per branch if the model cannot do tree passes.
+
+        The rank runs as many passes as `passes_on_all_ranks` returns. The passes beyond its own are over `DUMMY`.
+        """
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
@@ -275,9 +280,10 @@ class AnswerLogProbValue:
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
-        """Returns the completion as trunk, with one branch per boundary and answer: all answers at b_0, then at b_1, …
+        """Returns a tree: prompt and completion are the trunk, with one branch for each answer at each boundary.
 
-        The trunk ends at the last boundary. Without boundaries or answers, the tree is empty.
+        The branches are in the order of the boundaries: all answers at b_0, then all answers at b_1, and so on. The
+        trunk ends at the last boundary. Without boundaries or answers, the tree is empty.
         """
         if not request.boundaries or not any(request.answers):
             return Tree((), ())
@@ -293,7 +299,10 @@ class AnswerLogProbValue:
         return Tree(ids[: max(prefixes)], tuple(branches))
 
     def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
-        """Returns for each answer the tokens of force prompt and answer, and the index of the answer's first token."""
+        """Returns one pair per answer: the tokens of force prompt and answer, and the index of the first answer token.
+
+        Empty answers are left out.
+        """
         texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         found = []
@@ -320,7 +329,7 @@ class AnswerLogProbValue:
         return value if self.space == "log" else math.exp(value)
 
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
-        """Whether tree passes of this model are right. All ranks test this together when they first use the model."""
+        """Returns whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
             flaw: str | None = "its attention is not plain causal in every layer"
             if plain_causal_attention(model):
@@ -337,7 +346,7 @@ class AnswerLogProbValue:
 
 
 def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
-    """Returns for each prefix where it ends and whether a thought is open there.
+    """Finds out for each prefix whether a thought is open at its end, and cuts an incomplete tag from its end.
 
     A thought is open if the last tag in the prefix is `<think>`. A tag may be one token or several tokens.
 
@@ -346,8 +355,7 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
         prefixes: the number of tokens of each prefix.
         tokenizer: the tokenizer of the model.
     Returns:
-        For each prefix: its number of tokens, without the tokens of an incomplete tag at its end; and a bool, True = a
-        thought is open.
+        One pair per prefix: its number of tokens after the cut, and a bool, True = a thought is open.
     """
     # Byte-level tokenizers replace some characters in their tokens, but never the characters of these tags.
     pieces = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]
@@ -369,13 +377,13 @@ def server_pool(trainer: Any) -> Any:
 
 
 class ServerValue(AnswerLogProbValue):
-    """Computes `AnswerLogProbValue` on the trainer's vLLM servers, by one request per boundary and answer.
+    """Computes the values of `AnswerLogProbValue` on the trainer's vLLM servers, one request per boundary and answer.
 
     The requests of a group start as soon as the group is sampled, while other groups are still sampled. So the values
-    belong to the weights that the servers have at that time. A server computes each prefix anew, but a tree pass
-    computes the completion only once. So this class is useful if there are many servers and the trainer is the
-    bottleneck. The servers' `--max-model-len` must have room for the force prompt and the answer after the longest
-    completion.
+    are computed with the weights that the servers have at that time. The servers compute each prefix of a completion
+    separately, while a tree pass of `AnswerLogProbValue` computes the completion only once. So use this class if there
+    are many servers and the trainer is the bottleneck. The servers' `--max-model-len` must have room for the force
+    prompt and the answer after the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -389,15 +397,15 @@ class ServerValue(AnswerLogProbValue):
         return trainer.ranks.agree(values)
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int = -1) -> list[tuple[Tree, Any]]:
-        """Requests the log-probs from the servers, and does not wait for the answers; see `ValueEstimator`.
+        """Sends the requests for a group's log-probs to the servers without waiting; see `begin` of `ValueEstimator`.
 
         Args:
             requests: the completions of a group.
             trainer: the `DASHTrainer`.
             order: number of the group's window. The servers get the requests of earlier windows first.
         Returns:
-            For each request, its tree and an object by which `__call__` awaits the log-probs; None in place of this
-            object if the tree has no branches.
+            One pair per request: its tree, and an object with which `__call__` waits for the log-probs. The object is
+            None if the tree has no branches.
         """
         found = []
         for tree in self._trees(requests, trainer._tokenizer):

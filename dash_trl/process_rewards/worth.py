@@ -1,14 +1,14 @@
-"""Measures how well V(prefix) predicts outcomes, and computes from that the weight of V::
+"""Measures how well V(prefix) predicts outcomes, and computes the weight of V from this measurement::
 
     V and outcomes of a window ──► `Evidence`, sums per group ──► evidence of the last windows ──► figures, a weight
 
-Groups are the independent units: the rollouts of a group share a problem, and the prefixes of a rollout share an
-outcome. So each figure is a function of sums over groups. The interval of a figure comes from the jackknife, which
-leaves out one group at a time (Tukey 1958), and Student's t. V of a window must be computed without the outcomes of
-that window; otherwise the figures are biased.
+The rollouts of a group share a problem, and the prefixes of a rollout share an outcome, so only groups are independent
+of each other. Each figure is therefore a function of sums over groups. The confidence interval of a figure is computed
+by the jackknife, which leaves out one group at a time (Tukey 1958), and Student's t. The values of a window must be
+computed without the outcomes of this window; otherwise the figures are biased.
 
-Only the inner boundaries b_1 … b_{n−1} count. V_0 is the same for all rollouts of a prompt, and V_n comes right before
-the final answer, where the outcome is decided already.
+Only the inner boundaries b_1 … b_{n−1} count. V_0 is the same for all rollouts of a prompt. V_n belongs to the prefix
+right before the final answer, which already decides the outcome.
 
 Letters: N rows (the G completions of a prompt are adjacent), K boundaries per row, M = N / G groups.
 """
@@ -36,16 +36,17 @@ LEAST_WEIGHT = 0.02  # a smaller weight becomes 0, because it would add little m
 class Evidence:
     """Sums over the rollouts of each group, in float64, from which the figures and the weight of V are computed.
 
-    A rollout counts if it is scored and V is known at one of its inner boundaries at least. y is the outcome of a
-    rollout, A its outcome advantage, and Δ the difference from the mean of the group.
+    A rollout counts if it is scored and V is known at one or more of its inner boundaries. y is the outcome of a
+    rollout, A is its outcome advantage, and Δ is the difference from the mean of the group.
 
     Attributes:
         pairs: [M], number of pairs of rollouts with different outcomes.
-        won: [M], number of those pairs in which the rollout with the better outcome has the larger V. Here V is the
-            mean over the inner boundaries of a rollout. A tie counts one half.
-        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy²; 0 if the outcomes do not differ. The boundaries of a rollout together have
-            the weight 1.
-        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts, also those without V; 0 if the outcomes do not differ.
+        won: [M], number of pairs in `pairs` in which the rollout with the better outcome has the larger mean V over its
+            inner boundaries. A tie counts one half.
+        products: [M, 3], the sums ΣΔV², ΣΔVΔy and ΣΔy² over inner boundaries; 0 if the outcomes are all the same. Each
+            rollout has the weight 1, shared by its boundaries.
+        units: [M, 2], the sums ΣAΔy and ΣΔy² over all scored rollouts, including rollouts without V; 0 if the outcomes
+            are all the same.
     """
 
     pairs: Tensor
@@ -54,10 +55,10 @@ class Evidence:
     units: Tensor
 
     def of_groups(self, groups: Tensor) -> Evidence:
-        """Returns the evidence of some groups.
+        """Returns the evidence of the given groups, in the given order.
 
         Args:
-            groups: int64, indices of the groups. The result has their order.
+            groups: int64, indices of the groups.
         """
         return Evidence(self.pairs[groups], self.won[groups], self.products[groups], self.units[groups])
 
@@ -69,7 +70,7 @@ def evidence_of(
 
     Args:
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], NaN = missing.
+        values: [N, K], V at each boundary; NaN = missing.
         outcomes: [N], NaN = unscored.
         advantages: [N], the outcome advantages.
         group_size: G, which divides N.
@@ -146,12 +147,12 @@ class Watch:
     def add(self, window: Evidence) -> None:
         """Adds the evidence of a window and drops the oldest window if there are more than `WINDOWS`.
 
-        A window whose groups give no evidence must be added, too, so that old windows are dropped.
+        Call it for every window, even if no group of the window gives evidence, so that old windows are dropped.
         """
         self._windows = [*self._windows, window][-WINDOWS:]
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures for the log; a figure without enough evidence is left out.
+        """Returns the figures for the log, without the figures that have too little evidence.
 
         At least one window must have been added before.
         """
@@ -169,10 +170,10 @@ class Watch:
     def weight(self) -> float:
         """Returns the weight of V, from 0 to 1: the lower end of the 95 % interval of β, at most 1.
 
-        β is the slope of the linear regression of the outcome on V. Both are centred in their group, and only groups
-        with different outcomes count. V is a control variate of the outcome: outcome − w·V has the smallest variance at
-        w = β. A correct V has β = 1, and noise has β = 0. The weight is exactly 0 if there are fewer than
-        `LEAST_GROUPS` such groups, or if the lower end of the interval is below `LEAST_WEIGHT`.
+        β is the slope of the linear regression of the outcome on V. Outcome and V are centred in each group, and only
+        groups with different outcomes count. V is a control variate of the outcome: outcome − w·V has the smallest
+        variance at w = β. A correct V has β = 1, and noise has β = 0. The weight is exactly 0 if fewer than
+        `LEAST_GROUPS` groups count, or if the lower end of the interval is below `LEAST_WEIGHT`.
         """
         if not self._windows:
             return 0.0
@@ -185,10 +186,10 @@ class Watch:
         return low if low >= LEAST_WEIGHT else 0.0
 
     def unit(self) -> float:
-        """Returns the advantage that a reward of 1 had in the groups with different outcomes.
+        """Returns the outcome advantage per unit of reward, over the groups with different outcomes.
 
-        `credit._scaled` uses it for groups whose outcomes are all the same. It is 0 if there is no group with different
-        outcomes.
+        In groups whose outcomes are all the same, `credit._scaled` multiplies process rewards by this number. It is 0
+        if no group has different outcomes.
         """
         if not self._windows:
             return 0.0
@@ -196,7 +197,7 @@ class Watch:
         return products / squares if squares else 0.0
 
     def state_dict(self) -> list[dict[str, Tensor]]:
-        """Returns the evidence of the windows for a checkpoint. Its tensors are never changed later."""
+        """Returns the evidence of the windows for a checkpoint; the tensors of the result are never changed later."""
         return [dict(vars(window)) for window in self._windows]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
@@ -204,9 +205,9 @@ class Watch:
 
 
 def _log_odds(sums: Tensor) -> Tensor:
-    """Computes the log-odds of won pairs, with half a pair added to won and to lost pairs.
+    """Computes log((won + ½) / (lost + ½)), the log-odds of won pairs.
 
-    If the interval of the log-odds is converted to a share of pairs, it stays within 0 … 1.
+    The interval is computed for log-odds and then converted to shares, so that it stays within 0 … 1.
     """
     won, pairs = sums.unbind(-1)
     return ((won + 0.5) / (pairs - won + 0.5)).log()
