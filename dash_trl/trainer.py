@@ -345,7 +345,7 @@ class DASHTrainer(GRPOTrainer):
                 return super()._compute_loss(model, inputs) * scale
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        """Compute log-probs as TRL's method does. In training, leave out rows without tokens and, if possible, padding."""
+        """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
         log_probs = super()._get_per_token_logps_and_entropies
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
