@@ -68,13 +68,13 @@ class DASHConfig(GRPOConfig):
             if its largest absolute advantage is 0 or below this threshold, or if it has no reward, because a reward
             function failed or none applies to it. `0.0` drops only rows without a reward, and rows whose advantages are
             all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). If all rewards
-            are 0 or 1, a threshold of 0.1 keeps every row with a nonzero advantage in groups of at most 9 rows (64 with
-            `scale_rewards="group"`). If rewards are uniform on 0 … 1 and groups have 8 rows, 0.1 drops 23 % of the rows
-            with `scale_rewards="none"` and 6 % with `"group"`. `None` turns filtering off. The logged `kl` and
-            `entropy` cover only the rows that are kept; TRL's cover all rows.
+            are 0 or 1, a threshold of 0.1 drops no row with a nonzero advantage in groups of up to 9 rows with
+            `scale_rewards="none"`, and of up to 99 rows with `"group"`. If rewards are uniform on 0 … 1 and groups have
+            8 rows, 0.1 drops 23 % of the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off. The logged
+            `kl` and `entropy` cover only the rows that are kept; TRL's cover all rows.
         filter_denominator (`str`, defaults to `"all"`):
-            Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. The update is
-            then exactly GRPO's, and filtering has the same effect as setting small advantages to 0, as in the paper.
+            Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. Dropping
+            a row then has the same effect on the policy gradient as setting its advantages to 0, as in the paper.
             `"kept"`: only the rows of the optimizer step that are kept, so steps are larger when few rows are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
@@ -85,9 +85,10 @@ class DASHConfig(GRPOConfig):
             One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
             sampled, and need the sampler's log-probs (`docs/concepts/staleness.md`). `"aipo"` weights each token by
             min(r, `aipo_delta`) and has no other term; r is the token's probability under the policy, divided by its
-            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with the weights at the start of the generation
-            window as the old policy, and with TRL's correction `vllm_importance_sampling_mode="token_truncate"`, which
-            truncates ratios at `vllm_importance_sampling_clip_max`.
+            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with two settings. Its old policy is the
+            weights with which training on the window began, not the weights that sampled it. TRL's importance-sampling
+            correction is on, in the mode `"token_truncate"`: ratios to the sampler are truncated at
+            `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio r has no gradient.
         aipo_detached (`bool`, defaults to `False`):
@@ -110,9 +111,10 @@ class DASHConfig(GRPOConfig):
             while it waits for the rewards of a `RewardRunner`. A value above 1 needs servers.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option has verl's name). A group consists of all completions of one prompt, and
-            has signal if `gradient_filter_threshold` keeps one of them. More prompts are sampled until a generation
-            batch is full of groups with signal, or until this number of generation batches has been sampled. Training
-            uses the groups with signal that were sampled first. `1`: off. Needs `max_steps`; see
+            has signal if `gradient_filter_threshold` keeps one of them. If some groups of a window have no signal,
+            further prompts are sampled until the window is full of groups with signal, or until `max_num_gen_batches`
+            times as many groups as a window has were sampled. Training uses the groups with signal that were sampled
+            first. `1`: off. Needs `max_steps`; see
             docs/howto/dynamic-sampling.md.
         max_skipped_epochs (`int`, defaults to `0`):
             An epoch may skip a prompt if its groups had no signal in recent epochs. This option is the largest number
@@ -360,7 +362,7 @@ class DASHConfig(GRPOConfig):
             )
 
     def _of_whole_window(self) -> dict[str, str]:
-        """Return setting → reason, for each chosen setting with which an advantage depends on other groups."""
+        """Return the settings of this run that make an advantage depend on other groups, each with what it does."""
         options = {
             "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
             "multi_objective_aggregation='normalize_then_sum'": (

@@ -152,7 +152,8 @@ def begin_anew(trainer: Any) -> None:
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
     logs = trainer._logs
-    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]  # a key exists only after the first table
+    # `rewards` is a defaultdict: a function without logged rewards gets an empty column here.
+    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]
     for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *rewards):
         column.clear()
 
@@ -161,8 +162,8 @@ def begin_trackio(trainer: Any) -> None:
     """Begin the run of Trackio before training or an evaluation.
 
     TRL's profiler logs to this run, but Transformers begins it only with training and ends it with training. If the run
-    is stored on this machine, the Hub is switched off meanwhile: Trackio would ask it for the user's name, without a
-    time limit.
+    is stored on this machine, the Hub is switched off while the run is begun. Otherwise Trackio would ask the Hub for
+    the user's name, without a time limit.
 
     Args:
         trainer: a `GRPOTrainer`.
@@ -234,7 +235,7 @@ def forget_overflow(accelerator: Any) -> None:
     """
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
-        if optimizer.step_was_skipped:  # DeepSpeed's own optimizer has the flag
+        if optimizer.step_was_skipped:  # still True: DeepSpeed's wrapper reads its own optimizer's flag
             optimizer.optimizer.overflow = False
 
 

@@ -100,13 +100,16 @@ class _Windows:
         return rows
 
     def begin(self) -> None:
-        """Give back the environments of the windows for which `taken` was called. Their rewards have come."""
+        """Give back the environments of all windows for which `taken` was called.
+
+        Called when the next generation batch begins: by then the rewards of these windows have come.
+        """
         for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
         self._taken.clear()
 
     def sampled(self, window: int, versions: Tensor) -> Sampled:
-        """Return the rows of a window after all of them have ended.
+        """Return the rows of a window. Call it only when all of them have ended.
 
         Args:
             window: number of the generation batch.

@@ -38,7 +38,7 @@ class Checkpoint:
 
     @cached_property
     def base(self) -> str:
-        """Name or directory of the model with the config and the weights. For an adapter, its base model."""
+        """Name or directory of the config and the full weights: `name` itself, or, for an adapter, its base model."""
         if not self.is_adapter:
             return str(Path(self.name).expanduser()) if Path(self.name).expanduser().is_dir() else self.name
         return str(json.loads((Path(self.name).expanduser() / ADAPTER).read_text()).get("base_model_name_or_path"))
@@ -90,8 +90,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A text that changes when the weights change: a hash of the commit on the hub, or of the weight files.
 
-        It is part of the settings of a file of samples. If the model in a directory was trained further, its samples
-        are therefore not added to the old file.
+        The evaluation command writes it into the settings of each file of samples, and `Records` refuses a file with
+        other settings. So if the model in a directory is trained further, its new samples never get into the old file.
         """
         digest = hashlib.sha256()
         for source in dict.fromkeys([self.name, self.base]):

@@ -101,7 +101,7 @@ def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) ->
         known: three lists: the prompts, the completions and the completion ids of the same rows.
 
     Returns:
-        One dict per row with its columns, `prompt`, `completion` and `completion_ids`.
+        One dict per row: the row's columns of the dataset, and the keys `prompt`, `completion` and `completion_ids`.
     """
     return [{**example, **dict(zip(ROW, row, strict=True))} for example, *row in zip(examples, *known, strict=True)]
 

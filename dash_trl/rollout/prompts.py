@@ -23,8 +23,8 @@ class EpochOrder(Sampler):
     Args:
         sampler: TRL's sampler.
         epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
-        chosen: function that takes an epoch and returns the epoch's prompts in their order, as whole generation
-            batches. If it returns `None`, all prompts come in TRL's order.
+        chosen: function that takes an epoch and returns the indices of its prompts, in order. Their number is a
+            multiple of the prompts in a generation batch. If it returns `None`, all prompts come in TRL's order.
     """
 
     def __init__(
@@ -110,8 +110,9 @@ class _Epoch:
 class PromptReader:
     """Hands Transformers its micro-batches, and reads ahead the prompts of the next `async_level` windows.
 
-    All micro-batches of a window have the same rows. To know the prompts of a later window, the reader reads up to
-    the first micro-batch of that window. It reads no further, and nothing after the last micro-step of the run::
+    TRL's dataloader yields the rows of a whole window again for each micro-step of the window. Such an item is called a
+    micro-batch here. To know the prompts of a later window, the reader reads up to the first micro-batch of that
+    window. It reads no further, and nothing after the last micro-step of the run::
 
         window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
         optimizer step  |--------|--------|--------|--------|--------|--------|
@@ -237,7 +238,7 @@ class PromptReader:
         return self._start + len(self._handed) + sum(len(epoch.batches) for epoch in self._epochs)
 
     def _optimizer_steps(self) -> int:
-        """Return the number of optimizer steps that the micro-batches read so far make, with the running step."""
+        """Return how many optimizer steps the micro-batches read ahead suffice for, plus the running step."""
         steps = self._steps_of(len(self._handed), ended=True)
         return steps + sum(self._steps_of(len(one.batches), ended=one.source is None) for one in self._epochs)
 

@@ -132,7 +132,7 @@ class VLLMServer:
             return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
 
     async def try_out(self) -> None:
-        """Sample one token to test the engine: an engine that hangs still answers other requests."""
+        """Sample one token to test the engine. A server whose engine hangs still answers other requests."""
         await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
 
     async def _choices(
@@ -224,7 +224,7 @@ class VLLMServer:
         return report
 
     async def sees(self, folder: str) -> bool:
-        """Return whether all workers see a folder of the trainer under the trainer's path.
+        """Return whether all workers see one of the trainer's folders at the same path as the trainer.
 
         Args:
             folder: path of the folder.
@@ -270,7 +270,7 @@ class VLLMServer:
         Args:
             tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # paused requests hold KV cache, and the reset would fail
+        options = {"reset_running_requests": "true"}  # otherwise paused requests hold KV cache, and the reset fails
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")

@@ -19,7 +19,7 @@ class SkippedSteps:
         loss_scaling: True = the loss is scaled (fp16). The first steps of a run are then skipped until the loss scaler
             has found a scale with finite gradients, so more skipped steps are allowed.
     Attributes:
-        total: number of skipped steps since the run began, also of steps before the run was resumed.
+        total: number of skipped steps of the whole run. A resumed run begins with its checkpoint's number.
         in_a_row: number of skipped steps since the last step that was not skipped.
         most_in_a_row: the run ends when `in_a_row` reaches this number.
     """

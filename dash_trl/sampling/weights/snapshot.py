@@ -6,9 +6,10 @@ Ways of sending weights::
                        └──► NCCLWeights: buckets ──► a thread per server broadcasts them
 
 The version that a server reports is only a tag: it does not depend on the server's weights. So every weight sync
-compares the checksum of the weights that the server's workers hold with the trainer's. Workers may also hold the right
-weights, but compute with another copy. So the first weight sync of a run sends weights that are changed in a known way,
-and checks that the servers' log-probs change accordingly (`proof.py`).
+compares the checksum of the weights that the server's workers hold with the trainer's. Even if the
+workers hold the right weights, they may compute with a second copy that was not updated. So the first weight sync of a
+run sends weights that are changed in a known way, and checks that the servers' log-probs change accordingly
+(`proof.py`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -64,8 +65,8 @@ class Snapshot:
 async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
     """Return whether a server holds a version. If so, resume the server, which may still be paused.
 
-    The server's tag shows whether it holds the version: the tag is set after the weights are loaded, and a restart
-    resets it.
+    Only the tag is compared, not the checksum. The tag is enough to tell whether the server has loaded this version: it
+    is set only after loading, and a restart of the server resets it.
 
     Args:
         server: the server.
