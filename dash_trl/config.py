@@ -70,8 +70,8 @@ class DASHConfig(GRPOConfig):
             all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). If all rewards
             are 0 or 1, a threshold of 0.1 drops no row with a nonzero advantage in groups of up to 9 rows with
             `scale_rewards="none"`, and of up to 99 rows with `"group"`. If rewards are uniform on 0 … 1 and groups have
-            8 rows, 0.1 drops 23 % of the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off. The logged
-            `kl` and `entropy` cover only the rows that are kept; TRL's cover all rows.
+            8 rows, 0.1 drops 23 % of the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off.
+            The logged `kl` and `entropy` cover only the rows that are kept; TRL's cover all rows.
         filter_denominator (`str`, defaults to `"all"`):
             Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. Dropping
             a row then has the same effect on the policy gradient as setting its advantages to 0, as in the paper.
