@@ -21,6 +21,7 @@ LEAST_WORDS = 3  # of a message, without its placeholders
 
 # --------------------------------------------------------------------------------------------------------- docstrings
 
+NOT_SHOWN = re.compile(r"~(?=[a-zA-Z])")  # of a link in Hugging Face's form: `~trl.GRPOTrainer`; not of a path
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Note|Example|Examples):$")
 
 
@@ -60,7 +61,7 @@ def paragraph(text: str) -> str:
 
 def literal(span: str) -> str:
     """RST ends a literal only before a space or a punctuation mark: an empty escape is both."""
-    return f"\\ ``{span.strip('`').lstrip('~')}``\\ "
+    return f"\\ ``{re.sub(NOT_SHOWN, '', span.strip('`'))}``\\ "
 
 
 def escaped(text: str) -> str:

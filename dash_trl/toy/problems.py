@@ -80,7 +80,7 @@ def arithmetic_dataset(
         split: "train" or "test". The text of a problem decides its split, so the splits are disjoint for all seeds.
         size: number of problems. None = 4,096 for training and 256 for the test.
         seed: seed of the draw. Another seed draws other problems of the same split.
-        operands: how many numbers a problem may have; each problem draws one of these counts.
+        operands: how many numbers a problem may have; each problem draws one of these counts. By default 3, 4 or 5.
         completion: whether to add a column `completion` with a right solution (one message of the assistant).
     Returns:
         A dataset with the columns `prompt` (one user message) and `answer` (a string).
