@@ -46,10 +46,10 @@ class DASHCallback(TrainerCallback):
     """A callback that can read and change rollouts between sampling and filtering.
 
     For each generation batch, every rank calls `on_rollouts_sampled`, `on_rewards` and `on_advantages` in this order.
-    Each event gets the rows of its own rank, with the rows of a group next to each other, and may change them in place:
-    `on_rollouts_sampled` tokens and masks, `on_rewards` rewards, `on_advantages` advantages. The keyword arguments are
-    `model`, `processing_class` and `trainer`. An event may run collectives and model passes if all ranks run the same
-    number of them. Evaluations run TRL's code, which does not call these events.
+    Each event gets the rows of its own rank, with the rows of a group next to each other. It may change them in place:
+    tokens and masks in `on_rollouts_sampled`, rewards in `on_rewards`, advantages in `on_advantages`. The keyword
+    arguments are `model`, `processing_class` and `trainer`. An event may run collectives and model passes if all ranks
+    run the same number of them. Evaluations run TRL's code, which does not call these events.
 
     If an event leaves a field with a wrong shape or dtype, the trainer raises a `ValueError` that names the callback.
 
@@ -192,8 +192,8 @@ def dispatch(
         arguments: `args`, `state` and `control`.
         others: the keyword arguments of the event.
     Raises:
-        ValueError: if a callback gave a field a wrong shape or dtype, or if it changed which tokens the loss counts in
-            a later event than `on_rollouts_sampled`.
+        ValueError: if a callback gave a field a wrong shape or dtype, or if in a later event than
+            `on_rollouts_sampled` it changed which tokens the loss counts.
     """
     for callback in callbacks:
         ranks.agree(partial(_call, callback, event, rollouts, arguments, others))

@@ -198,10 +198,10 @@ class OffPolicyMetrics:
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
     For k3 see http://joschu.net/blog/kl-approx.html. The options top_p, top_k and min_p exclude some tokens from
-    sampling. Let Z be the probability by π of the other tokens. Then the expected value of `off_policy/ratio_mean` is Z
-    instead of 1, and the expected value of `off_policy/kl` is KL(μ‖π) − (1 − Z). The figures need no additional pass,
-    because they use the log-probs that TRL's loss computes. Tokens whose log-prob the sampler did not report are left
-    out.
+    sampling. Let Z be the total probability by π of the tokens that are not excluded. Then the expected value of
+    `off_policy/ratio_mean` is Z instead of 1, and the expected value of `off_policy/kl` is KL(μ‖π) − (1 − Z). The
+    figures need no additional pass, because they use the log-probs that TRL's loss computes. Tokens whose log-prob the
+    sampler did not report are left out.
 
     Args:
         bound: number, the upper bound of r in the loss. `None`: the loss has no bound, and `off_policy/clipped_share`
@@ -215,7 +215,7 @@ class OffPolicyMetrics:
 
     @contextmanager
     def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Keep the sampler's log-probs of a pass for `see`, while TRL computes the loss of this pass in the context.
+        """Keep the sampler's log-probs of a pass for `see`, during a `with` block in which TRL computes the loss.
 
         Args:
             inputs: the inputs of the loss.
@@ -280,8 +280,9 @@ def packing_metrics(
     """Return figures of how the rows of all ranks were packed into passes.
 
     `packing/padding_free` is 1 or 0. `packing/padding_share` is the share of processed positions that are padding.
-    `packing/shared_tokens` is the share of the rows' tokens that are not processed again because of shared prompts.
-    `packing/max_tokens` is the number of positions in the largest pass.
+    `packing/shared_tokens` is the share of the rows' tokens that a pass leaves out, because they belong to a prompt
+    that the pass has already computed for another row. `packing/max_tokens` is the number of positions in the largest
+    pass.
 
     Args:
         micro_batches: the micro-batches, which contain indices of rows in the window.
@@ -341,10 +342,10 @@ class PassMetrics:
     def observe(
         self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
     ) -> Iterator[None]:
-        """Move the figures of a pass out of `logged`, after TRL has computed the loss of this pass in the context.
+        """Move the figures of a pass out of `logged`, after a `with` block in which TRL computes the loss.
 
         Args:
-            logged: TRL's metrics, name → values since the last log. In the context, TRL appends figures to the values.
+            logged: TRL's metrics, name → values since the last log. In the block, TRL appends figures to the values.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.

@@ -2,7 +2,7 @@
 
 Example::
 
-    old  a b c d e f g        positions  1 4 5    gaps  1 2 0    values  B E F
+    old  a b c d e f g        positions  1 4 5    start 1, gaps 0 2 0    values  B E F
     new  a B c d E F g
 
 Elements are compared and sent as the integers of their bits, so NaN and −0.0 arrive unchanged. A change holds new
@@ -32,8 +32,8 @@ class Change:
         name: name of the tensor.
         shape: shape of the tensor.
         start: position of the first changed element in the flattened tensor.
-        gaps: [≥ C] uint8, the gaps between changed elements, see `encode_gaps`. If empty, the changed elements are C
-            consecutive elements from `start` on.
+        gaps: [≥ C] uint8, `encode_gaps` of the positions minus `start`, so the first gap is 0. If empty, the changed
+            elements are C consecutive elements from `start` on.
         values: [C] integers, the bits of the new values.
     """
 
@@ -58,9 +58,9 @@ class Change:
 def encode_gaps(steps: Tensor) -> Tensor:
     """Encode positions as the gaps between them, in bytes.
 
-    A gap is the number of elements between a position and the previous position, or the beginning. It is written as
-    255 + 255 + … + a remainder below 255. So a position takes one byte, plus one for every 255 unchanged elements
-    before it.
+    A gap is the number of elements between a position and the previous one; the first gap is the number of elements
+    before the first position. A gap is written as 255 + 255 + … + a remainder below 255. So a position takes one byte,
+    plus one for every 255 unchanged elements before it.
 
     Args:
         steps: [C] int64, ascending and distinct positions, at least 0.

@@ -13,8 +13,8 @@ any clock.
 
 Several batches may be in progress at once. A server that still works on a job when another batch begins stays healthy:
 its connections are open, so its process has not restarted. Each batch counts the time without a usable server from the
-batch's own start. Before the start, servers may not have been checked; and a batch that starts later must not extend
-the timeout of an earlier batch.
+batch's own start, for two reasons: possibly no server was checked before it, and a batch that starts later must not
+extend the timeout of an earlier batch.
 """
 
 import math
@@ -25,7 +25,9 @@ from enum import StrEnum
 FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
-SEQUENCES_PER_SERVER = 1024  # most in flight, of all ranks: vLLM's largest default batch; others wait in our backlog
+# Limit of sequences in flight on one server, over all ranks: vLLM's largest default batch. Jobs beyond it wait in our
+# backlog.
+SEQUENCES_PER_SERVER = 1024
 JOBS = 512  # most in flight of one process; each has a connection, and Linux allows a process twice as many open files
 
 
@@ -286,7 +288,7 @@ class Fleet:
         self.look_around(now)
 
     def look_around(self, now: float) -> None:
-        """Make idle servers suspects, because new jobs are waiting, and update `down_since`.
+        """Make idle servers suspects, so that they are probed before their next job, and update `down_since`.
 
         While a server is idle, no request shows whether it has restarted.
 

@@ -183,7 +183,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             with solution, checker:
                 try:
                     end = time.monotonic() + self.others["wall_seconds"]  # the start of the sandbox does not count
-                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it runs once for each input
+                    # True = the program runs at once, while its tests are read. Only scripts use this run; for a pair,
+                    # the program runs anew with the input of the pair.
+                    ahead = any(isinstance(one, str) for one in tests)
                     return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
                     for one in (solution, checker):
@@ -207,7 +209,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
-            of_tests, status = _last(checker), _last(solution)  # the tests first: they end when the program ends
+            # The tests' process is killed first. If the program were, the tests' process would end by itself, and its
+            # `delay` would not be measured.
+            of_tests, status = _last(checker), _last(solution)
             wall = self.others["wall_seconds"]
             reason = (
                 f"the program and its tests took more than {wall:g} s of wall time, but not more than "
