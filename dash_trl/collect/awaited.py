@@ -63,8 +63,8 @@ class Awaited(Protocol):
         """Wait for the rewards, and yield them as they come.
 
         Yields:
-            The indices of some of this rank's rows, which are whole groups; the rewards of these rows, [rows, F]; and a
-            bool, see `Part.ends_step`.
+            The indices of some of this rank's rows, which are whole groups; the rewards of these rows, [rows, F]; and
+            True if the running optimizer step needs no further part of this window, else False (`Part.ends_step`).
         """
 
     def report(self) -> Tensor:
@@ -123,10 +123,9 @@ class ByGroup:
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
-    For every window, this class calls the trainer's `_calculate_rewards`, because a subclass of the trainer may
-    override this method. The trainer's method calls `of_all`, and `of_all` calls TRL's method. So the override, TRL's
-    logs and the count of failures include every window. If rewards are awaited by group, the call comes after the last
-    group.
+    For every window, the trainer's `_calculate_rewards` is called. It calls `of_all`, which calls TRL's method of the
+    same name. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see every
+    window. If rewards are awaited by group, this call comes after the last group.
 
     Args:
         ranks: the ranks of the run.
@@ -166,10 +165,10 @@ class Rewards:
         self._failures = FailureWatch(functions, names)
 
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
-        """Start the reward functions on a generation batch whose rows are all sampled, unless they were started early.
+        """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
 
-        All ranks call this method at the same point. If the rewards are awaited together and the functions were not
-        started early, the functions are called later, when the caller iterates over `Awaited.parts`.
+        All ranks call this method at the same point. If the functions were not started early, this method starts them
+        (by group), or they are called when the caller iterates over `Awaited.parts` (together).
 
         Args:
             window: number of the generation batch; see `Prompts.number`.
@@ -182,7 +181,7 @@ class Rewards:
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
-            if request is not None:  # the functions that TRL calls then return the results of this request
+            if request is not None:  # TRL's calls of the functions then return this request's results
                 self.team.hand_over(request, batch.completions)
             rewards = self._calculate(*arguments)
             return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
@@ -247,7 +246,11 @@ class Rewards:
         return request
 
     def _least_of_ranks(self, groups: int) -> int:
-        """Return the smallest of all ranks' numbers of scored groups. `wait_for_ranks` logs the seconds of waiting."""
+        """Return the smallest of all ranks' numbers of groups. `wait_for_ranks` logs the seconds of waiting.
+
+        Args:
+            groups: number of this rank's groups that have all rewards and are not yet yielded.
+        """
         with self._recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
 

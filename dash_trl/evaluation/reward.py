@@ -18,7 +18,7 @@ from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, raise_mista
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 120.0  # time limit of a reward in seconds; the sandbox ends a program after one minute
+PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a program in the sandbox may take a minute
 # An evaluation ends if the reward function raised an exception on all samples of this number of problems in a row.
 BROKEN_AFTER = 10
 

@@ -66,7 +66,7 @@ class Draw:
         return most if isinstance(most, int) else most[index]
 
     def stream(self, number: int) -> int:
-        """Returns a seed for the batch or request with this number: a hash, so neighbouring seeds are independent."""
+        """Returns a seed of a batch or request, by its number. Hashed, so nearby seeds or numbers are independent."""
         return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
 
 
@@ -133,7 +133,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @abstractmethod
     def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        """Yields the index and the completions' token ids of each prompt in `left` (at least one) when it is done."""
+        """Yields each prompt in `left` when it is done: (index, token ids of its completions). `left` is not empty."""
 
     def close(self) -> None:  # noqa: B027 (a sampler without resources has nothing to do here)
         """Frees the sampler's resources."""

@@ -17,14 +17,14 @@ as follows:
 - **Bases and units.** math-verify ignores the base of a number (52_8 = 52_9) and units (5 km = 5 m). Here, if both
   answers have a base, the bases must be the same; if both have units of `UNITS`, the units must be the same. Units are
   not converted: 5000 m is not 5 km.
-- **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member.
-  Here, the members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must be equal up to
-  rounding; otherwise the answer is wrong. The answer is right if its last member or any plain number equals the gold
-  answer: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
-- **Inequalities.** By default, math-verify accepts the set of solutions for an inequality, but not the reverse. Here,
-  both are accepted.
-- **Percent.** In math-verify, both 50 and 0.5 equal ``50\%``. Here, decimals do so, too: 12.5 and 0.125 equal
-  ``12.5\%``.
+- **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member
+  with the gold answer. Here, members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must
+  agree with each other up to rounding; otherwise the answer is wrong. If they agree, the answer is right if its last
+  member or any plain number equals the gold answer: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
+- **Inequalities.** If the gold answer is an inequality, math-verify also accepts its set of solutions. If the gold
+  answer is the set, math-verify does not accept the inequality by default. Here, it is accepted, too.
+- **Percent.** math-verify reads ``50\%`` as 50 and as 0.5, so both are right. Here, a percentage with decimals is read
+  in both ways, too: ``12.5\%`` as 12.5 and as 0.125.
 - **Time-outs.** math-verify's own time-outs use SIGALRM, which fails outside the main thread, and a time-out counts as
   a wrong answer. They are switched off here; see "Limits" below.
 
@@ -33,11 +33,11 @@ have no order. Whether (a,b), {a,b} and "a, b" are equal is also left to math-ve
 not show whether a problem asks for a point, a set or a list.
 
 **Limits.** An answer is wrong (0.0) if reading and comparing it takes more CPU time than `CPU_SECONDS`, or more memory
-or recursion than a worker has, or if the answer exceeds the limits of `answers.py`. But if a comparison of the gold
-answer with a plain number also exceeds the limits of the worker, the gold answer is the cause, and the reward is NaN.
-The CPU time of other processes does not count, so a busy machine does not make a right answer wrong. Signals enforce
-the CPU limit, but cannot interrupt some operations (those of gmpy2). Therefore a second time-out, by the clock, kills
-the worker; the reward is then NaN.
+or recursion than a worker has, or if the answer exceeds the limits of `answers.py`. But after a comparison exceeds the
+limits of the worker, the gold answer is compared with a plain number. If this also exceeds them, the gold answer is the
+cause, and the reward is NaN. The CPU time of other processes does not count, so a busy machine does not make a right
+answer wrong. Signals enforce the CPU limit, but cannot interrupt some operations (those of gmpy2). Therefore a second
+time-out, by the clock, kills the worker; the reward is then NaN.
 """
 
 import functools
@@ -202,7 +202,7 @@ def _is_true(chain: str) -> bool:
 
 
 def _agree(one: float | None, digit: float, other: float | None, other_digit: float) -> bool:
-    """Returns whether two numbers are equal, or one is the other rounded or cut off at its last digit.
+    """Returns whether two numbers are equal, or rounding or cutting off the digits of one gives the other.
 
     Args:
         one: a number. None = a number without a real value, which agrees with every number.
@@ -212,7 +212,8 @@ def _agree(one: float | None, digit: float, other: float | None, other_digit: fl
     """
     if one is None or other is None or math.isclose(one, other):
         return True
-    excess, within = abs(one) - abs(other), 1 - 1e-9  # a cut changes less than a whole digit: 4.9 is not 5.0
+    # Cutting off removes less than one unit of the last digit that is left: 5.0 does not become 4.9.
+    excess, within = abs(one) - abs(other), 1 - 1e-9
     is_cut = 0 < excess < within * other_digit or 0 < -excess < within * digit
     return is_cut or abs(one - other) <= max(digit, other_digit) / 2
 

@@ -1,7 +1,7 @@
 r"""Brings answers to one spelling and splits answers into parts. It compares no values; `math.py` does that.
 
-`answers.py` limits the length of a completion's answer before it calls these functions. Only `to_latex` gets longer
-parts of a completion, too; its time is linear in the length of the text.
+`answers.py` limits the length of a completion's answer before it calls these functions. The exception
+is `to_latex`, which also gets longer parts of a completion, but takes time linear in the length of the text.
 """
 
 import re
@@ -19,7 +19,7 @@ def normalize_answer(answer: str) -> str:
 
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
-    - Numbers and "or" are taken out of ``\text{...}``.
+    - The ``\text{...}`` around numbers and "or" is removed, but not its content.
 
     Args:
         answer: the text of an answer.
