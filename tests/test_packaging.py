@@ -93,6 +93,16 @@ def test_everything_but_the_extras_works_without_the_extras():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_folder_of_the_same_name_hides_nothing(tmp_path):
+    """A script of one's own next to the clone imports the package, not the clone's folder."""
+    (tmp_path / "dash_trl").mkdir()
+    program = "import dash_trl; print(dash_trl.DASHConfig.__name__)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "DASHConfig\n", done.stderr[-2000:]
+
+
 def fake_program(directory: Path, name: str, said: str) -> None:
     """A program that says this."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import experiments
 import problems
 import pytest
-import report
 import run as runner
 import sft
 import traces
@@ -184,8 +183,6 @@ def test_a_table_by_hand(tmp_path):
     pretend(one, "no_gf_rows4", (0.05,) * 3, kinds=["out"])
     pretend(one, "dash_rows4", (0.06,) * 3, kinds=["out"])
     files = runner.write(one, "table10")
-    metrics = one.home(runner.Run("dash_rows4", "0.5", 2)) / "metrics.jsonl"
-    assert [log["reward"] for log in report.by_step(metrics)] == [0.1, 0.4]  # of a step that was taken again, the last
     assert (tmp_path / "table10.md").read_text() == EXPECTED
     first, *lines = (tmp_path / "table10.csv").read_text().splitlines()
     assert first == "method,size,figure,value,low,high,runs,paper" and len(lines) == 6

@@ -22,6 +22,13 @@ def test_only_training_logs_are_drawn(tmp_path):
     assert [log["step"] for log in read_metrics(path)] == [2]
 
 
+def test_a_repeated_step_counts_once_with_its_last_log(tmp_path):
+    """As in the file of a run that was killed after step 3 and resumed from step 1."""
+    steps = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
+    path = write_rows(tmp_path / "m.jsonl", [{"step": step, "reward": reward} for step, reward in steps])
+    assert [log["reward"] for log in read_metrics(path)] == [0.1, 0.25, 0.35]
+
+
 def test_a_file_without_rewards_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has 1 lines, but none with a reward"):
         plot_run(write_rows(tmp_path / "m.jsonl", [{"step": 1}]), tmp_path / "a.png")

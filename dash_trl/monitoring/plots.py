@@ -11,19 +11,21 @@ from dash_trl.monitoring.recorder import PHASES
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the training logs, in the order of steps, from a file that `MetricsFileCallback` wrote.
 
+    A run that is resumed after a kill repeats steps. The last log of a step counts.
+
     Args:
         path: path of the JSON-lines file.
     Raises:
         ValueError: if the file has no training log.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    logs = [line for line in lines if line.get("reward") is not None]
+    logs = {line["step"]: line for line in lines if line.get("reward") is not None}
     if not logs:
         raise ValueError(
             f"{path} has {len(lines)} lines, but none with a reward, so there is nothing to draw. Was it written by "
             "dash_trl.monitoring.MetricsFileCallback, and did the run reach its first logging step?"
         )
-    return logs
+    return [logs[step] for step in sorted(logs)]
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:

@@ -145,7 +145,7 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
     canvas = Canvas(figsize=(0.5 + 3.5 * len(panels), 0.5 + 2.8 * len(sizes)), layout="constrained")
     axes = canvas.subplots(len(sizes), len(panels), squeeze=False)
     for size, line in zip(sizes, axes, strict=True):
-        of = {label: [by_step(path) for path in logs[method, size]] for label, method in figure.methods.items()}
+        of = {label: [read_metrics(path) for path in logs[method, size]] for label, method in figure.methods.items()}
         for (title, names), axis in zip(panels.items(), line, strict=True):
             if figure.panels is None:
                 split_of_time(axis, of)
@@ -157,11 +157,6 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
     canvas.suptitle(figure.title)
     canvas.savefig(picture, dpi=120)
     return picture
-
-
-def by_step(metrics: Path) -> list[dict[str, Any]]:
-    """Returns the logs of a run; if a step was repeated after a resume, only its last log."""
-    return list({log["step"]: log for log in read_metrics(metrics)}.values())
 
 
 def curves(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]], names: Sequence[str], over: str) -> None:
