@@ -77,8 +77,9 @@ class Servers:
         commands: the servers' processes.
 
     Raises:
-        ValueError: if there are fewer GPUs than servers, vLLM is not installed, or `options` has `--api-key`; if other
-            machines can reach `host`, but VLLM_API_KEY is not set; or if `own_key` finds no valid key.
+        ValueError: if `count` is below 1 or, on a machine with GPUs, above their number; if vLLM is not installed, or
+            `options` has `--api-key`; if other machines can reach `host`, but VLLM_API_KEY is not set; if `own_key`
+            finds no valid key, or `free_ports` finds too few ports.
         OSError: if `host` is not an address of this machine.
     """
 
@@ -132,7 +133,7 @@ class Servers:
         """
         environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
         if "--enable-lora" in self.options:
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our resolver
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores `Resolver`
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -94,9 +94,10 @@ class DASHTrainer(GRPOTrainer):
     Before any model pass, it drops rows without signal and packs the survivors into new micro-batches. Passes are
     padding-free if the model's attention allows that.
 
-    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's.
-    Otherwise, the KL, entropy and auxiliary terms of dropped rows are missing in the loss. If no row on any rank has
-    signal, the optimizer step changes nothing: neither momentum nor weight decay is applied.
+    With `beta=0`, no entropy bonus, no auxiliary loss and a threshold that drops only rows without signal, the update
+    equals TRL's. Otherwise, the loss lacks the KL, entropy and auxiliary terms of dropped rows and, with a higher
+    threshold, their policy terms. If no row on any rank has signal, the optimizer step changes nothing: neither
+    momentum nor weight decay is applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
@@ -204,7 +205,8 @@ class DASHTrainer(GRPOTrainer):
             start: the position in the dataset as Transformers counts it: the number of epochs, and the number of
                 micro-batches of a rank in the epoch that follows.
         Returns:
-            `start`; if the run continues in the window, the position where that window was read.
+            The position from which the run goes on: the one saved in the checkpoint, if the run continues in the window
+            and `ignore_data_skip` is off; otherwise `start`.
         """
         skip = self.args.ignore_data_skip
         run, self._skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
@@ -459,8 +461,8 @@ class DASHTrainer(GRPOTrainer):
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the policy's log-probs and entropies of the loss tokens of some rows.
 
-        It runs a forward pass over these rows, in the same micro-batches as for old log-probs. The pass takes about a
-        third of the time of training on these rows. All ranks must call this method at the same point.
+        It runs forward passes over these rows, in the same micro-batches as for old log-probs. They take about a third
+        of the time of training on these rows. All ranks must call this method at the same point.
 
         Args:
             rollouts: B rows of this rank.

@@ -142,7 +142,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 def enter_user_namespace(flags: int, proc: int) -> None:
     """Create new namespaces and enter them.
 
-    In the new user namespace, the process keeps its user id and group id. It has no other ids.
+    The process keeps its user id and group id. The new user namespace has no other ids.
 
     Args:
         flags: flags of unshare(2), including CLONE_NEWUSER.
@@ -273,7 +273,8 @@ sched_getparam:143:121 sched_getscheduler:145:120 getcpu:309:168 sysinfo:99:179 
 # only its own threads. The kernel also limits the size of all files together. Without namespaces the supervisor checks
 # this size, but it would miss an open file that is sent over a socket (`sendmsg`), and between two checks a program
 # could allocate much more (`fallocate`) than it could write.
-# No list contains `setpriority`: a program that lowers its priority would wait for a CPU, as on a busy machine.
+# No list contains `setpriority`: with a lowered priority, a program could wait so long for a CPU that the trainer takes
+# the machine for busy, and the row is unscored instead of failed.
 ALLOWED_ALONE = calls("""
 tkill:200:130 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
 fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45 fallocate:285:47 sendmsg:46:211""")
@@ -361,7 +362,8 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
         if column < len(numbers):
             bodies[numbers[column]] = body
     # The checks are sorted by number and split into blocks, so that a call passes through one block only. This saves
-    # time when a filter is installed, because the kernel then runs it once for each system call number.
+    # time when a filter is installed: during the installation, the kernel runs the filter once for each system call
+    # number.
     ordered = sorted(bodies)
     for first in range(0, len(ordered), BLOCK):
         block: list[tuple[int, int, int, int]] = []
@@ -460,7 +462,7 @@ class Place:
             handle: file descriptor of the process (pidfd).
 
         Returns:
-            Seconds; None if the kernel does not report them.
+            Seconds; None if the kernel does not report them, or if a thread ends while they are read.
         """
         with suppress(OSError, IndexError):  # a thread may have ended in the meantime
             if self.read("self/schedstat").split() == ["0"] * 3:
@@ -553,7 +555,7 @@ class Place:
                             status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
                             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                                 held[status.st_ino] = 512 * status.st_blocks
-            # Mapped before and after, but not open in between: the size of such a file is unknown.
+            # A deleted file has an unknown size if it was mapped both before and after the loop, but not open in it.
             if (mapped - held.keys()) & self.mapped(folder, process):
                 raise OSError(errno.EBUSY, "deleted files in memory")
             size += sum(held.values())
@@ -611,7 +613,7 @@ class Place:
             if os.geteuid() == 0:
                 os.chown(folder, NOBODY, NOBODY)
             become_nobody()
-            # Raises an error if nobody cannot read Python's library, because hardly any program would run then.
+            # Raises an error if the user nobody cannot read Python's library: hardly any program could run.
             os.listdir(sysconfig.get_path("stdlib"))
         os.setsid()  # in the old process group, kill(0, …) would reach processes outside of the namespace
         os.chdir(folder)
@@ -624,7 +626,8 @@ class Place:
         call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # drop all capabilities
         if self.landlock:
             restrict_files(readable_paths(), folder)
-            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # `files` reads its open files; Landlock keeps programs away
+            # The supervisor's `files` reads this process's open files in /proc, which Landlock closes to programs.
+            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
         filter_calls(self.filter or make_filter(alone=False))
 
 
@@ -726,7 +729,8 @@ def locked_folder() -> str:
 
     Launcher, starter and supervisors have the folder open. When the last of these processes has ended, the lock ends.
     """
-    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # `sweep` does not remove this name: it is not locked yet
+    # Until the folder is locked, another launcher's `sweep` would remove it if its name began with PREFIX.
+    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")
     os.chmod(new, 0o711)  # with "rlimits", programs of root run as nobody
     fcntl.flock(os.open(new, os.O_RDONLY), fcntl.LOCK_EX)
     folder = os.path.join(os.path.dirname(new), os.path.basename(new).removeprefix("new_"))
@@ -905,7 +909,8 @@ def main() -> None:
             return
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sys.path.extend(package_folders())
-        with suppress(Exception):  # if this import fails, a program that imports numpy gets the error
+        # Imported here once for all forks. If this import fails, a program that imports numpy gets the error.
+        with suppress(Exception):
             import numpy  # noqa: F401
         try_out(place)
     except OSError as error:

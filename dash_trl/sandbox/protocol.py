@@ -18,11 +18,13 @@ class ProgramSandbox(Protocol):
         """Run a program against each test, and count the tests that pass.
 
         If the program fails (wrong answer, error, too slow, too much memory), return a verdict with failed tests. If
-        there is no verdict because the sandbox or the tests fail, raise any exception. The row is then unscored.
+        there can be no verdict, because the sandbox fails or the tests are wrong, raise any exception: the row is then
+        unscored.
 
         Args:
             program: Python source code.
-            tests: scripts, or pairs of an input and the expected output, see `Test`. `same_output` compares outputs.
+            tests: scripts, or pairs of an input and the expected output, see `Test`. The program's output passes if
+                `same_output` finds it equal to the expected output.
             entry_point: name of the function that the scripts call; None if it is not known.
         """
         ...

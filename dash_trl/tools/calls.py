@@ -30,8 +30,10 @@ from dash_trl.workers import (
     pack,
 )
 
-HANGS = Overdue, GivenUp  # the errors of a call that hangs in this process
-MOST_CALLS = 256  # limit of calls at a time, one for threads and one for coroutines; high, because most tools only wait
+HANGS = Overdue, GivenUp  # the errors of a call in this process that hangs, or is given up because earlier calls hang
+# Largest number of functions that run at a time, and also of coroutine functions. It is high, because most tools only
+# wait.
+MOST_CALLS = 256
 
 
 class ProcessTool:
@@ -198,7 +200,7 @@ async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _value(call: Call) -> Any:
-    """Returns the value of a call, or its error as a value. Raises if the call hangs in this process."""
+    """Returns the value of a call, or its error as a value. Raises the errors of `HANGS`."""
     if isinstance(call.error, HANGS):
         raise call.error
     return call.value if call.error is None else _Failed(call.error)

@@ -192,7 +192,7 @@ class Conversations:
         """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
 
         Args:
-            rows: number of rows of this rank. It is used if there are no tools, so that no row has failed.
+            rows: number of rows of this rank, used only if there are no tools: then no row can have failed.
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
@@ -223,7 +223,7 @@ class Conversations:
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
         """Marks a row as unscored. Its environment is in an unknown state and does not return to the pool."""
         text = "".join(traceback.format_exception_only(error)).strip()  # does not fail if the error's `__str__` fails
-        error.__traceback__ = None  # a thread that hangs keeps the error, and a traceback would keep the trainer
+        error.__traceback__ = None  # a thread that hangs keeps the error; a traceback would keep the trainer in memory
         row.failure, row.reward = f"{what}: {text}", math.nan
         logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
         if not row.began:

@@ -48,7 +48,7 @@ class Turns:
         completion_ids: list of the completion's token ids so far.
         own: list with one entry per token id, 1 = the policy sampled the token, 0 = it belongs to a tool's answer.
         log_probs: list of the sampler's log-probs, one per token id; 0 for tokens of a tool's answer. None if the
-            sampler reports no log-probs.
+            sampler reports no log-probs, or if the row `never_began`.
         messages: the messages of the policy and the tools, in order.
         rounds: number of rounds of tool calls that were answered.
     """

@@ -124,7 +124,7 @@ ARITHMETIC = Lessons(
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
-    """Returns token ids of a prompt with its solution, and labels; only tokens that the model should write have one."""
+    """Returns token ids of a prompt with its solution, and labels: -100 for tokens that the model does not write."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
@@ -146,7 +146,7 @@ def _batch(
     clean: bool,
     lessons: Lessons = ARITHMETIC,
 ) -> dict[str, torch.Tensor]:
-    """Returns `batch_size` prompts with solutions, padded on the right; only solution and end token have labels."""
+    """Returns `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
     rows, labels = [], []
     for _ in range(settings.batch_size):
         problem = next(problems)
@@ -288,8 +288,8 @@ def cached_model(
 def toy_defaults() -> dict[str, Any]:
     """Returns the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
 
-    The run uses float32, on the GPU if the machine has one. The learning rate decays, because with a constant rate, the
-    model forgets one sum while it learns another near the end. With a much larger rate (3e-4), the model forgets.
+    The run uses float32, on the GPU if the machine has one. The learning rate decays: near the end of a run with a
+    constant rate, the model would forget one sum while it learns another. A rate of 3e-4 also makes it forget.
     """
     return {
         "output_dir": "outputs/toy",

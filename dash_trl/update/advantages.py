@@ -147,7 +147,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     σ(c) is over all N rows. `group_advantages` with `scale_rewards="batch"` divides by the standard deviation of r
     instead of c. Deviation: verl computes the mean and σ of c over tokens, so a longer row has a larger weight. This
-    mean is not 0, and verl subtracts it. Groups whose rewards are all equal then have advantages other than 0.
+    mean is not 0, and verl subtracts it. So in verl, groups whose rewards are all equal have advantages other than 0.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.

@@ -24,7 +24,8 @@ def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | 
         kind: "floats", "integers" or "bools". `None`: any dtype.
         sizes: letter = expected length, for each dimension in order. `None`: any length.
     Raises:
-        ValueError: if the shape or dtype is wrong, with the name, the value's shape or dtype, and the expected one.
+        ValueError: if the value is no tensor, or has a wrong shape or dtype. The message names the argument, what the
+            value is, and what is expected.
     """
     expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
     if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """Tests by running a model that the samples of a packed row do not influence each other.
 
 A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps the
-samples apart only if each layer passes the keyword arguments of a pass on to the attention function, and if the model
+samples apart only if each layer hands the keyword arguments of `forward` on to the attention function, and if the model
 builds no attention mask of its own. A model's configuration does not show whether these conditions hold. If a model
 mixed samples, training would compute wrong log-probs without an error. So before the first training pass, three samples
 are packed, and these properties are tested::
@@ -54,8 +54,8 @@ def isolation_flaw(
         alone: function that runs each sample in a row of its own.
         vocabulary: number; the test uses token ids below it.
         dtype: the dtype in which the model computes.
-        others: two functions like `packed` and `alone`, but with another shared prompt before the samples. The two
-            prompts have the same last token. `None`: the samples do not share a prompt.
+        others: two functions like `packed` and `alone`, but with another shared prompt before the samples. This prompt
+            has the same last token as the prompt of `packed` and `alone`. `None`: the samples do not share a prompt.
     Returns:
         A text that describes the flaw; `None` if there is no flaw.
     """
@@ -116,7 +116,7 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 @contextmanager
 def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
-    """Put the model into evaluation mode (no dropout) within the context, and restore each module's mode afterwards.
+    """Context manager that puts a model into evaluation mode (no dropout), and at the end restores each module's mode.
 
     Args:
         model: the model.

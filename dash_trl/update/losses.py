@@ -177,8 +177,9 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
 def regularizer_weight(tokens: int, segment: Segment) -> float:
     """Return the weight of the regularizers (entropy bonus, router loss) in a pass: tokens · passes / kept_tokens.
 
-    In TRL, the regularizers have the weight 1 in each micro-batch. Here, the weights of all passes of a segment add up
-    to `segment.passes` = micro-steps × ranks, which is the number of TRL's micro-batches.
+    The weight applies before the mean over micro-steps and ranks. In TRL, it is 1 in each micro-batch. Here, the
+    weights of all passes of a segment add up to `segment.passes` = micro-steps × ranks, which is the number of TRL's
+    micro-batches.
 
     Args:
         tokens: number of loss tokens of the pass on this rank; 0 for a pass over dummy rows, whose weight is then 0.

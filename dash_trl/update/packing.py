@@ -47,7 +47,8 @@ def plan_segment(
     micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
     collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
     gradients are synchronised in the last micro-step. If there are more micro-batches than micro-steps, a micro-step
-    runs several micro-batches. So no micro-batch exceeds the budget, unless it is a single row longer than the budget.
+    runs several micro-batches. So no micro-batch exceeds its budget (`max_tokens` or `max_rows`), unless it is a single
+    row of more tokens.
 
     Args:
         lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
@@ -60,8 +61,8 @@ def plan_segment(
         max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
             are counted; otherwise, padding is counted, too. `None`: `max_rows` is the budget.
         padding_free: True = passes are padding-free, False = padded.
-        min_shared: smallest number of prompt tokens that rows share. Rows that can share at least this number are kept
-            in one micro-batch as far as they fit. `None`: no row shares its prompt.
+        min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
+            as far as they fit. `None`: no row shares its prompt.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
@@ -105,7 +106,9 @@ def _pack(
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
-    families: dict[tuple[int, ...], list[int]] = {}  # a family: all rows that can share one prompt, or a single row
+    # A family: all rows that can share one prompt, or a single row. A unit: rows of a family that stay together in a
+    # bin if possible.
+    families: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         shares = min_shared is not None and prompts[row] > min_shared
         families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
@@ -185,7 +188,7 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
     gets a bin of its own.
 
     Args:
-        rows: indices of the rows.
+        rows: indices of rows, or of units or trees, which are distributed in the same way.
         tokens: row → its number of tokens.
         max_tokens: token budget of a bin.
     Returns:
