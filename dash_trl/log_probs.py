@@ -4,7 +4,8 @@
                                                             │
                                   the sampler's own ────────┴─────────────► importance_sampling_ratio
 
-Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, N rows of a rank in a window's `lengths`.
+Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, T' completion tokens of a pass, which may
+differ from T, N rows of a rank in a window's `lengths`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class LogProbRules:
         correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no importance sampling
             correction.
         repeatable: function that returns whether a training pass computes the same log-probs as a pass without
-            gradient. It does if the model has no dropout, NEFTune adds no noise, and each row is trained on once. (If a
-            row is trained on twice and a callback ends an epoch early, an optimizer step may come between the two
-            passes.)
+            gradient. It does if the model has no dropout, NEFTune adds no noise, and `num_iterations` is 1. (With more
+            iterations, a row has several training passes. They are meant to lie in one optimizer step, but if a
+            callback ends an epoch early, an optimizer step may come between them and change the weights.)
     """
 
     outlives_its_weights: bool
@@ -135,9 +136,9 @@ class LogProbs:
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Compute the fields of `of_window` for all rows, before it is known which rows survive.
 
-        This is for a window that several optimizer steps use, and whose rewards come group by group. All groups must
-        get log-probs by the weights before the first of these steps, but some groups get their rewards
-        only after it.
+        This is for a window that several optimizer steps use, and whose rewards come group by group. The log-probs of
+        all groups must be computed before the first of these steps changes the weights, but the rewards of some groups
+        come only after that step.
 
         Args:
             rollouts: the B rows of the window, without rewards.

@@ -197,14 +197,15 @@ class MicroSteps:
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
     def window_to_save(self, step: int) -> GenerationWindow | None:
-        """Return the window in use if a run that is resumed from a checkpoint needs it.
+        """Return the window in use if a run that is resumed from a checkpoint can use it.
 
         Call it only when the window in use is whole.
 
         Args:
             step: the micro-step at which a resumed run continues.
         Returns:
-            The window in use. `None`: the resumed run cannot use it.
+            The window in use. `None`: no window is in use, or it begins after `step`, so that later weights than
+            those of the resumed run have sampled it.
         """
         if self._window is None or self.schedule.sampled_after(step):
             return None

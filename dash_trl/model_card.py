@@ -30,7 +30,8 @@ BEHIND = "### Framework versions"  # the settings are inserted before this headi
 def with_settings_of_run(card: str, args: DASHConfig, processes: int) -> str:
     """Insert a table of the run's settings into TRL's model card.
 
-    DASH's own options are listed only if they differ from their defaults.
+    The options that `DASHConfig` adds to TRL's are listed only if they differ from their defaults. Those in `PRIVATE`
+    are never listed.
 
     Args:
         card: TRL's card, in Markdown.

@@ -1,9 +1,10 @@
 """Computes figures from scored samples: accuracy and pass@k with intervals, lengths, truncated and failed shares.
 
 A sample is *scored* if its reward did not fail; an unscored sample counts neither as correct nor as wrong. If more than
-1 % of the rewards failed, the figures are marked, because scored samples may be easier or harder than unscored samples.
+1 % of the rewards failed, the figures are marked, because unscored samples may be correct more or less often than
+scored samples.
 
-Letters: P problems, n scored samples of a problem, c correct samples among these, k <= n.
+Letters: P problems, n scored samples of a problem, c correct samples among these, k <= n samples of pass@k.
 """
 
 import math
@@ -147,16 +148,16 @@ def metrics_of(
     """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
 
     Args:
-        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function failed or does not
-            apply.
+        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function does not apply, or
+            this or another function failed on the sample.
         names: names of the F reward functions.
         ks: values of k for pass@k; at most `group_size`.
         group_size: number of samples of a problem.
     Returns:
         Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
-        `failed`. The first two have an interval, and its ends are further figures, such as `accuracy_low` and
-        `accuracy_high`. If there are several reward functions, each function has its own figures, and their names begin
-        with `rewards/<name>/`.
+        `failed`: the share of samples with NaN, even if the function does not apply to them. Accuracy and pass@k have
+        an interval. Its ends are further figures, such as `accuracy_low` and `accuracy_high`. If there are several
+        reward functions, each function has its own figures, and their names begin with `rewards/<name>/`.
     """
     found: dict[str, float] = {}
     for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns

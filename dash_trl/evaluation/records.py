@@ -4,8 +4,9 @@
     {"index": 0, …}
     {"index": 1, …}                       ◄── if an interrupt leaves an incomplete line at the end, it is dropped
 
-The first line has the settings; each further line has one row, such as the samples of a problem. If a file has other
-settings or another form, opening it raises an error, and nothing is overwritten.
+The first line has the settings; each further line has one row, such as the samples of a problem. If a file has another
+form, or rows that belong to other settings, opening it raises an error, and nothing is overwritten. A file without rows
+gets the new settings.
 """
 
 import fcntl
@@ -34,8 +35,8 @@ class Records(AbstractContextManager["Records"]):
     Attributes:
         rows: index → row, for the rows that the file had when it was opened and the rows added since.
     Raises:
-        ValueError: if the file has other settings (the message names them) or another form, or if another process has
-            opened it.
+        ValueError: if the file has another form, or rows that belong to other settings (the message names them), or if
+            another process has opened it.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]):

@@ -225,6 +225,8 @@ def open_sampler(
             temporary directory on this machine.
     Raises:
         ValueError: if the model or backend does not exist, or servers have a model of another shape.
+        PoolError: see `ServerSampler`.
+        WeightMismatch: see `ServerSampler`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or give server_urls.")

@@ -37,7 +37,8 @@ class Task:
     """The problems, and the reward function that decides which completions are correct: that of training, or your own.
 
     Raises:
-        ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
+        ValueError: if `reward_name` is given without `reward_path`; from its methods, if a dataset, split or reward
+            function does not exist or does not fit.
     """
 
     dataset_name: str | None = field(

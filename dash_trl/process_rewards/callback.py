@@ -90,9 +90,9 @@ class ProcessRewardCallback(DASHCallback):
 
     Values are computed once per completion, after sampling and before the filter. So the policy can learn from a
     problem that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter
-    keeps them. With anchored values, the process rewards of a group whose outcomes are all the same are scaled as in
-    the last windows (`credit._scaled`). If no group of these windows has different outcomes, the advantages of the
-    group stay 0.
+    keeps them. With anchored values, a group whose outcomes are all the same has no scale of its own, so its process
+    rewards get the scale of the last windows (`credit._scaled`). If no group of these windows has different outcomes,
+    there is no scale, and the advantages of the group stay 0.
 
     Below, a value estimator *learns* if it has a method `learn`, as `OutcomeValue` does; see `ValueEstimator`.
 
@@ -494,7 +494,8 @@ class ProcessRewardCallback(DASHCallback):
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
         """Adds the evidence of a window to the evidence of earlier windows, and returns the figures for the log.
 
-        The evidence is sorted by the numbers of the groups, so that all ranks have the same evidence and figures.
+        Each rank gets the evidence of all groups. It is sorted by the numbers of the groups, because rewards may arrive
+        in any order.
         """
         of_ranks = ranks.gather_object((window.groups, window.evidence))
         of_all = of_ranks if window.alone else of_ranks[:1]  # if not alone, each rank has the rows of all ranks

@@ -8,7 +8,9 @@ be *anchored*, which means that the outcome is the last value of a row (`anchor`
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
 else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
-process part, which has the weight w_p.
+process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `rloo` and the two `reinforce_plus_plus…`
+weigh the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
+formula below leaves the weights out.
 
 If values are not anchored, `centered_return` keeps all of the following laws. The docstring of another estimator names
 the laws that it breaks. With anchored values, laws 2, 3, 5 and 6 do not hold.
@@ -307,10 +309,10 @@ def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A = W(G) as in `reinforce_plus_plus`, but the group's mean total reward is subtracted on the last token.
 
-    This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}. On the last token, r is the
-    outcome minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1, this is verl's
-    W(s_i − mean_j s_j). Deviation: with process rewards, verl gives all tokens of a row the same advantage. Here, the
-    advantage of a token depends on the rewards from this token on. Breaks laws 1, 2, 5 and 6, because of W.
+    This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}, where r_t on the last token also
+    contains the outcome minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1, this
+    is verl's W(s_i − mean_j s_j). Deviation: with process rewards, verl gives all tokens of a row the same advantage.
+    Here, the advantage of a token depends on the rewards from this token on. Breaks laws 1, 2, 5 and 6, because of W.
     """
     combined = _combined(rewards, settings)
     baseline = _pooled(combined.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[0]

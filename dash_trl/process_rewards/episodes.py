@@ -105,10 +105,11 @@ class Segmenter:
 
     A new episode starts with the token that contains the first byte of a marker. If no marker follows within
     `max_episode_tokens` tokens, the episode ends at the last sentence end within this length. If this length contains
-    no sentence end, the episode has exactly this length. The last boundary is the beginning of the final answer. If no
-    final answer is found, because the completion is truncated or has another format, the last boundary is the end of
-    the completion, before the end-of-sequence token. V at this boundary then measures the progress of the whole
-    completion.
+    no sentence end, the episode has exactly this length. Either cut comes earlier if otherwise fewer than
+    `min_episode_tokens` tokens would be left for the next episode. The last boundary is the beginning of the final
+    answer. If no final answer is found, because the completion is truncated or has another format, the last boundary is
+    the end of the completion, before the end-of-sequence token. V at this boundary then measures the progress of the
+    whole completion.
 
     In a completion of several turns, each turn of the policy begins an episode, even if the previous episode is shorter
     than `min_episode_tokens`. So the call of a tool and the tool's answer belong to one episode. Markers and sentence

@@ -2,7 +2,8 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-A call samples at most as many rows as a window of the trainer has, or K rows on each rank if that is more. The prefixes
+Here, a call is a set of prefixes whose continuations are scored together and, unless vLLM servers sample them, sampled
+together. It has at most as many rows as a window of the trainer, or K rows on each rank if that is more. The prefixes
 of each call are divided evenly among the ranks. So every rank makes the same number of calls, and no rank waits for a
 rank whose own completions have more prefixes.
 """

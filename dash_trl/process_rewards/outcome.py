@@ -63,8 +63,9 @@ class OutcomeValue:
       row's group cannot be used, because it depends on outcomes of the same window.) So V_0 does not depend on the
       problem. The difficulty of the problem changes the log-probs of the first episode, and so the first U.
     - V is missing until the buffer holds at least `min_rollouts` rollouts with an outcome above the mean and at least
-      `min_rollouts` other rollouts. Both kinds of rollouts must come from at least `min_problems` problems. While V is
-      missing, rows keep their outcome advantage.
+      `min_rollouts` other rollouts. Both kinds of rollouts must come from at least `min_problems` problems, and only
+      rollouts with a prefix whose log-probs are all known are counted. While V is missing, rows keep their outcome
+      advantage.
     - If a prefix contains a token with unknown log-prob, its value is missing.
 
     V depends on the policy's confidence. So V does not fall at errors of which the policy is sure, and a policy that is

@@ -29,8 +29,8 @@ class ScoreSteps(Protocol):
     ) -> Sequence[Sequence[float | None] | None]:
         """Returns one list per completion with one score for each of its n episodes.
 
-        A score that is None or NaN is unknown. None instead of a list means that all scores of the completion are
-        unknown. A completion with an unknown score gets no process rewards and keeps its outcome advantage.
+        A score that is None, NaN or infinite is unknown. None instead of a list means that all scores of the completion
+        are unknown. A completion with an unknown score gets no process rewards and keeps its outcome advantage.
 
         Args:
             prompts: the decoded prompt of each completion, including the chat template.
