@@ -59,7 +59,8 @@ class ValueRequest:
         example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
         log_probs: log-prob of each token of the completion, by the policy that sampled it; NaN = unknown, 0 = the
             policy did not write the token. None = not given, because the estimator's `needs_log_probs` is False.
-        entropies: entropy at each token of the completion, in the same form as `log_probs`. None = unknown.
+        entropies: entropy of the policy at each token of the completion; 0 = the policy did not write the token. None =
+            not computed, for example because the log-probs are the sampler's.
         own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
             None = the policy wrote all tokens.
         begun: the result of the estimator's `begin` for this completion. None = `begin` was not called, or did nothing
@@ -203,7 +204,7 @@ class AnswerLogProbValue:
         """Computes the values of a group by model passes on this rank alone, while this rank waits for vLLM servers.
 
         See `begin` of `ValueEstimator`. The method does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows
-        are sampled ahead, or if the model's tree passes have not been tested yet.
+        are sampled ahead, if the model is a PEFT model, or if `__call__` has not tested the model's tree passes yet.
 
         Args:
             requests: the completions of a group.

@@ -152,9 +152,9 @@ class Watch:
         self._windows = [*self._windows, window][-WINDOWS:]
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures for the log, without the figures that have too little evidence.
+        """Returns the figures for the log: the share of pairs that V won, and the lower end of its 95 % interval.
 
-        At least one window must have been added before.
+        A figure with too little evidence is left out. At least one window must have been added before.
         """
         of_all = joined(self._windows)
         sums = torch.stack([of_all.won, of_all.pairs], dim=1)[of_all.pairs > 0]

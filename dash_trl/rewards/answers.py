@@ -35,9 +35,9 @@ class Answer:
         text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
             list "5, 7". A list is right only if the list equals the gold answer, or if each of its members does. Empty
             if the completion has no answer.
-        prose: the text around an answer that is not in a box or a formula. If `text` is not a formula, math-verify
-            searches `prose` for the answer. For a line `#### …`, `prose` is "answer is …", so that math-verify finds
-            the number in the line. Empty if `text` comes from boxes or formulas.
+        prose: the text around the answer. If `text` has words, or math-verify cannot read it, math-verify searches
+            `prose` for the answer instead. For a line `#### …`, `prose` is "answer is …", so that math-verify finds the
+            number in the line. Empty if `text` comes from boxes or formulas, or is a list of numbers among words.
     """
 
     text: str = ""
@@ -72,8 +72,8 @@ def find_answer(completion: str) -> Answer:
     5. the last sentence, with the last `TAIL_CHARS` characters of the completion as prose.
 
     Boxes or formulas with only "and", "or", commas or spaces between them count together as a list. So a completion
-    cannot give two answers and get a reward for the right one. If the only boxes are never closed, the answer was cut
-    off, and the completion has no answer.
+    cannot give two answers and get a reward for the right one. If the completion has a box that is never closed, and no
+    complete box, the answer was cut off, and the completion has no answer.
 
     Args:
         completion: the text of a completion.
@@ -141,7 +141,7 @@ def gold_text(gold: str) -> str:
     r"""Extracts the bare gold answer from a value of the column `answer`.
 
     Args:
-        gold: ``72``, ``... #### 72``, ``$72$``, ``\boxed{72}``, or a solution that ends in one of these.
+        gold: ``72`` or ``$72$``, or a solution with a line ``#### 72`` or with ``\boxed{72}``.
 
     Returns:
         The answer in the spelling of `normalize_answer`: here ``72``.
@@ -202,7 +202,10 @@ def _side_by_side(run: Sequence[Span]) -> Answer:
 
 
 def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
-    """Finds the answer in a clause: a formula, a number among words, or several numbers that `joint` separates.
+    """Returns the answer of a clause.
+
+    If the clause has words, and `joint` separates several different numbers in it, `text` of the answer is the list of
+    these numbers. Otherwise `text` is the whole clause, and `prose` is given with it.
 
     Args:
         clause: the text of the clause.

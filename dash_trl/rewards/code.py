@@ -8,9 +8,9 @@ There are two kinds of tests: a script with asserts that calls functions of the 
 standard input, a pair of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP,
 HumanEval, APPS and other datasets. Programs are untrusted: they run within the limits of `dash_trl.sandbox.Sandbox`.
 
-A completion is wrong (0.0) if it has no program, or if the program does not run, exceeds the limits of CPU time or
-memory, or sleeps. If the program did not cause the failure (the machine was too busy, the tests cannot be run, there is
-no sandbox), the reward function raises an exception and the row is unscored.
+A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds the limits of
+CPU time or memory, or sleeps until its wall time is over. If the program did not cause the failure (the machine was too
+busy, the tests cannot be run, there is no sandbox), the reward function raises an exception and the row is unscored.
 """
 
 import re

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 # If a function fails on more than this share of a window's rows, a warning is logged: the failures are probably not
 # random, so the scored rows may be a biased sample, such as the easier problems.
 WARN_ABOVE = 0.1
-# If a function gives no score in this number of batches in a row, the run ends. Fewer may be a temporary outage.
+# If a function only fails, and gives no score, in this number of batches in a row, the run ends. If it fails in fewer
+# batches, the cause may be a temporary outage.
 BROKEN_AFTER = 10
 
 

@@ -21,8 +21,9 @@ class FormatReward:
 
         reward_funcs=[MathAccuracyReward(), FormatReward(box=True)]  # for example with reward_weights=[1.0, 0.1]
 
-    TRL's `think_format_reward` differs in three points: it takes conversations only; it gives 1.0 also if there is a
-    second `</think>` or no answer; and it gives 0.0 to every completion if the chat template opens the thought.
+    TRL's `think_format_reward` differs in these points: it takes conversations only; it gives 1.0 also if there is a
+    second `</think>`, or if the thought or the answer is empty; and it gives 0.0 if white space precedes `<think>`, and
+    to every completion if the chat template opens the thought.
 
     Args:
         think: True = the completion must begin with `<think>`, a thought and `</think>`, each tag once, and an answer
@@ -30,7 +31,7 @@ class FormatReward:
         think_in_prompt: True = the chat template ends the prompt with `<think>`, as the templates of DeepSeek-R1 and
             QwQ do, so completions do not begin with this tag.
         box: True = the answer (the text after the thought) must have exactly one ``\boxed{}``, closed and not empty.
-            With `think=False`, the box is checked even if this is False.
+            With `think=False`, the box is always checked, even with `box=False`.
     """
 
     __name__ = "format"  # TRL's metrics get this name

@@ -86,7 +86,10 @@ class _Client(openai.DefaultAsyncHttpxClient):
 
 
 class Unjudgeable(JudgeError):
-    """Raised if the judge refused, was cut off, or its input was too long. A completion may cause such failures."""
+    """Raised if the judge or a content filter refused, the judge was cut off, or the request was too long for it.
+
+    A completion may cause such failures.
+    """
 
 
 class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it would become part of the schema

@@ -223,7 +223,8 @@ class RewardRunner:
     def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
         """Stores a function's outcomes of adjacent rows. Finishes each group that now has all outcomes of the function.
 
-        If the function has `post_process_scores`, this method gets the scores before the group counts as complete.
+        If the object of the function has a method `post_process_scores`, a group is finished after a call of that
+        method with the group's scores.
         """
         for group in request.put(number, first, outcomes):
             if form.post_process is None:
@@ -315,7 +316,7 @@ class RewardTeam:
         self.join()
 
     def join(self, group_size: int | None = None) -> None:
-        """Attaches the runners to this team again. Another trainer with the same runners may have attached its own.
+        """Attaches the runners to this team again, because another trainer may have attached them to its own team.
 
         Args:
             group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number

@@ -59,9 +59,9 @@ class RolloutBatch:
         tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, or if a `rollout_func`
             returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
-        old_per_token_logps: [B, T], the old log-probs, if the loss needs them. They are computed for `Survivors` only.
-            If several optimizer steps use a window and its rewards are awaited by group, they are computed for all
-            rows, before the rewards are known.
+        old_per_token_logps: [B, T], the old log-probs, if the loss needs them. If several optimizer steps use a window
+            and its rewards are awaited by group, they are computed for all rows, before the rewards are known.
+            Otherwise they are computed for `Survivors` only.
         ref_per_token_logps: [B, T], the reference model's log-probs, if the loss needs them. They are computed for the
             same rows as `old_per_token_logps`.
         importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), the weights of TRL's importance

@@ -50,9 +50,8 @@ class PromptQueue:
         accumulation: number of micro-steps of an optimizer step.
         ahead: number of windows after the current one whose prompts are taken ahead.
         first: function that returns the number of this rank's prompts with which the next window begins.
-        open_epoch: function that takes an epoch and a number of generation batches to leave out at its beginning. It
-            returns an iterator over the epoch's other generation batches, in which each of them comes `window_batches`
-            times.
+        open_epoch: function that takes an epoch and a number k of generation batches. It returns an iterator over the
+            epoch without its first k generation batches, which yields each generation batch `window_batches` times.
         history: decides which prompts an epoch skips. `None`: no prompt is skipped.
         rank: index of this rank.
         ranks: number of ranks.
@@ -108,7 +107,7 @@ class PromptQueue:
         return iter([self._windows[one // self._window_batches] for one in range(step, step + count)])
 
     def upcoming(self, step: int) -> list[QueuedRows]:
-        """See `PromptReader.upcoming`."""
+        """Return the first rows of each of the next windows; see `PromptReader.upcoming`."""
         now = step // self._window_batches
         return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
 

@@ -83,7 +83,7 @@ class Shapes:
         return self.processes * self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
     def prompts_used(self, batches: int) -> int:
-        """Return the number of prompts that the first micro-batches of an epoch use, over all ranks.
+        """Return the number of prompts that the first `batches` micro-batches of an epoch use, over all ranks.
 
         A window counts with all its prompts, even if only some of its micro-batches are used.
 
@@ -99,7 +99,7 @@ class Shapes:
             epoch: `TrainerState.epoch`.
             max_steps: `TrainerState.max_steps`.
         Returns:
-            The number of whole epochs, and the number of a rank's micro-batches in the epoch that follows.
+            The number of whole epochs, and the number of micro-batches that a rank has used in the epoch after these.
         """
         if self.prompts is None:  # Transformers assumes that one epoch of a stream is as long as the run
             batches = max_steps * self.gradient_accumulation_steps
@@ -115,9 +115,9 @@ class SavedRun:
     Attributes:
         shapes: the shapes of the run that was saved.
         position: the part of the dataset that optimizer steps have used; see `Shapes.position`.
-        step: number of micro-steps since the run began; the trainer's `_step`.
+        step: number of micro-steps of all completed optimizer steps; a resumed run continues at this micro-step.
         skipped_steps: number of optimizer steps skipped so far.
-        window: the window in use. `None`: a resumed run does not need it.
+        window: the window in use. `None`: there is none, or it begins after `step`, so a resumed run cannot use it.
         prompts: state of the `PromptQueue`. `None`: the run has none. When ranks compare their saved runs (`one_run`),
             `window` and `prompts` are `None`.
     """
