@@ -29,7 +29,8 @@ class Job:
         order: priority of the job's batch; the lowest goes first.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.
-        versions: two weight versions: when the job was given to the server that completed it, and when it was done.
+        versions: the weight version at two times: when the job was given to the server that completed it, and when it
+            was done.
     """
 
     tokens: int
@@ -74,7 +75,8 @@ class Backlog:
             (job, URL of its server) for each assigned job.
         """
         given = []
-        # Servers that are reserved for a failed job. Otherwise smaller jobs could fill every place that becomes free.
+        # Servers that are reserved for jobs that have failed before and do not fit yet. Without the reservation,
+        # smaller jobs could fill every place that becomes free.
         kept: set[str] = set()
         for job in tuple(self.waiting):
             url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)

@@ -67,8 +67,8 @@ class Chain:
 
     Attributes:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
-        versions: two weight versions: when the first request was given to its server, and when the last request was
-            completed; −1 before.
+        versions: the weight version at two times: when the first request was given to its server, and when the last
+            request was completed. Both are −1 until a request is completed.
         sequences: number of rows that the chain samples.
     """
 
@@ -155,7 +155,7 @@ class ServerPool:
     Attributes:
         fleet: state of the servers.
         backlog: unfinished jobs.
-        retried: number of failed requests so far that were given to another server.
+        retried: number of requests so far that went back to the backlog, because they failed or their server died.
         refit: coroutine function that gives a server the current weights and returns their version, or None if the
             server has to wait for the next weight sync. If `refit` is None, servers are used as they are.
 
@@ -182,7 +182,7 @@ class ServerPool:
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = -math.inf  # when the last weight sync ended
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
-        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → check; loading a large model takes long
+        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may load weights
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -451,8 +451,8 @@ class ServerPool:
     def _take_in(self) -> None:
         """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
 
-        During a weight sync, no results are taken in. If the sync fails on a server, the server may go on sampling with
-        wrong weights. At the end of the sync the server counts as dead, and its results are dropped.
+        During a weight sync, no results are taken in, because a server on which the sync fails may go on sampling with
+        wrong weights. At the end of the sync such a server counts as dead, and its results are dropped.
         """
         if self._sending:
             return
@@ -638,7 +638,10 @@ class ServerPool:
         self._loop.run(end())
 
     def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Start a check of each server that is not being checked, and raise the errors of checks that have ended."""
+        """Start a check of each of these servers that is not being checked yet; return the checks of all of them.
+
+        The error of any check that has ended is raised.
+        """
         for url in [url for url, task in self._recognising.items() if task.done()]:
             self._recognising.pop(url).result()
         for url in urls:

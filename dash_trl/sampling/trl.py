@@ -257,8 +257,8 @@ class VLLMPool(VLLMGeneration):
 
         Args:
             sequences: token ids of each sequence.
-            order: number of a window. The requests go after the rows of this window and before those of later windows.
-                By default they go before all rows.
+            order: number of a window. The requests have the same priority as rows of this window that were submitted
+                ahead. By default they go before all rows that were submitted ahead.
         """
         return self.pool.submit(self.pool.log_probs(sequences), order=order)
 
@@ -433,12 +433,12 @@ def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job 
 
 @contextmanager
 def without_client(args: Any) -> Iterator[bool]:
-    """Context for building a trainer without TRL's client for vLLM servers, because this client needs CUDA.
+    """Context manager for building a trainer without TRL's client for vLLM servers, because this client needs CUDA.
 
     `install` then adds a `VLLMPool` to the trainer.
 
     Args:
-        args: the training arguments. If they select vLLM servers, `use_vllm` is False within the context.
+        args: the training arguments. If they select vLLM servers, `use_vllm` is False in the `with` block.
 
     Yields:
         True if the arguments select vLLM servers.

@@ -51,7 +51,7 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
 
 
 def _check(url: str) -> None:
-    """Raise `ValueError` unless the URL has the form http://HOST:PORT."""
+    """Raise `ValueError` unless the URL has the form http://HOST:PORT or https://HOST:PORT; the port may be missing."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port  # both may raise ValueError
@@ -103,7 +103,8 @@ def is_loopback(host: str) -> bool:
 def is_unspecified(host: str) -> bool:
     """Return whether a host is 0.0.0.0 or `::`.
 
-    Both stand for this machine: a server listens on all of its addresses, and a client connects to its own machine.
+    A server that is given one of these addresses listens on all addresses of its machine. A client that is given one of
+    them connects to the client's own machine.
 
     Args:
         host: name or IP address.

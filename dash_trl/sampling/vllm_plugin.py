@@ -16,7 +16,9 @@ from dash_trl.sampling.changes import unpack
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
-ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1  # name in requests; the first id that a server gives to an adapter
+# Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
+# requests first name them; ours is the first.
+ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1
 
 
 def register() -> None:
@@ -49,7 +51,8 @@ def register() -> None:
 def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
     """Let a layer compute with torch's `linear` if its weight is a matrix; otherwise call vLLM's function `packing`.
 
-    This replaces vLLM's `dispatch_cpu_unquantized_gemm`. Other weights are those of convolutions and experts.
+    This replaces vLLM's `dispatch_cpu_unquantized_gemm`. Weights that are no matrices are those of convolutions and
+    experts. Layers that this worker lacks (their weight is on the meta device) also go to `packing`.
     """
     if layer.weight.is_meta or layer.weight.ndim != 2:
         packing(layer, remove_weight)

@@ -61,7 +61,7 @@ class CannotCross(BaseException):
 
 
 class SolutionError(Exception):
-    """Raised in the tests if the program raises an exception that is not built in.
+    """Raised in the tests in place of an exception of the program that they cannot be given (see `Peer.ask`).
 
     Also raised if the program's process has ended or violates the protocol.
     """
@@ -368,9 +368,11 @@ class Peer:
             Result of the operation.
 
         Raises:
-            Exception: the exception that the operation raised, if it is built in.
-            SolutionError: if the operation raised another exception, or if the other process has ended or violates the
-                protocol.
+            Exception: the exception that the operation raised. If its class is not built in, the nearest built-in base
+                class is raised, with the same message.
+            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), that cannot be created
+                from its message, or that is StopIteration but not from `next`. Also if the other process has ended or
+                violates the protocol.
             CannotCross: if an argument cannot be sent.
         """
         if self.ended:
@@ -691,8 +693,8 @@ def _exactly_equal(found: str, expected: str) -> bool:
 def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
     """Replace numpy's comparison functions, so that values of different shapes are never equal.
 
-    Unchanged, numpy broadcasts the values, and an empty array is close to any number. A program that returns `[]` would
-    pass. After the change, `allclose` and `isclose` return False for different shapes, and the asserts of
+    numpy's own functions broadcast the values, and an empty array is close to any number. So a program that returns
+    `[]` would pass. After the change, `allclose` and `isclose` return False for different shapes, and the asserts of
     `numpy.testing` fail. One case is still allowed: a nonempty array as the first value, a number as the second.
 
     Args:

@@ -92,7 +92,7 @@ class AdapterWeights(FileWeights):
     def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
         super().__init__(directory, dtype)
         self.adapter, self.base = adapter, base
-        # URL → last tag that the server got. While the server reports it, its base model is not checked again.
+        # URL → last tag that the server got. While the server reports this tag, its base model is not checked again.
         self._tags: dict[str, str] = {}
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:

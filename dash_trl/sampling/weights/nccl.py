@@ -46,7 +46,7 @@ class NCCLWeights:
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
         """Broadcast a new version to servers. Arguments, result and errors are those of `FileWeights.send`."""
-        failed: dict[str, Any] = {}  # server → its first error
+        failed: dict[str, Any] = {}  # URL → first error of the server
         urls = list(self._on_each(on_each, lambda server: server.pause(), failed))
         try:
             checksum = self._broadcast_all(parameters, [url for url in urls if url not in failed], failed)
@@ -59,7 +59,11 @@ class NCCLWeights:
         return snapshot, errors_of(dict.fromkeys(urls) | failed)
 
     def _on_each(self, on_each: OnEach, ask: Callable[[VLLMServer], Awaitable[Any]], failed: dict[str, Any]) -> Any:
-        """Call an async function with each server, and add the first error of each server to `failed`."""
+        """Call an async function with each server, and add the first error of each server to `failed`.
+
+        Returns:
+            URL → return value of the function, or the exception that it raised.
+        """
         outcome = on_each(ask)
         failures = {url: result for url, result in outcome.items() if isinstance(result, BaseException)}
         failed.update(failures | failed)

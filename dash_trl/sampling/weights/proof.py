@@ -42,9 +42,9 @@ def probe_tokens(vocabulary: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A change of the weights, and a context in which the trainer's model computes as if its weights had this change.
+    """A change of the weights, with a context manager that makes the trainer's model compute as if it had this change.
 
-    The context changes the outputs of layers instead of parameters, so it works with any sharding.
+    The context manager changes the outputs of layers instead of parameters, so it works with any sharding.
 
     Attributes:
         parameters: maps the parameters of a weight sync to changed parameters.
@@ -147,8 +147,8 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
     """Context in which the model computes as if its linear layers' and embeddings' parameters were scaled by `scale`.
 
     If the parameters of a linear layer are scaled, its output is scaled by the same factor. So the context scales the
-    outputs instead of the parameters, which works with any sharding. A layer that PEFT adapts is one layer, together
-    with its base layer and its adapter.
+    outputs instead of the parameters, which works with any sharding. A layer that PEFT adapts contains linear layers:
+    its base layer, A and B. Only the output of the whole is scaled, not theirs.
 
     Args:
         model: the trainer's model.
@@ -174,7 +174,7 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     Args:
         model: the trainer's model.
         ids: token ids of one sequence.
-        changed: context in which the model computes, such as `scaled_outputs`; None: no change.
+        changed: context manager within which the model computes, such as `scaled_outputs`; None: no change.
 
     Returns:
         [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.

@@ -68,8 +68,9 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather the weights, and the main process sends them. After each step, before any other collective, the
-    ranks agree on whether the step worked. So a failure on one rank raises the same error on all ranks.
+    All ranks gather the weights, and the main process sends them. After each stage of a weight sync (such as sending or
+    comparing log-probs), before any other collective, the ranks agree on whether the stage worked. So a failure on one
+    rank raises the same error on all ranks.
 
     Args:
         pool: this rank's pool. The pool also gives the weights to a server that comes back later.
@@ -141,7 +142,8 @@ class WeightSync:
         """Gather the weights on all ranks, and send them from the main process.
 
         Returns:
-            URL → error, for each server that does not have the weights; the same on all ranks.
+            URL → error, for each server that did not load the weights that it was sent; the same on all ranks. Servers
+            that the main process considers dead are sent nothing.
         """
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
