@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -105,6 +106,14 @@ def test_lora(tiny_model, tokenizer):
     values = AnswerLogProbValue(" = ").score(requests, wrapped.get_base_model(), tokenizer, call=wrapped)
     assert values != plain
     check(values, wrapped, tokenizer, requests)
+
+    accelerator = Accelerator()
+    trainer = SimpleNamespace(model=wrapped, _tokenizer=tokenizer, accelerator=accelerator, ranks=Ranks(accelerator))
+    trainer.args, trainer.is_fsdp_enabled = SimpleNamespace(async_level=0), False
+    estimator = AnswerLogProbValue(" = ")
+    assert estimator.begin(requests, trainer, 0) == [None] * len(requests)  # the model's tree passes are not tested yet
+    check(estimator(requests, trainer), wrapped, tokenizer, requests)
+    check(estimator.begin(requests, trainer, 0), wrapped, tokenizer, requests)
 
 
 @pytest.fixture(scope="module")

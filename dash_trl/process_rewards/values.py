@@ -204,7 +204,7 @@ class AnswerLogProbValue:
         """Computes the values of a group by model passes on this rank alone, while this rank waits for vLLM servers.
 
         See `begin` of `ValueEstimator`. The method does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows
-        are sampled ahead, if the model is a PEFT model, or if `__call__` has not tested the model's tree passes yet.
+        are sampled ahead, or if `__call__` has not tested the model's tree passes yet.
 
         Args:
             requests: the completions of a group.
@@ -214,10 +214,10 @@ class AnswerLogProbValue:
             A list of values for each request, or None for each request if the method did nothing.
         """
         model = trainer.model
-        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
-        if sharded or trainer.args.async_level or model not in self._flaws:
-            return [None] * len(requests)
         base = model.get_base_model() if is_peft_model(model) else model
+        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
+        if sharded or trainer.args.async_level or base not in self._flaws:
+            return [None] * len(requests)
         with trainer.accelerator.autocast():
             trees = self._trees(requests, trainer._tokenizer)
             return self._valued(requests, trees, base, model, lambda passes: passes)
