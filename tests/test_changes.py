@@ -39,7 +39,7 @@ def test_gaps_of_any_length(gap):
 
 
 def after(old: torch.Tensor, new: torch.Tensor, part_bytes: int = 1 << 20) -> tuple[torch.Tensor, int]:
-    """Packs the changes from `old` to `new` into messages; returns `old` with the changes, and the number of messages."""
+    """Packs changes from `old` to `new` into messages; returns `old` with the changes and the number of messages."""
     integer, result = INTEGERS[old.dtype], old.clone()
     messages = list(pack(changes("w", old, new, part_bytes=part_bytes), part_bytes=part_bytes))
     for message in messages:
