@@ -2,21 +2,22 @@
 
     python benchmarks/async_overlap.py --json async_overlap.json          # ~4 minutes on 2 cores
 
-The server samples windows of 16 groups of 8 completions with lognormal lengths. The longest is 6 times the median, and
-a group has the same lengths in every run. The trainer learns from all rows. The gain is largest if sampling and
+The server samples windows of 16 groups of 8 completions. The length of a group's completions is lognormal, at most 6
+times the median, and the same in every run. The trainer learns from all rows. The gain is largest if sampling and
 training take equally long. On a machine where sampling takes much longer, `--iterations` makes training longer.
 
-Runs with k = 0, 1, 2 alternate. The seconds of a window are those between the ends of two windows: medians, without the
-first k + 2 windows. The other figures come from the run with k = 0, where the stages follow each other:
+Runs with k = 0, 1, 2 (`async_level`) alternate. `k0`, `k1`, `k2` are the seconds between the ends of two windows:
+medians, without the first k + 2 windows. The other figures come from the runs with k = 0, in which generation, weight
+sync and training follow each other:
 
-- `generation`: time for which the trainer waits for the rollouts of a window.
-- `weights`: time of a weight sync.
-- `training`: the rest of the window.
-- `max_stage`: the larger of `generation` and `training` + `weights`: what a window takes if everything overlaps.
-- `over_limit`: the time with k = 1 over `max_stage`.
+- `generation`: seconds for which the trainer waits for the rollouts of a window.
+- `weights`: seconds of a weight sync.
+- `training`: seconds of the rest of the window.
+- `max_stage`: the larger of `generation` and `training` + `weights`. A window takes so long if everything overlaps.
+- `over_limit`: `k1` / `max_stage`.
 
-TRL's experimental AsyncGRPOTrainer is not compared: it takes FlashAttention 3 kernels from the hub and sends weights
-only by NCCL, and a CPU has neither.
+TRL's experimental AsyncGRPOTrainer is not compared, since it does not run on a CPU: it needs FlashAttention 3 kernels
+and NCCL.
 """
 
 import math
@@ -34,25 +35,25 @@ LEVELS, WINDOWS, ROUNDS = (0, 1, 2), 10, 2
 
 
 def length(prompt: list[int]) -> int:
-    """Of a group's completions: long-tailed, and the same in every run."""
+    """Returns the length in tokens of the completions of a prompt: lognormal, and the same in every run."""
     draw = random.Random(str(prompt)).gauss(math.log(MEDIAN), SPREAD)
     return max(2, min(LONGEST, round(math.exp(draw))))
 
 
 class LongTailed(VLLMPool):
-    """Completions of a length that their prompt decides."""
+    """Server pool that samples completions of the `length` of their prompt."""
 
     def _jobs(self, prompts: list[list[int]], num_generations: int, max_tokens: Any = None) -> Any:
         return super()._jobs(prompts, num_generations, [length(prompt) for prompt in prompts])
 
 
 def random_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A signal in every group: no row is dropped."""
+    """Returns random rewards, so that every group has signal and no row is dropped."""
     return [random.random() for _ in completions]
 
 
 def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
-    """Seconds of each counted window, and of its stages."""
+    """Trains with `async_level=level`; returns the seconds of each counted window and of its stages."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
@@ -84,7 +85,7 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
 def main(iterations: int) -> dict[str, float]:
     seconds: dict[int, dict[str, list[float]]] = {level: {} for level in LEVELS}
     with harness.server_beside(toy_model()) as url:
-        for level in LEVELS * ROUNDS:  # by turns
+        for level in LEVELS * ROUNDS:  # the levels alternate
             for name, values in windows(level, url, iterations).items():
                 seconds[level].setdefault(name, []).extend(values)
     rows = {level: harness.medians(found) for level, found in seconds.items()}
@@ -102,5 +103,5 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        iterations={"type": int, "default": 1, "help": "optimizer steps on a window: makes training longer"},
+        iterations={"type": int, "default": 1, "help": "optimizer steps per window; more steps make training longer"},
     )

@@ -2,13 +2,15 @@
 
     python benchmarks/code_reward.py --json code_reward.json          # about 4 minutes on 2 cores
 
-Each of the 378 solutions is scored by its own tests, and by the tests of the next problem, under the function name that
-these call. The benchmark also measures what the sandbox costs: the time for a program of one line with one test,
-compared with starting Python twice, as a sandbox without a waiting process would do; and the CPU time of the solutions.
+Each of the 378 solutions is scored by its own tests, and by the tests of the next problem; for these, its function gets
+the name that they call. The benchmark also measures the cost of the sandbox. It runs one-line programs with one test,
+and starts Python twice per program for comparison, as a sandbox without a waiting process would do. It also measures
+the CPU time of the solutions.
 
-Programs that return a constant or their first argument must earn nothing. Each is scored by the tests of every problem,
-and by the comparison of the hub's MBPP+ over the same inputs. `constant_passes` counts those that pass although the
-solution returns another value for some input.
+Programs that return a constant or their first argument should get the reward 0. Each is scored by the tests of every
+problem, and by the comparison function of the hub's MBPP+ with the same inputs. `constant_passes` counts the programs
+that pass although the solution returns another value for some input; `constants_right` counts those that pass because
+the solution returns the same values.
 """
 
 import ast
@@ -29,7 +31,7 @@ DATA = harness.ROOT.parent / "shared" / "data" / "mbppplus"
 TRIVIAL, TRIVIAL_TEST, TRIALS = "def f(x): return x + 1", ["assert f(1) == 2"], 200
 
 CONSTANTS = ("[]", "None", "0", "True", "''", "x")  # x is the first argument
-# The comparison in the scripts of the hub's `evalplus/mbppplus`, in its words.
+# The comparison in the test scripts of the hub's `evalplus/mbppplus`, copied.
 HUB = """
 import numpy as np
 from math import inf, nan
@@ -46,7 +48,7 @@ def assertion(out, exp, atol):
 
 
 def hub_test(test: str, name: str) -> str | None:
-    """The script with the hub's comparison; None for one without lists of inputs and results (Mbpp/88)."""
+    """Returns a test with the hub's comparison; None if the test has no lists of inputs and results (Mbpp/88)."""
     lists = {
         ast.unparse(one.targets[0]): ast.unparse(one) for one in ast.parse(test).body if isinstance(one, ast.Assign)
     }
@@ -57,13 +59,17 @@ def hub_test(test: str, name: str) -> str | None:
 
 
 def per_second(pool: ThreadPoolExecutor, function: Callable[[int], Any], count: int) -> tuple[list[Any], float]:
-    """(results, calls per second) of function(0), …, function(count - 1)."""
+    """Returns (results, calls per second) of function(0), …, function(count - 1)."""
     results, seconds = harness.timed(lambda: list(pool.map(function, range(count))))
     return results, count / seconds
 
 
 def constant_passes(box: Sandbox, solution: str, problem: dict[str, Any]) -> tuple[int, int]:
-    """How many constant programs pass a problem's tests: where the solution returns the same, and where it does not."""
+    """Counts the constant programs that pass a problem's tests.
+
+    Returns:
+        (number of programs with the same values as the solution, number of the others).
+    """
     name, right, wrong = problem["entry_point"], 0, 0
     test = hub_test(problem["tests"][0], name)
     tests = [problem["tests"], *([[test]] if test else [])]
@@ -128,5 +134,5 @@ if __name__ == "__main__":
         main,
         __doc__,
         data={"type": Path, "default": DATA, "help": "the folder of MBPP+"},
-        workers={"type": int, "default": 4, "help": "threads that ask; processes are as many as CPUs"},
+        workers={"type": int, "default": 4, "help": "threads that send programs; the sandbox has a process per CPU"},
     )

@@ -1,11 +1,11 @@
-"""A task with confident errors: the chains of the toy task, with a model that is sure when it is wrong.
+"""The task of confident errors: the chains of the toy task, with a model that gives its errors a high probability.
 
     python benchmarks/confident.py          # makes the model and checks this property; ~2 minutes on 2 cores
 
-Each step is written in one of two equally likely forms, `7+5=12` or `7+5:12`. For seven of the 18 operations, such as
-+5, one form always leads to one wrong number with p ≈ 1, and the other form to the right number. So neither log-probs
-nor entropies tell a wrong line from a right one, and a value that is made of them has no information. The policy has to
-learn which form of which operation to avoid.
+The model writes each step in one of two equally likely forms, `7+5=12` or `7+5:12`. For seven of the 18 operations,
+such as +5, it writes a wrong number with p ≈ 1 in one form, and the right number in the other. So log-probs and
+entropies are the same on wrong and on right lines, and a value that is computed from them has no information. The
+policy has to learn which form to avoid for each of these operations.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ LONGEST = 112
 WARM_UP = WarmUp(operands=OPERANDS, steps=800, slip_rate=0.0, wait_rate=0.0, num_heads=4)
 # operation → the form that goes wrong
 TRAPS = {"+2": "=", "+4": ":", "+5": ":", "+9": "=", "-3": ":", "-6": "=", "-8": ":"}
-WRONG = (9, 10, 11)  # in the middle of 0 … 20: what is added to them stays within the sums that the model knows
+WRONG = (9, 10, 11)  # in the middle of 0 … 20, so that the model knows all sums that may follow
 
 
 def trap(left: str, right: int) -> tuple[str, int] | None:
-    """(form, wrong number) of a sum like `7+5` of which one form leads to a wrong number."""
+    """Returns (form, wrong number) of a sum such as `7+5`; None if both forms lead to the right number."""
     operation = left[-2:]
     if operation not in TRAPS:
         return None
@@ -56,17 +56,17 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
 
 
 def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dataset:
-    """Chains of 7 to 9 numbers, see `arithmetic_dataset`."""
+    """Returns chains of 7 to 9 numbers, see `arithmetic_dataset`."""
     return arithmetic_dataset(split, size, seed, operands=OPERANDS)
 
 
 def confident_model() -> str:
-    """The directory of the model, made on the first call."""
+    """Returns the directory of the model, which is made on the first call."""
     return toy_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
 
 
 def main() -> dict[str, Any]:
-    """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
+    """Measures the log-probs and entropies of right and of wrong sampled lines, as means over a line's tokens."""
     path = confident_model()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     rows = confident_dataset("test", 128)

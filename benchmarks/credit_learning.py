@@ -4,32 +4,34 @@
     python benchmarks/credit_learning.py --runs confident.jsonl --json confident.json --task confident  # ~150 minutes
     python benchmarks/credit_learning.py --runs forced.jsonl --methods "centered_return, forced answer"
 
-A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; a step has 128 rows in groups of 8. There
-are two tasks: *slips*, whose errors are unlikely tokens, and *confident* errors (`confident.py`). For two more tasks
-(`credit_tasks.py`) only pilots were run: *unsolved*, where most groups fail at first, and *padded*, where any line may
-be repeated.
+A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; an optimizer step has 128 rows in groups
+of 8. There are two tasks: *slips*, in which errors are unlikely tokens, and *confident*, in which errors are likely
+tokens (`confident.py`). Two more tasks had only pilot runs (`credit_tasks.py`): *unsolved*, in which most groups fail
+at first, and *padded*, in which any line may be repeated.
 
-Each method has its own learning rate: of three rates, the one with the best mean final accuracy with two other seeds,
-on problems that are not reported. Then every method runs with the seeds of the task, so with the same problems in the
-same order. At six points the sampled accuracy on 256 held-out problems is measured. The figures are means with 95 %
-intervals (Student's t over seeds) against samples and seconds. Seconds are CPU seconds of the process, so other
-processes do not count. They include V, but not the measuring. The intervals of the gains hold together for all methods
-(Bonferroni). For "unsolved" and "padded", the method that the task names first is not part of this correction: its
-comparison is fixed beforehand, as the gain of the curve in accuracy ("unsolved") or the tokens at the end ("padded").
+Each method gets the learning rate, of three, with the best final accuracy. For this choice it runs with two other seeds
+and on other problems than those that are reported. Then every method runs with the seeds of the task, and so with the
+same problems in the same order. At six points, the sampled accuracy on 256 held-out problems is measured. The figures
+are means with 95 % intervals (Student's t over seeds) against samples and seconds. Seconds are CPU seconds of the
+process, so other processes do not change them. They include the computation of V, but not the measuring.
 
-- `paired_gain`: accuracy at the end, minus that of outcome-only with the same seed.
+The intervals of the gains hold for all methods together (Bonferroni). The first method of "unsolved" and of "padded" is
+not part of this correction, since its comparison was fixed beforehand: the gain of accuracy over the curve for
+"unsolved", and the tokens at the end for "padded".
+
+- `paired_gain`: accuracy at the end, minus the accuracy of "outcome only" with the same seed.
 - `paired_gain_of_curve`: the same for the mean accuracy over the curve.
-- `samples_ratio`: number of samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
-  run; null if it never does. Its 95 % interval is a bootstrap over seeds, in which "never" is infinite.
-- Entropy (per token) and the share of responses with "Wait" are those of the windows that are trained on.
+- `samples_ratio`: share of the run's samples after which the mean curve reaches the final accuracy of "outcome only";
+  null if it never does. Its 95 % interval is a bootstrap over seeds, in which "never" counts as infinite.
+- `entropy`, `waits`: entropy per token and share of responses with "Wait", in the windows that are trained on.
 
-The value is `OutcomeValue` unless the method's name says otherwise. With "true V" it is the truth of the *untrained*
-model, which becomes wrong as the model learns. There are controls: "shuffled" permutes the outcomes within their groups
-before the fit, so a gain cannot come from what V knows. "Σ log p" is not fitted. "without own tokens" values a prefix
-without its last episode, so no token is paid for its own log-prob.
+The value is `OutcomeValue` unless the method's name contains another value. "true V" is the true value for the
+*untrained* model, which becomes wrong as the model learns. Three values are controls. "shuffled" permutes the outcomes
+within their groups before the fit, so V contains no information on the rows of a group. "Σ log p" is not fitted.
+"without own tokens" values a prefix without its last episode, so a token's credit does not depend on its own log-prob.
 
 With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
-interrupted, or shared by processes with different `--seeds`.
+interrupted, or split over processes with different `--seeds`.
 """
 
 import json
@@ -49,17 +51,25 @@ from dash_trl import DASHCallback
 from dash_trl.evaluation import evaluate
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
-POINTS = 6  # at which a run is measured, besides its beginning
+POINTS = 6  # number of measurements of a run, without the one at its beginning
 TUNING_SEEDS = (100, 101)
 RESAMPLES = 2000
 ALONE = "outcome only"
-MEASURES = ("accuracy", "easy", "tokens")  # that methods are compared by
+MEASURES = ("accuracy", "easy", "tokens")  # the fields of `Curve` in which methods are compared
 
 
 @dataclass
 class Curve:
-    """At each point: sampled accuracy and mean tokens of a completion, on held-out problems, the accuracy on easy ones,
-    CPU seconds of training; of that step's window: entropy, shares of "Wait" and of groups without a right answer.
+    """The measurements of a run, one per point.
+
+    Attributes:
+        accuracy: sampled accuracy on held-out problems.
+        seconds: CPU seconds of training so far.
+        entropy: entropy per token in the window of this step.
+        waits: share of responses with "Wait" in this window.
+        tokens: mean number of tokens of a completion, on held-out problems.
+        easy: sampled accuracy on easy held-out problems.
+        unsolved: share of groups without a right answer in this window.
     """
 
     accuracy: list[float] = field(default_factory=list)
@@ -72,11 +82,11 @@ class Curve:
 
 
 class Watch(DASHCallback):
-    """Fills a curve by held-out problems; its own time does not count."""
+    """Measures the curve of a run; the time of measuring does not count."""
 
     def __init__(self, task: Task, seed: int):
         self.task, self.every = task, task.steps // POINTS
-        # Those that are reported, or, to tune on, others.
+        # Learning rates are chosen on other problems than those that are reported.
         which = ("train", 256, 1000) if seed in TUNING_SEEDS else ("test",)
         self.problems = arithmetic_dataset(*which, operands=task.operands)
         self.easy = arithmetic_dataset(*which, operands=task.easy) if task.easy else None
@@ -132,7 +142,7 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
 
 
 class Runs:
-    """Those made so far, by method, seed and learning rate; kept in a file of JSON lines, if there is one."""
+    """Makes runs and remembers them by task, method, seed and learning rate; with a path, in a file of JSON lines."""
 
     def __init__(self, path: Path | None, task: str):
         self.path, self.task = path, task
@@ -152,7 +162,7 @@ class Runs:
 
 
 def reached(curve: Sequence[float], target: float) -> float:
-    """Points, interpolated, until a mean curve reaches the target; infinite if it never does."""
+    """Returns the point, interpolated, at which a curve reaches the target; infinite if it never does."""
     for i, value in enumerate(curve):
         if value >= target:
             return 0.0 if i == 0 else i - 1 + (target - curve[i - 1]) / (value - curve[i - 1])
@@ -160,10 +170,7 @@ def reached(curve: Sequence[float], target: float) -> float:
 
 
 def samples_ratios(curves: Sequence[Curve], baseline: Sequence[Curve]) -> list[float | None]:
-    """Samples to outcome-only's mean final accuracy as a share of the run; the 95 % interval of a paired bootstrap.
-
-    None where it is not reached.
-    """
+    """Returns `samples_ratio` and its 95 % interval by a paired bootstrap; None = the target is not reached."""
 
     def ratio(rows: Sequence[int]) -> float:
         target = statistics.mean(baseline[row].accuracy[-1] for row in rows)
@@ -176,7 +183,7 @@ def samples_ratios(curves: Sequence[Curve], baseline: Sequence[Curve]) -> list[f
 
 
 def means(rows: Iterable[Sequence[float]]) -> list[float]:
-    """At each point, over the curves."""
+    """Returns the mean over the curves at each point."""
     return [statistics.mean(values) for values in zip(*rows, strict=True)]
 
 
@@ -236,7 +243,7 @@ if __name__ == "__main__":
         __doc__,
         runs={"type": Path, "help": "keep each run in this file"},
         task={"choices": TASKS, "default": "slips"},
-        seeds={"type": int, "nargs": "+", "help": "2 to 10 of them, by default the task's"},
-        learning_rate={"type": float, "help": "leave the tuning out"},
-        methods={"nargs": "+", "choices": METHODS, "metavar": "METHOD", "help": "by default the task's"},
+        seeds={"type": int, "nargs": "+", "help": "2 to 10 seeds; default: those of the task"},
+        learning_rate={"type": float, "help": "learning rate of all methods, without tuning"},
+        methods={"nargs": "+", "choices": METHODS, "metavar": "METHOD", "help": "default: those of the task"},
     )

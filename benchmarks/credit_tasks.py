@@ -30,28 +30,35 @@ from dash_trl.toy.warm_up import ARITHMETIC
 from dash_trl.update import evaluating
 
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
-SAMPLES = 2  # of each held-out problem
-STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
+SAMPLES = 2  # samples of each held-out problem
+STEP_SUCCESS = 0.82  # probability that the model of "slips" writes a right line; over seven lines 0.25
 EASY = (3, 4)
 UNSOLVED = replace(WARM_UP, operands=EASY + OPERANDS, slip_rate=0.35, wait_rate=0.0)
 PADDED = WarmUp(steps=500, slip_rate=0.1, wait_rate=0.03, num_heads=4)
-PADDING = 0.4  # chance of one more repetition of a line
+PADDING = 0.4  # probability of one more repetition of a line
 
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """A task of the study.
+
     Args:
-        model: gives the directory of the warmed-up model.
-        success: sum like `7+5`, its result → the probability that the untrained model writes a right line for it.
-        forms: what may stand between the sum and its result.
-        operands: how many numbers a problem has. easy: of other held-out problems. longest: tokens of a completion.
-        steps, warm_up_steps: of a run. Confident errors take longer to unlearn, and at full learning rate at once some
-            seeds lose half of what the model knows.
-        samples_at_end: of each held-out problem.
-        learning_rates: to choose from. seeds: those that are reported.
-        methods: those that are made where no other is asked for.
-        preregistered: the first one's comparison with the outcome alone is, so that it does not pay for the others.
+        model: returns the directory of the warmed-up model.
+        success: takes a sum such as `7+5` and its result; returns the probability that the untrained model writes a
+            right line for this sum.
+        forms: characters that may stand between a sum and its result.
+        operands: how many numbers a problem may have.
+        easy: the same for the easy held-out problems; empty = there are none.
+        longest: largest number of tokens of a completion.
+        steps: number of optimizer steps of a run. Confident errors take longer to unlearn.
+        warm_up_steps: number of steps in which the learning rate rises. Without them, some seeds of "confident" lose
+            half of what the model has learned before.
+        samples_at_end: samples of each held-out problem in the last measurement.
+        learning_rates: the learning rates to choose from.
+        seeds: the seeds that are reported.
+        methods: the default methods.
+        preregistered: True = the comparison of the first method with "outcome only" was fixed beforehand, so its
+            interval is not corrected for the other comparisons.
     """
 
     model: Callable[[], str]
@@ -79,7 +86,7 @@ EXPLORED = tuple(range(8))
 
 
 def padded_solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """That of `WarmUp`, in which any line of a sum may come again, right or wrong, once or more."""
+    """Returns a solution of the warm-up in which each line, right or wrong, may be repeated once or more."""
     *lines, answer = ARITHMETIC.solution(problem, generator, slip_rate, wait_rate).split("\n")
     padded = []
     for line in lines:
@@ -142,10 +149,9 @@ TASKS = {
 
 
 class TrueValue:
-    """The truth in place of V(prefix): the untrained model's chance of the steps to go, 0 after a mistake that was not
-    taken back.
+    """Value estimator with the true V(prefix) of the untrained model. With it, methods differ only in their credit.
 
-    What an estimator could gain at best on this task: it separates the credit from the quality of V.
+    V is the product of the success probabilities of the remaining steps; 0 after a mistake that was not corrected.
     """
 
     space = "probability"
@@ -182,8 +188,10 @@ class TrueValue:
 
 
 class PolicyValue:
-    """V of the policy as it is: its probability of the right lines to go, by one pass over the right solutions; 0 after
-    a mistake. For a policy that takes no mistake back. (Two mistakes that cancel count as none of success.)
+    """Value estimator with V(prefix) of the current policy, for a policy that corrects no mistakes.
+
+    V is the policy's probability of the remaining right lines, from one pass over the right solutions; 0 after a
+    mistake. It is also 0 after two mistakes that cancel each other, although such a response may still succeed.
     """
 
     space = "probability"
@@ -197,7 +205,7 @@ class PolicyValue:
         right = dict(zip(problems, trainer._tokenizer(texts)["input_ids"], strict=True))
         model = trainer.accelerator.unwrap_model(trainer.model)
         rows = [torch.tensor([*prompt, *ids]) for prompt, ids in right.items()]
-        ids = pad_sequence(rows, batch_first=True)  # causal: padding on the right is seen by no token of the row
+        ids = pad_sequence(rows, batch_first=True)  # padding is on the right: with causal attention, no token sees it
         with torch.no_grad(), evaluating(model):
             log_probs = selective_log_softmax(model(ids).logits[:, :-1].float(), ids[:, 1:]).double()
         of_own = {
@@ -216,7 +224,7 @@ class PolicyValue:
 
 
 class Shuffled(OutcomeValue):
-    """Fitted to outcomes that were permuted within their groups: it knows how hard a problem is, and nothing else."""
+    """`OutcomeValue` fitted to outcomes permuted within their groups, so it learns only how hard a problem is."""
 
     def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
         generator = random.Random(trainer.state.global_step)
@@ -231,7 +239,7 @@ class Shuffled(OutcomeValue):
 
 
 class WithoutOwnTokens(OutcomeValue):
-    """V(b_k) from the tokens before b_{k−1}; V(b_1) is missing."""
+    """`OutcomeValue` that computes V(b_k) from the tokens before b_{k−1}; V(b_1) is missing."""
 
     def _features(self, request: ValueRequest) -> list[list[float]]:
         rows = super()._features(request)
@@ -251,7 +259,7 @@ def credit(
 
 
 AUTO, ONE = CreditSettings(process_weight="auto"), CreditSettings(process_weight=1.0)
-VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)  # the outcome less V, as of a V that is right
+VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)  # advantage = outcome − V, for a true V
 METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "outcome only": None,
     "centered_return, anchored, auto": credit("centered_return", settings=AUTO),

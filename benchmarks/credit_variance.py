@@ -4,12 +4,17 @@
 
 A response has 6 to 8 lines and an answer. Each line has an operation and one of two equally likely forms. For 7 of 18
 operations, one form leads to a wrong answer. The policy has one parameter per operation, so the gradient has 18
-entries. V at a line is 0.25, plus `gain` times the change of the truth since the beginning, plus noise. A window has 16
-groups of 8. The worth of V is measured on the previous 8 windows, as in a run (`worth.Watch`).
+entries. V at a line is 0.25, plus `gain` times the change of the true value since the beginning, plus noise. A window
+has 16 groups of 8. The weight of V is computed from the previous 8 windows, as in a run (`worth.Watch`).
 
 The figure is `|E g|² / tr Var(g)` over the windows, for `centered_return`. Of two estimators of the same gradient, the
-one with the larger figure needs fewer rows. "r²" is the weight of earlier versions: the squared correlation of V and
-outcome, beside a full weight of the outcome. "slope, silent" pays nothing in groups whose outcomes are all the same.
+one with the larger figure needs fewer rows. The columns are weights of the outcome part and the process part:
+
+- "outcome": 1 and 0.
+- "1": 1 and 1.
+- "r²": 1, and the squared correlation of V and outcome, as in earlier versions.
+- "slope": 1 − w and w, with the weight w of `worth.Watch`.
+- "slope, silent": the same, but without credit in groups with equal outcomes.
 """
 
 from typing import Any
@@ -28,7 +33,12 @@ VALUES = [(0.0, 0.05), (0.0, 0.15), (0.5, 0.05), (0.5, 0.15), (1.0, 0.05), (1.0,
 
 
 def window(gain: float, noise: float) -> dict[str, Tensor]:
-    """Rows' `operations` and `forms` [N, L], `lengths` in lines, `outcomes`, and V at the `boundaries` [N, L+1]."""
+    """Draws a window of N rows of at most L lines.
+
+    Returns:
+        `operations` and `forms` [N, L]; `lengths` [N] in lines, with the answer; `outcomes` [N]; `values` [N, L+1],
+        V at the `boundaries` [N, L+1] (−1 = no boundary).
+    """
     number = torch.arange(LINES)
     lines = torch.randint(6, LINES + 1, (GROUPS,)).repeat_interleave(GROUP)
     operations = torch.randint(OPERATIONS, (GROUPS, LINES)).repeat_interleave(GROUP, 0)
@@ -51,13 +61,13 @@ def window(gain: float, noise: float) -> dict[str, Tensor]:
 
 
 def gradient(of: dict[str, Tensor], credit: Tensor) -> Tensor:
-    """[OPERATIONS], of the forms' log-probs times their credit."""
+    """Returns the gradient [OPERATIONS] of the forms' log-probs times their credit."""
     score = (of["forms"] - 0.5) * credit[:, :LINES]
     return torch.zeros(OPERATIONS, dtype=torch.double).index_add_(0, of["operations"].flatten(), score.flatten())
 
 
 def gradients(of: dict[str, Tensor], advantages: Tensor, watch: Watch) -> dict[str, Tensor]:
-    """By name, what each weight makes of a window."""
+    """Returns the gradient of a window for each weight, by name."""
     boundaries, values = anchor(of["boundaries"], of["values"], of["lengths"], of["outcomes"])
     process, ends, per_token, valued = place_rewards(boundaries, values, of["lengths"], LINES + 1)
     vv, vy, yy = joined(watch._windows).products.sum(dim=0).tolist()
@@ -113,4 +123,4 @@ def main(windows: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    harness.run(main, __doc__, windows={"type": int, "default": 1500, "help": "of each V"})
+    harness.run(main, __doc__, windows={"type": int, "default": 1500, "help": "number of windows for each V"})

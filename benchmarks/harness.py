@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: the command line, trainers, clocks, memory, a server beside the trainer, and intervals.
+"""Shared code of the benchmarks: command line, trainers, clocks, memory, a server beside the trainer, and intervals.
 
-Import it before transformers, which reads environment variables that are set here.
+Import this module before transformers, since it sets environment variables that transformers reads on import.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that they run without an installation
+sys.path.insert(0, str(ROOT))  # the benchmarks run without an installation
 os.environ.update(
     {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
-        "TRL_EXPERIMENTAL_SILENCE": "1",  # that a rollout_func is experimental
+        "TRL_EXPERIMENTAL_SILENCE": "1",  # no warning that a rollout_func is experimental
         "CI": "1",  # no telemetry in a timed run
         "RAY_USAGE_STATS_ENABLED": "0",
-        **os.environ,  # what is set stays
+        **os.environ,  # variables of the user have precedence
     }
 )
 
@@ -45,7 +45,7 @@ from dash_trl.toy import (  # noqa: E402
     toy_model,
 )
 
-OUTPUT = tempfile.TemporaryDirectory()  # of all trainers
+OUTPUT = tempfile.TemporaryDirectory()  # contains the output directories of all trainers
 PROMPTS = [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)]
 
 
@@ -53,10 +53,12 @@ PROMPTS = [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)]
 
 
 def run(main: Callable[..., Any], description: str | None, **options: dict[str, Any]) -> None:
-    """Calls `main` with the options of the command line by their names, and writes what it returns as `--json` says.
+    """Runs a benchmark: parses the command line, calls `main` with the options, and writes its figures to `--json`.
 
     Args:
-        options: name → settings of `add_argument`.
+        main: function of the benchmark; returns the figures.
+        description: text of --help.
+        options: the arguments of `add_argument`, by name of the option.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -70,7 +72,7 @@ def run(main: Callable[..., Any], description: str | None, **options: dict[str, 
 
 
 def say(name: str, figures: Mapping[str, Any]) -> None:
-    """Prints a line at once: a name, and its figures that are numbers or intervals."""
+    """Prints a line and flushes it: a name, and those figures that are numbers or intervals."""
     cells = [f"{key} {value}" for key, value in figures.items() if isinstance(value, int)]
     cells += [f"{key} {value:.3g}" for key, value in figures.items() if isinstance(value, float)]
     cells += [f"{key} {one[0]:.3f} ± {one[1]:.3f}" for key, one in figures.items() if isinstance(one, tuple)]
@@ -81,17 +83,18 @@ def say(name: str, figures: Mapping[str, Any]) -> None:
 
 
 def interval(values: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
-    """(mean, half of its 95 % interval) of a run per seed, by Student's t.
+    """Returns the mean and half of its 95 % interval by Student's t.
 
     Args:
-        comparisons: so many intervals are to hold together, by Bonferroni's correction.
+        values: one value per seed.
+        comparisons: number of intervals that should hold together (Bonferroni's correction).
     """
     quantile = student(len(values) - 1, 1 - 0.025 / comparisons)
     return statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
 def student(degrees: int, level: float) -> float:
-    """A quantile above ½ of Student's t, by summing its density."""
+    """Returns a quantile of Student's t by summing its density; the level is above ½."""
     step = 1e-3
     density = torch.distributions.StudentT(float(degrees)).log_prob(step * torch.arange(2**18).double() + step / 2)
     return step * float(torch.searchsorted(0.5 + step * density.exp().cumsum(0), level))
@@ -102,19 +105,19 @@ def medians(of: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
 
 
 def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """(what it returns, its seconds)."""
+    """Returns (result of the function, its seconds)."""
     started = time.perf_counter()
     result = work(*arguments)
     return result, time.perf_counter() - started
 
 
 def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) -> float:
-    """Of a model on held-out problems, by default the 256 of the toy task."""
+    """Returns the accuracy of a model on held-out problems; default: the 256 problems of the toy task."""
     return evaluation.accuracy(model, tokenizer, problems or arithmetic_dataset("test"), arithmetic_reward, **sampling)
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, the end of each, and the parameters after the first one."""
+    """Callback that records the seconds and the end of each optimizer step, and the parameters after the first step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -134,11 +137,14 @@ class Clock(TrainerCallback):
 
 
 def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any]) -> dict[str, float]:
-    """Medians of the counted steps of "trl" and "dash", their ratio, and the largest difference of a parameter.
+    """Compares the steps of TRL and DASH.
 
     Args:
-        clocks: of both trainers; the first step is not counted. start: the parameters before it; the difference after
-            it is relative to the largest update.
+        clocks: clocks of the trainers "trl" and "dash"; the first step is not counted.
+        start: the parameters before the first step.
+    Returns:
+        Median seconds of a step, their ratio, and `rel_param_diff`: the largest difference of a parameter after the
+        first step, relative to the largest update.
     """
     trl, dash = clocks["trl"], clocks["dash"]
     update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
@@ -148,7 +154,7 @@ def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any]) -> dict[s
 
 
 def begin_peak(on_gpu: bool = False) -> int:
-    """From here on `peak` counts anew; the bytes that are taken now."""
+    """Resets `peak`; returns the bytes that this process has allocated now."""
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -157,7 +163,7 @@ def begin_peak(on_gpu: bool = False) -> int:
 
 
 def peak(on_gpu: bool = False) -> int:
-    """The most bytes that this process took at once, in the computer's memory or the GPU's."""
+    """Returns the peak memory of this process in bytes, on the CPU or the GPU, since the last `begin_peak`."""
     if on_gpu:
         return torch.cuda.max_memory_allocated()
     (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
@@ -178,12 +184,14 @@ def _trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
 def toy_trainer(
     settings: dict[str, Any], *, kind: Any = DASHTrainer, path: str | None = None, train: Any = None, **others: Any
 ) -> Any:
-    """A trainer of the toy task, with other settings than its defaults.
+    """Returns a trainer of the toy task.
 
     Args:
-        kind: its class, TRL's GRPOTrainer or a DASHTrainer. path: of another model.
-        train: other problems than those of the run's seed.
-        others: `callbacks`, `rollout_func`, `reward_funcs`.
+        settings: settings that replace those of `toy_defaults`.
+        kind: class of the trainer: TRL's GRPOTrainer, or DASHTrainer.
+        path: directory of the model; None = the toy model.
+        train: problems to train on; None = those of the seed in `settings`.
+        others: more arguments of the trainer, such as `callbacks`, `rollout_func` or `reward_funcs`.
     """
     others = {
         "model": path or toy_model(progress=False),
@@ -195,12 +203,16 @@ def toy_trainer(
 
 
 class Scripted:
-    """Rollouts and rewards that are the same for all trainers: a function of the step and the row, without sampling.
+    """Rollouts and rewards without sampling. They depend only on step and row, so all trainers get the same.
 
     Args:
-        constant: share of groups without signal. group: G.
-        median, longest: of the lognormal lengths of completions. vocabulary: ids below it.
-        prompt_tokens: random ones in place of the prompts' own.
+        constant: share of groups without signal.
+        rows: number of rows of an optimizer step.
+        group: G, rows of a group.
+        median: median of the lognormal lengths of completions, in tokens.
+        longest: limit of these lengths.
+        vocabulary: token ids are below this number.
+        prompt_tokens: number of random tokens that replace a prompt's own tokens; None = they stay.
     """
 
     __name__ = "scripted"
@@ -244,7 +256,10 @@ class Scripted:
 
 
 def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[str, Any], **others: Any) -> Any:
-    """A trainer of its class whose steps only update: SGD at rate 1 without clipping, so that updates compare."""
+    """Returns a trainer that gets its rollouts from `workload`, so that its steps consist of the update alone.
+
+    The optimizer is SGD with learning rate 1 and without clipping, so that updates of trainers can be compared.
+    """
     settings = {
         "num_generations": workload.group,
         "max_completion_length": workload.longest,
@@ -263,7 +278,7 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
 
 
 def qwen2(**shape: Any) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights, the same ones each time, and the special tokens of the toy task."""
+    """Returns a Qwen2 model with the special tokens of the toy task and random weights, which are always the same."""
     torch.manual_seed(0)
     tokenizer = arithmetic_tokenizer()
     return Qwen2ForCausalLM(
@@ -276,12 +291,12 @@ def qwen2(**shape: Any) -> Qwen2ForCausalLM:
 
 @contextmanager
 def server_beside(path: str, port: int = 8800) -> Iterator[str]:
-    """The URL of a vLLM server on the last core, while this process keeps to the first one with one thread."""
+    """Starts a vLLM server on the last core and yields its URL; this process then uses one thread on the first core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(f"This needs 2 cores, one for the server and one for the trainer; there are {len(cores)}.")
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, cores[-1:])  # which the server inherits
+    os.sched_setaffinity(0, cores[-1:])  # the server inherits this affinity
     with Servers(path, 1, port=port) as servers:
         os.sched_setaffinity(0, cores[:1])
         servers.wait_until_ready()

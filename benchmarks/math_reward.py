@@ -2,12 +2,14 @@ r"""Checks that the accuracy reward reads the gold answers of GSM8K and MATH-500
 
     python benchmarks/math_reward.py --json math_reward.json        # ~12 s on 2 cores
 
-Every gold answer (7,473 + 1,319 + 500) is put into completions of every form in `FORMS`. Scored against itself it must
-give 1. In some forms it is also scored against a different gold answer of another problem, which must give 0. In most
-forms both sides are the same text, which needs no math-verify; in the form "equation", math-verify has to read and
-compare. Two gold answers are different if `canonical` differs; it shares no code with the reward or with math-verify.
+Every gold answer (7,473 + 1,319 + 500) is written into completions of every form in `FORMS`. Scored against itself, it
+must get 1. In some forms it is also scored against a different gold answer of another problem, and must get 0. In most
+forms, completion and gold answer contain the same text, so math-verify is not needed; in the form "equation",
+math-verify has to parse and compare. Two gold answers are different if their `canonical` texts differ. `canonical`
+shares no code with the reward or with math-verify.
 
-Then it scores the cases of the tests (`tests/math_cases.py`) by topic: right, wrong and unscored.
+The benchmark also scores the cases of the tests (`tests/math_cases.py`), by topic and expected result: right, wrong or
+unscored.
 """
 
 import json
@@ -24,26 +26,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs without an installation
+sys.path.insert(0, str(ROOT))  # the script runs without an installation
 
 from dash_trl.rewards import MathAccuracyReward  # noqa: E402
 from tests.math_cases import RIGHT, UNSCORED, WRONG  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
-# And how many problems further the other gold answers are looked for.
+# File → for each number, a gold answer is compared with a different one at least so many problems further on.
 FILES = {"gsm8k/train.jsonl": (1,), "gsm8k/test.jsonl": (1,), "math500/test.jsonl": (1, 7, 33)}
 
 
 def read_golds(path: Path) -> list[str]:
-    """The gold answers of a file as they stand there (GSM8K's with their commas), read without dash_trl."""
+    """Returns the gold answers of a file, unchanged (GSM8K's with their commas) and read without dash_trl."""
     with path.open() as lines:
         return [json.loads(line)["answer"].split("####")[-1].strip() for line in lines]
 
 
 def canonical(gold: str) -> str | Fraction:
-    r"""One form for golds that mean the same: spacing, \frac1 4, thousands, units, degrees, `x =` and bases removed.
+    r"""Returns the same form for gold answers of the same meaning.
 
-    Bases and units are removed since the reward does not compare them when only one side has them.
+    It removes spacing, thousands separators, units, degrees, `x =` and bases, and writes \frac1 4 as a fraction. Bases
+    and units are removed because the reward ignores them if only one side has them.
     """
     text = re.sub(r"\\(?:left|right|!|,|;| )|\s|\\\$|\^\{?\\circ\}?|^[a-z](?:=|\\in)", "", gold)
     text = re.sub(r"(?<=[0-9a-z})])\\(?:text|mbox)\{[^}]*\}(?:\^\d)?$|_\{?\d+\}?$", "", text)
@@ -55,7 +58,7 @@ def canonical(gold: str) -> str | Fraction:
         return Fraction(int(number[2]), int(number[3])) * (-1 if number[1] else 1)
     if re.fullmatch(r"-?\d*\.?\d+", text):
         return Fraction(text)
-    if re.fullmatch(r"[-\d.,]+", text.strip("()")):  # "1,-2" and "-2,1" are one set, and (-2,1) may be meant so
+    if re.fullmatch(r"[-\d.,]+", text.strip("()")):  # "1,-2" and "-2,1" are the same set, and (-2,1) may mean this set
         return ",".join(sorted(text.strip("()").split(",")))
     return text
 
@@ -70,13 +73,13 @@ def in_box(gold: str) -> str:
 
 
 def in_equation(gold: str) -> str | None:
-    """As the end of an equation, unless it is one, or words, or a list."""
+    """Returns a box with an equation that ends with the gold; None if the gold is an equation, words or a list."""
     has_list = "," in re.sub(r"[(\[].*[)\]]|\\!|,(?=\d{3})", "", gold.replace("\\!", ""))
     return None if "=" in gold or "\\in" in gold or "\\text{" in gold[:6] or has_list else in_box(f"A = {gold}")
 
 
 def reversed_list(gold: str) -> str | None:
-    """With the last member first, if it is a list of numbers such as 1,-2."""
+    """Returns a box with the members in reverse order if the gold is a list of numbers such as 1,-2; else None."""
     members = gold.split(",")
     is_list = len(members) > 1 and all(re.fullmatch(r"\s*-?\d+", one) for one in members)
     is_number = re.fullmatch(r"-?\d{1,3}(,\d{3})+", gold)
@@ -98,7 +101,7 @@ AGAINST_OTHERS = ("sentence", "box", "box twice")
 
 
 def others(golds: Sequence[str], shift: int) -> list[str]:
-    """For each gold, the first different one at least `shift` problems further on."""
+    """Returns for each gold the first different gold that is at least `shift` problems further on."""
     forms = [canonical(gold) for gold in golds]
     n = len(golds)
     return [golds[next(j % n for j in range(i + shift, i + n) if forms[j % n] != forms[i])] for i in range(n)]
@@ -107,10 +110,10 @@ def others(golds: Sequence[str], shift: int) -> list[str]:
 def check(
     label: str, reward: Callable[..., list[float]], golds: Sequence[str], answers: Sequence[str], form: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Scores the answers in a form against the golds, where there is such a form.
+    """Scores answers in one form against gold answers; answers without this form are left out.
 
     Returns:
-        The figures, and the rows whose score is not what it must be.
+        The figures, and the rows with a wrong score.
     """
     texts = [(gold, answer, FORMS[form](answer)) for gold, answer in zip(golds, answers, strict=True)]
     rows = [row for row in texts if row[2] is not None]
@@ -132,7 +135,7 @@ def count(scores: Sequence[float]) -> dict[str, int]:
 
 
 def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]:
-    """All checks on all golds: scores, failures and rows per second."""
+    """Runs all checks on all gold answers; returns scores, failures and rows per second."""
     report: dict[str, Any] = {"golds": 0, "golds_failed": 0, "checks": [], "failures": []}
     for file, shifts in FILES.items():
         golds = read_golds(data / file)
@@ -150,7 +153,7 @@ def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]
 
 
 def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
-    """The cases of the tests by topic: how many were to be right, wrong or unscored, and are."""
+    """Scores the cases of the tests; returns for each topic the expected result and the counts of the results."""
     table = []
     for expected, cases in (("right", RIGHT), ("wrong", WRONG), ("unscored", UNSCORED)):
         for topic, rows in cases.items():

@@ -2,13 +2,13 @@
 
     python benchmarks/preemptive.py --json preemptive.json          # ~5 minutes on 2 cores
 
-Both train the toy model with 8 rows per micro-step and 16 or 32 accumulation steps; the other settings are identical.
-The baseline is TRL's GRPOTrainer with `steps_per_generation=1`. By default TRL samples once per optimizer step, as DASH
-does, so the table has that row, too. Another row replaces the 8 rows by a token budget as large as TRL's largest
-micro-batch of 8 padded rows. Sampling is by transformers' `generate` (no vLLM), and every completion runs to its end or
-to 64 tokens. `ms/token` is the time of one decoding step of a whole batch. If it grows with the batch, the machine is
-at capacity and larger batches gain nothing more. The figures are medians of the counted optimizer steps, after one that
-is not counted.
+All runs train the toy model with 8 rows per micro-step and 16 or 32 accumulation steps; the other settings are
+identical. The baseline is TRL's GRPOTrainer with `steps_per_generation=1`. The table also has TRL's default, which
+samples once per optimizer step, as DASH does. In the row "DASH, token budget", a micro-batch has a token budget in
+place of the 8 rows; it equals TRL's largest micro-batch of 8 padded rows. Transformers' `generate` samples (no vLLM),
+and every completion runs to its end or to 64 tokens. `ms_per_token` is the time of one decoding step of a whole batch.
+If it grows with the batch, the machine is at capacity, and larger batches gain nothing more. The figures are medians
+over the optimizer steps after the first one.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) -> dict[str, float]:
-    """Medians of an optimizer step's seconds, its generation's, and the milliseconds of a decoding step."""
+    """Trains; returns the median seconds of a step and of its generation, and milliseconds of a decoding step."""
     generation, decoded = [0.0] * (1 + COUNTED_STEPS), [0] * (1 + COUNTED_STEPS)
 
     class Timed(trainer_class):

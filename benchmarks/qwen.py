@@ -4,18 +4,18 @@
     python benchmarks/qwen.py --shares 0.75 --steps 1         # a part of it
     python benchmarks/qwen.py --shares 0 --steps 1 --prompt_tokens 512    # groups of 4 that share a few-shot prompt
 
-On a GPU it takes the paper's batch (256 rows of ≤ 2,048 tokens, two per pass), in bfloat16, with FlashAttention if that
-is installed.
+On a GPU the benchmark uses the paper's batch (256 rows of ≤ 2,048 tokens, two per pass), in bfloat16, with
+FlashAttention if it is installed.
 
 Completions and rewards are scripted, so no step samples. The model has hidden size 896, 24 layers, 14 heads, 2
 key-value heads and a vocabulary of 151,936. Each trainer runs in its own process.
 
-- `trl_s`, `dash_s`: medians of the counted steps.
-- `trl_gb`, `dash_gb`: peak memory in these steps beyond the weights (resident on a CPU, allocated on a GPU).
+- `trl_s`, `dash_s`: median seconds of a step, without the first step.
+- `trl_gb`, `dash_gb`: peak memory in these steps beyond the memory before them (resident on a CPU, allocated on a GPU).
 - `rel_param_diff`: the largest difference of a parameter after one step of SGD without clipping, relative to the
-  largest update, on a CPU in float32.
+  largest update. Only meaningful on a CPU, in float32.
 
-With `--prompt_tokens`, one group makes a pass, and `plain` is DASH without shared prompts.
+With `--prompt_tokens`, a pass contains one group of 4, and `plain` is DASH without shared prompts.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +30,7 @@ from dash_trl import DASHTrainer
 
 ON_GPU = torch.cuda.is_available()
 ROWS, GROUP, ROWS_PER_PASS, LONGEST, MEDIAN = (256, 4, 2, 2048, 500) if ON_GPU else (8, 2, 2, 256, 120)
-SHARES = (0.0, 0.75)  # of groups without signal
+SHARES = (0.0, 0.75)  # shares of groups without signal
 KINDS = {"trl": (GRPOTrainer, {}), "dash": (DASHTrainer, {}), "plain": (DASHTrainer, {"share_prompts": False})}
 SHAPE = {  # Qwen/Qwen2.5-0.5B
     "vocab_size": 151_936,
@@ -52,7 +52,7 @@ def random_model() -> Any:
 
 
 class Clock(harness.Clock):
-    """Also the memory of all steps but the first."""
+    """Clock that also records the peak memory of all steps after the first."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        shares={"type": float, "nargs": "+", "default": list(SHARES), "help": "of groups without signal"},
-        steps={"type": int, "default": 3, "help": "counted, after one that is not"},
-        prompt_tokens={"type": int, "help": "of each prompt, in place of about 10"},
+        shares={"type": float, "nargs": "+", "default": list(SHARES), "help": "shares of groups without signal"},
+        steps={"type": int, "default": 3, "help": "number of counted steps; one more step precedes them"},
+        prompt_tokens={"type": int, "help": "tokens of each prompt; default: about 10"},
     )

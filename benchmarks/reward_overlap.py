@@ -4,24 +4,24 @@
     python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 3 seeds: ~15 minutes
 
 The reward of a completion takes 10 to 400 ms, drawn uniformly and the same in every run. (In the original experiment it
-is 1 to 40 s, with GSM8K on 8 H20.) The toy model samples 8 groups of 4 completions, and all rewards run at once. In one
-run, these strategies alternate:
+takes 1 to 40 s, with GSM8K on 8 H20 GPUs.) The toy model samples 8 groups of 4 completions per window, and all rewards
+of a window run at once. These strategies are compared:
 
     baseline     the update waits for all rewards
     pipeline     `reward_pipeline`: the update begins with the groups that are scored
     one_step     `async_level=1`: the next window is sampled while the rewards of this one are awaited
-    both         pipeline and one_step together, with `loss_type="decoupled_ppo"`
+    both         pipeline and one_step together, with `loss_type="aipo"`; `both_decoupled`: with "decoupled_ppo"
 
-First the trainer's process samples; then ("server") a real vLLM server on one core, with the trainer on the other.
-Seconds per window are medians. The parts come from the baseline: `generation`, `rewards` (waiting for rewards), and
-`training` (the rest).
+First the trainer's process samples; then ("server") a real vLLM server samples on one core, with the trainer on the
+other. Seconds per window are medians. The parts of a window come from the baseline: `generation`, `rewards` (waiting
+for rewards), and `training` (the rest).
 
 - `bound`: max(generation + training, rewards) in process, max(generation, training, rewards) with a server.
 - `reduction`: (baseline − both) / baseline.
 - `hidden_share`: (baseline − both) / (baseline − bound). It exceeds 1 if the rewards of two windows run at the same
   time, which the bound does not consider.
-- `accuracy`: on held-out problems, after the same number of samples with each strategy. Rewards take no time there,
-  which changes no update.
+- `accuracy`: on held-out problems, after the same number of samples with each strategy. In these runs rewards take no
+  time; this does not change the updates.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ from dash_trl.toy import arithmetic_reward, toy_model
 
 GROUPS, GROUP = 8, 4
 SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
-FIRST, WINDOWS = 3, 10  # windows that are not counted, and counted
-SEEDS, STEPS = 3, 160  # of the accuracy
+FIRST, WINDOWS = 3, 10  # number of windows that are not counted, and of those that are
+SEEDS, STEPS = 3, 160  # of the runs that measure accuracy
 AIPO = {"loss_type": "aipo", "vllm_importance_sampling_correction": False}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "baseline": {},
@@ -50,7 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def slow_reward(prompt: Any, completion: Any, answer: str, completion_ids: list[int]) -> float:
-    """The toy task's, after a time that the completion decides."""
+    """Returns the reward of the toy task after a time that depends on the completion."""
     drawn = hashlib.sha256(str((prompt, completion_ids)).encode()).digest()
     time.sleep(SHORTEST + (LONGEST - SHORTEST) * int.from_bytes(drawn[:4]) / 2**32)
     return quick_reward(completion, answer)
@@ -63,7 +63,7 @@ def quick_reward(completion: Any, answer: str) -> float:
 def train(
     strategy: dict[str, Any], url: str | None, steps: int, *, seed: int = 0, reward: Any = slow_reward
 ) -> tuple[Any, list[float]]:
-    """The trained trainer, and the seconds from the end of each window to the next one's."""
+    """Trains; returns the trainer, and the seconds between the ends of successive windows."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
@@ -98,7 +98,7 @@ def overlap(url: str | None) -> dict[str, float]:
 
 
 def learned(strategy: dict[str, Any]) -> dict[str, float]:
-    """Sampled accuracy after as many samples with each strategy: mean, and half of the 95 % interval."""
+    """Trains with each seed; returns the mean sampled accuracy and half of its 95 % interval."""
     values = []
     for seed in range(SEEDS):
         trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
@@ -127,5 +127,5 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        accuracy={"action": "store_true", "help": "train for longer, too, and measure what was learned"},
+        accuracy={"action": "store_true", "help": "also train for longer and measure the accuracy"},
     )

@@ -2,12 +2,11 @@
 
     python benchmarks/reward_runner.py --json reward_runner.json          # ~1 minute on 2 cores
 
-- `per_second`: 100,000 scores in one batch, groups of 8.
-- `latency_ms`: the median of 100 single scores with started workers.
-- `memory_mb`: growth of the process's peak resident set from the first batch to the fifth. The memory of a batch itself
-  counts only if the first batch was smaller.
-- `waiting`: 2,000 scores that each wait 0.1 s, 256 at a time: the seconds over the possible minimum of
-  0.1 s × 2,000 / 256.
+- `per_second`: scores per second for batches of 100,000 scores in groups of 8.
+- `latency_ms`: median time of 100 single scores after the workers have started.
+- `memory_mb`: growth of the process's peak memory from the first batch to the fifth. It is above 0 only if memory is
+  not released after a batch, or if a later batch needs more.
+- `waiting`: time of 2,000 scores that each wait 0.1 s, 256 at a time, relative to the minimum of 0.1 s × 2,000 / 256.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ async def waits_async(completion: str) -> float:
 
 
 def score(runner: RewardRunner, count: int) -> float:
-    """Seconds for so many completions, each of which gets its own score."""
+    """Returns the seconds for scoring `count` completions, and checks that each gets its own score."""
     rows = [{"prompt": "", "completion": "x" * (i % 97), "completion_ids": ()} for i in range(count)]
     began = time.perf_counter()
     request = runner.submit(rows, group_size=GROUP)
@@ -89,5 +88,5 @@ if __name__ == "__main__":
         main,
         __doc__,
         backends={"nargs": "+", "default": ["thread", "asyncio", "process", "ray"]},
-        rows={"type": int, "default": ROWS, "help": "scores of a batch"},
+        rows={"type": int, "default": ROWS, "help": "number of scores in a batch"},
     )

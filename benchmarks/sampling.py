@@ -2,16 +2,16 @@
 
     python benchmarks/sampling.py --json sampling.json          # ~6 minutes on 2 cores
 
-One server has the toy model (0.5 M parameters); completions have 64 tokens; all in float32 on a CPU.
+One server has the toy model (0.5 M parameters, float32, on a CPU). Completions have 64 tokens.
 
-- `preemptive_ratio_N`: completions per second of one batch of N rows, relative to batches of 8 rows (a micro-step).
-  Both go through the pool and alternate; median of 5 rounds.
-- `overhead`: time of a batch of 256 in the pool over the server's own time. The latter is the mean latency of the
-  requests by /metrics, since all rows are sampled together from the first token to the last.
-- `bare_overhead`: the same for a bare client, which alternates with the pool. It sends these requests at once and reads
-  the bytes of the answers.
-- `sync_…`: time of a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, over the
-  time of copying a file of the same size.
+- `preemptive_ratio_N`: completions per second with batches of N rows, relative to batches of 8 rows (a micro-step).
+  The pool sends both; they alternate. Median of 5 rounds.
+- `overhead`: time of a batch of 256 rows in the pool, relative to the server's own time. The server's time is the mean
+  latency of a request in /metrics, since all rows are sampled together from the first token to the last.
+- `bare_overhead`: the same for a minimal client, which alternates with the pool. It sends all requests at once and
+  reads the bytes of the answers.
+- `sync_…`: `seconds` of a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, and
+  `copy_seconds` for copying a file of the same size.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
 
 
 def latency(url: str) -> tuple[float, float]:
-    """(seconds, requests) so far, from a request's arrival at the server to its end."""
+    """Returns (seconds, requests): the summed latencies and the number of all requests of the server so far."""
     text = read(f"{url}/metrics")
     found = [re.search(rf"^vllm:e2e_request_latency_seconds_{part}.* (\S+)$", text, re.M) for part in ("sum", "count")]
     return float(found[0][1]), float(found[1][1])
@@ -70,7 +70,7 @@ def sampling(path: str) -> dict[str, float]:
     options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     prompts = make_prompts(path, max(BATCHES) // GROUP)
     few = prompts[: BATCHES[0] // GROUP]
-    work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows at a time → all of them
+    work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows of a batch → all rows
     rates, overheads = defaultdict(list), defaultdict(list)
     with Servers(path, 1, port=8600) as servers:
         servers.wait_until_ready()
@@ -133,7 +133,7 @@ def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, A
 
 
 def main() -> dict[str, Any]:
-    torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
+    torch.set_num_threads(1)  # an idle vLLM worker polls, so on two cores a second thread here would wait for it
     path = toy_model()
     results = sampling(path)
     harness.say("sampling", results)

@@ -1,16 +1,17 @@
-"""Measures the work of DASH beside model passes: seconds and memory by the number of rows and of ranks.
+"""Measures what DASH computes besides model passes: seconds and memory by the number of rows and of ranks.
 
     python benchmarks/scaling.py --json scaling.json        # about two minutes
 
 **Filter and pack.** A rank filters its own rows and then plans the passes of all ranks. Half of the rows survive; there
-are 32 micro-steps. It is measured with a row budget, with a token budget, and in the padded layout.
+are 32 micro-steps. Measured with a row budget, with a token budget, and in the padded layout.
 
-**The whole way.** From the sampled rows of a rank (1,024 columns, about 300 tokens, 7 values each) through process
-rewards, filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 tokens per pass). Memory is the peak
-of a stage beyond what was allocated before.
+**Whole way.** All stages from the sampled rows of a rank to the inputs of every pass: process rewards, filter and plan.
+A row has 1,024 columns, about 300 tokens and 7 values; there are 32 rows per micro-step and 8,192 tokens per pass.
+Memory is the peak of a stage minus the memory before it.
 
-**All ranks.** What each rank computes for the rows of all ranks: 1,024 rows per rank, half of which survive. Gathered
-tables are simulated; the functions are the trainer's. The other stages of the whole way concern a rank's own rows.
+**All ranks.** The stages in which each rank computes for the rows of all ranks: 1,024 rows per rank, half of which
+survive. Gathered tables are simulated; the functions are those of the trainer. The other stages of the whole way use
+only a rank's own rows.
 """
 
 import time
@@ -64,14 +65,14 @@ def seconds(rows: int, layout: dict) -> float:
 
 @contextmanager
 def stage(name: str, figures: dict[str, tuple[float, float]]) -> Iterator[None]:
-    """Writes down its seconds and GiB."""
+    """Measures a block of code and stores its seconds and its GiB in `figures`."""
     before, started = harness.begin_peak(), time.perf_counter()
     yield
     figures[name] = time.perf_counter() - started, (harness.peak() - before) / 2**30
 
 
 def whole_way(rows: int) -> dict[str, tuple[float, float]]:
-    """(seconds, GiB) of each stage, in their order."""
+    """Returns (seconds, GiB) of each stage from the sampled rows to the inputs of passes."""
     generator = torch.Generator().manual_seed(rows)
     completions = torch.randn(RANKS, rows, generator=generator).mul(0.8).exp().mul(240).clamp(8, COMPLETION).long()
     prompts = torch.randint(20, PROMPT, (RANKS, rows // GROUP), generator=generator).repeat_interleave(GROUP, dim=1)
@@ -136,7 +137,7 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
 
 
 def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
-    """(seconds, GiB) of each stage that concerns the rows of all ranks."""
+    """Returns (seconds, GiB) of each stage that computes for the rows of all ranks."""
     generator = torch.Generator().manual_seed(ranks)
     rows = ROWS_OF_RANK
     rewards = (torch.rand(ranks * rows, 1, generator=generator) < 0.5).float()

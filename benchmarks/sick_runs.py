@@ -1,15 +1,16 @@
-"""Pictures of sick runs beside a healthy one, for docs/howto/diagnose.md: the toy task with one thing wrong each.
+"""Draws sick runs beside a healthy one, for docs/howto/diagnose.md: the toy task with one thing wrong in each run.
 
     python benchmarks/sick_runs.py --folder docs/diagnose          # ~10 minutes on 2 cores
 
     flat        the learning rate is a thousandth of the toy run's
     constant    the reward is 1.0 for every completion with an answer, right or wrong
     entropy     the learning rate is 20 times the toy run's
-    length      most of the reward is for length
-    stale       rollouts of 8 windows ago, without a correction, at 4 times the learning rate
-    failing     the reward raises on one completion in three, and on each that is short
+    length      most of the reward is for length, at 3 times the learning rate
+    stale       rollouts by the weights of 8 windows ago, without a correction, at 4 times the learning rate
+    failing     the reward function raises on one completion in three, and on each short one
 
-Each picture has the reward and the figure that tells, over the optimizer steps, with the healthy run in grey.
+Each picture shows the reward and the metric that reveals the problem, over the optimizer steps. The healthy run is
+grey.
 """
 
 import random
@@ -47,7 +48,7 @@ def failing(completion: Any, completion_ids: list[int], answer: str) -> float:
     return arithmetic_reward([completion], [answer])[0]
 
 
-# name → (settings, other arguments of the trainer, the figure that tells, its title)
+# name → (settings, other arguments of the trainer, the metric that reveals the problem, its title)
 Case = tuple[dict[str, Any], Callable[[], dict[str, Any]], str, str]
 CASES: dict[str, Case] = {
     "healthy": ({}, dict, "filter/kept_rows", ""),
@@ -119,4 +120,4 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    harness.run(main, __doc__, folder={"type": Path, "default": Path("outputs/sick"), "help": "of the pictures"})
+    harness.run(main, __doc__, folder={"type": Path, "default": Path("outputs/sick"), "help": "folder of the pictures"})

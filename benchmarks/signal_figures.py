@@ -1,9 +1,9 @@
-"""The pure parts of `signal_sampling.py`: when a run reaches its target, paired ratios, and the simulation.
+"""The parts of `signal_sampling.py` without a model: costs of reaching a target, their ratios, and the simulation.
 
-The simulation is that of `simulate_async.py` (windows of 64 groups of 8 responses, lognormal lengths, 4 servers with 64
-seats) with the rounds of dynamic sampling. `DynamicSampling` decides the size of a round, and `places_in_window` the
-groups that are trained on. A group is constant with a fixed probability. Training a full window takes half of the time
-in which the servers alone generate one, and less if fewer groups are kept.
+The simulation adds the rounds of dynamic sampling to `simulate_async.py` (windows of 64 groups of 8 responses,
+lognormal lengths, 4 servers with 64 seats each). `DynamicSampling` decides the size of a round, and `places_in_window`
+chooses the groups that are trained on. A group is constant, that is silent, with a fixed probability. Training a full
+window takes half of the time in which the servers alone generate a window, and less if fewer groups are kept.
 """
 
 import math
@@ -35,8 +35,8 @@ from dash_trl.sampling.backlog import Job
 
 COSTS = ("cpu_seconds", "seconds", "steps", "samples")
 MOST, LEVELS, CONSTANT = range(1, 9), range(3), (0.2, 0.4, 0.6, 0.8)
-TRAINING = 0.5  # stages
-URGENT = -1  # the order of a round that the trainer waits for, see `dash_trl.sampling.pool`
+TRAINING = 0.5  # duration of training a full window, in stages
+URGENT = -1  # `order` of the jobs of a round for which the trainer waits, see `dash_trl.sampling.pool`
 
 
 # ------------------------------------------------------------------------------------------------ figures of a study
@@ -44,10 +44,15 @@ URGENT = -1  # the order of a round that the trainer waits for, see `dash_trl.sa
 
 @dataclass
 class Curve:
-    """A run, at each point at which its accuracy was measured.
+    """The measurements of a run. Each list has one value per measurement.
 
-    cpu_seconds, seconds: of training, without the measuring. steps: of the optimizer. samples: completions so far.
-    figures: of the whole run.
+    Attributes:
+        accuracy: sampled accuracy on held-out problems.
+        cpu_seconds: CPU seconds of training so far, without measuring.
+        seconds: seconds of training so far, without measuring.
+        steps: optimizer steps so far.
+        samples: sampled completions so far.
+        figures: figures of the whole run.
     """
 
     accuracy: list[float] = field(default_factory=list)
@@ -59,7 +64,7 @@ class Curve:
 
 
 def to_target(curve: Curve, target: float) -> dict[str, float] | None:
-    """What the target cost, interpolated between two points; `None` if it was not reached."""
+    """Returns the costs of reaching the target, interpolated between two points; None if it was not reached."""
     for i, value in enumerate(curve.accuracy):
         if value >= target:
             before = curve.accuracy[i - 1] if i else value
@@ -70,12 +75,17 @@ def to_target(curve: Curve, target: float) -> dict[str, float] | None:
 
 
 def summary(curves: Sequence[Curve], plain: Sequence[Curve], target: float) -> dict[str, Any]:
-    """Costs of a variant, and their ratios to plain DASH's with the same seeds.
+    """Returns the costs of a variant, and their ratios to the costs of plain DASH with the same seeds.
 
-    A run that does not reach the target counts with all that it cost; `not_reached` says how many there are.
+    If a run does not reach the target, its costs are those of the whole run.
 
     Returns:
-        median: of each cost. ratio: of each, [sum over the seeds / plain's, low, high].
+        A dictionary with these entries:
+
+        - `not_reached`: number of runs that do not reach the target.
+        - `median`: median of each cost.
+        - `ratio`: for each cost, [sum over the seeds / the same for plain DASH, low, high].
+        - `figures`: means of the runs' figures.
     """
 
     def costs(runs: Sequence[Curve], name: str) -> list[float]:
@@ -94,7 +104,7 @@ def summary(curves: Sequence[Curve], plain: Sequence[Curve], target: float) -> d
 
 
 def best_rate(found: Mapping[float, Sequence[Curve]], target: float) -> float:
-    """The learning rate with the least CPU seconds to the target, on average; if none reaches it, the most accurate."""
+    """Returns the learning rate with the fewest CPU seconds to the target; if none reaches it, the most accurate."""
 
     def order(rate: float) -> tuple[float, float]:
         costs = [to_target(one, target) for one in found[rate]]
@@ -108,13 +118,16 @@ def best_rate(found: Mapping[float, Sequence[Curve]], target: float) -> float:
 
 
 class InRounds(Simulation):
-    """A simulation whose windows take rounds of groups.
+    """A simulation in which a window is sampled in rounds.
 
     Args:
-        most: `max_num_gen_batches`. constant: the probability that a group is constant.
+        setup: the setting.
+        most: `max_num_gen_batches`.
+        constant: probability that a group is constant.
     Attributes:
-        kept, sampled: tokens of each window, of the groups that are trained on and of all.
-        filled_windows: share of the window's groups that is trained on, of each window.
+        kept: for each window, tokens of the groups that are trained on.
+        sampled: for each window, tokens of all sampled groups.
+        filled_windows: for each window, number of groups that are trained on, over the groups of a full window.
     """
 
     def __init__(self, setup: Setup, most: int, constant: float):
@@ -129,11 +142,14 @@ class InRounds(Simulation):
         self._verdicts = random.Random(f"verdicts {setup.seed}")
 
     def run_rounds(self) -> dict[str, float]:
-        """Figures of the middle windows.
+        """Runs the simulation; returns figures of the middle windows.
 
         Returns:
-            kept: share of the servers' seats × time that kept rows have. filled: of a window. sampled: groups, in those
-            of a window.
+            A dictionary with these entries:
+
+            - `kept`: share of the servers' seats × time in which tokens of kept rows are written.
+            - `filled`: number of kept groups, over the groups of a full window.
+            - `sampled`: number of sampled groups, over the groups of a full window.
         """
         begins, seats, groups = list[float](), list[float](), list[int]()
         for window in range(WINDOWS):
@@ -175,7 +191,7 @@ class InRounds(Simulation):
         return jobs
 
     def signal(self, groups: int) -> Tensor:
-        """[1, K] bool."""
+        """Draws which of K groups have signal: [1, K] bool."""
         return torch.tensor([[self._verdicts.random() >= self._constant for _ in range(groups)]])
 
     def _count(self, jobs: Sequence[Job], trained: Tensor) -> None:
@@ -188,14 +204,14 @@ class InRounds(Simulation):
 def simulate_rounds(
     k: int, most: int, constant: float, *, training: float = TRAINING, groups: int = GROUPS, seed: int = 0
 ) -> dict[str, float]:
-    """The figures of one setting, see `InRounds.run_rounds`. training: of a full window, in stages."""
+    """Returns the figures of `InRounds.run_rounds` for one setting; `training` is in stages."""
     setup = Setup(k, *SOME, groups=groups, seed=seed)
     setup = replace(setup, train=training * stage_of(setup))
     return InRounds(setup, most, constant).run_rounds()
 
 
 def simulation(seed: int = 0) -> dict[str, Any]:
-    """Share of constant groups → k → m → figures."""
+    """Returns the figures by share of constant groups, k (`async_level`) and m (`max_num_gen_batches`)."""
     return {
         f"constant {constant:g}": {
             f"k = {k}": {f"m = {most}": simulate_rounds(k, most, constant, seed=seed) for most in MOST} for k in LEVELS

@@ -1,4 +1,4 @@
-"""Tests whether it pays to sample where there is signal: the time to a target for plain DASH, refill, skip and both.
+"""Tests whether sampling more groups with signal saves time: the costs to a target for plain DASH, refill, skip, both.
 
     python benchmarks/signal_sampling.py --runs benchmarks/signal_runs.jsonl --json signal.json
     python benchmarks/signal_sampling.py --simulate --json simulation.json          # no model; 2 minutes
@@ -11,27 +11,28 @@ none. The tasks:
     mixed     32 problems of each kind: two thirds of the groups are constant at the beginning
     even      96 learned problems: a sixth of the groups are constant at the beginning
 
-A step has 16 groups of 4. An epoch has 6 steps of plain DASH, so that a run has several epochs: only a prompt that was
-sampled before can be skipped.
+A step has 16 groups of 4. An epoch has 6 steps of plain DASH, so that a run has several epochs: only prompts that were
+sampled in an earlier epoch can be skipped.
 
-The variants are plain DASH; refill, `max_num_gen_batches=4`; skip, `max_skipped_epochs=3`; and both. Each variant has
-its own learning rate: of `LEARNING_RATES`, the one that needs the fewest CPU seconds to the target with `TUNING_SEEDS`,
-on problems that are not reported. The rate is constant, since a schedule would depend on the end of a run. Then all
-variants run with the same `SEEDS`, so with the same problems in the same order. Every `EVERY` optimizer steps, the
-sampled accuracy is measured on held-out problems of the kinds that can be solved, always with the same random numbers.
-A run ends when it reaches the target of the task, or after `MAX_STEPS`.
+The variants are plain DASH, refill (`max_num_gen_batches=4`), skip (`max_skipped_epochs=3`), and both. Each variant
+gets the one of `LEARNING_RATES` that needs the fewest CPU seconds to the target. For this choice it runs with
+`TUNING_SEEDS`, on other problems than those that are reported. The learning rate of a run is constant, since a schedule
+would depend on the run's end. Then all variants run with the same `SEEDS`, and so with the same problems in the same
+order. Every `EVERY` optimizer steps, the sampled accuracy is measured on held-out problems of the kinds that can be
+solved, always with the same random numbers. A run ends when it reaches the task's target, or after `MAX_STEPS`.
 
-The cost of the target is interpolated between the two measurements around it: CPU seconds of the process on one thread
-(`cpu_seconds`, without other processes), seconds on the clock, optimizer steps, and sampled completions. The time of
-measuring does not count. Skip is judged by samples and seconds, refill by optimizer steps and seconds. The figures are
-medians, and ratios to plain DASH of the sums over seeds, with 95 % intervals of a bootstrap over pairs of runs.
+There are four costs of reaching the target: CPU seconds of the process on one thread (`cpu_seconds`, without other
+processes), seconds on the clock, optimizer steps, and sampled completions. They are interpolated between the two
+measurements around the target, and do not include the measuring. The gain of skip is judged by samples and seconds, and
+the gain of refill by optimizer steps and seconds. The figures are medians of each cost, and ratios to plain DASH (of
+sums over seeds) with 95 % intervals of a bootstrap over pairs of runs.
 
-The constants below were chosen by about 18 pilot runs with `TUNING_SEEDS` and committed before the first reported run
+The constants below were chosen by about 18 pilot runs with `TUNING_SEEDS`, and committed before the first reported run
 with `SEEDS`. Groups of 4 were chosen after pilots of all variants: with groups of 8, plain DASH needs fewer than 3
-epochs, and skip has hardly any effect. So a gain of skip holds for runs of several epochs.
+epochs, and skip has hardly any effect. So a gain of skip holds only for runs of several epochs.
 
 With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
-interrupted at any time, or shared by processes with different `--seeds`.
+interrupted at any time, or split over processes with different `--seeds`.
 """
 
 import json
@@ -55,18 +56,23 @@ from dash_trl.toy.warm_up import ARITHMETIC
 
 WARM_UP = WarmUp(steps=800, clean_share=0.4, slip_rate=0.13)
 CLEAN = ("1", "2", "3", "4")  # the first numbers of problems in which the model does not slip
-LONGEST = 56  # tokens of a completion; the longest solution has some
-GROUPS, GROUP = 16, 4  # of an optimizer step; rows of a group
+LONGEST = 56  # largest number of tokens of a completion
+GROUPS, GROUP = 16, 4  # groups of an optimizer step, rows of a group
 LEARNING_RATES, TUNING_SEEDS = (1e-4, 2e-4, 4e-4), (100, 101)
 SEEDS = tuple(range(10))
 EVERY, MAX_STEPS = 2, 96
-HELD_OUT, SAMPLES = 128, 2  # problems of each kind that are measured, completions of each
-UNSOLVED = (31, 99)  # numbers that the warm-up did not have
+HELD_OUT, SAMPLES = 128, 2  # number of measured problems of each kind, and of completions of each problem
+UNSOLVED = (31, 99)  # range of the numbers in unsolved problems, which the warm-up did not contain
 
 
 @dataclass(frozen=True)
 class Task:
-    """problems: to train on, of each kind. target: accuracy on held-out problems, see `held_out`."""
+    """A task of the study.
+
+    Args:
+        problems: number of problems to train on, by kind.
+        target: accuracy on `held_out` problems at which a run ends.
+    """
 
     problems: dict[str, int]
     target: float
@@ -82,7 +88,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "skip": {"max_skipped_epochs": 3},
     "both": {"max_num_gen_batches": 4, "max_skipped_epochs": 3},
 }
-FIGURES = {  # means over the steps, of what a variant logs
+FIGURES = {  # name of a figure → the logged metric whose mean over the steps it is
     "constant": "frac_reward_zero_std",
     "kept": "filter/kept_rows",
     "rounds": "dynamic_sampling/rounds",
@@ -96,7 +102,7 @@ FIGURES = {  # means over the steps, of what a variant logs
 
 
 def model() -> str:
-    """The directory of the warmed-up model, made on the first call."""
+    """Returns the directory of the warmed-up model, which is made on the first call."""
     return toy_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="habit", solution=_solution))
 
 
@@ -106,7 +112,7 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
 
 
 def problems_of(kind: str, count: int, split: str, seed: int) -> list[dict[str, Any]]:
-    """Distinct problems of a kind, as rows of `arithmetic_dataset`."""
+    """Returns distinct problems of a kind, in the form of `arithmetic_dataset`."""
     rows = _unsolved(split, seed) if kind == "unsolved" else iter(arithmetic_dataset(split, 4 * count, seed))
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -133,7 +139,7 @@ def train_problems(task: Task, seed: int) -> Dataset:
 
 
 def held_out(task: Task, seed: int) -> Dataset:
-    """Those that are reported; or others, to tune on."""
+    """Returns the problems that measure accuracy: those that are reported, or other ones for `TUNING_SEEDS`."""
     split, drawn = ("train", 1000) if seed in TUNING_SEEDS else ("test", 0)
     kinds = [kind for kind in task.problems if kind != "unsolved"]
     return Dataset.from_list([row for kind in kinds for row in problems_of(kind, HELD_OUT, split, drawn)])
@@ -143,7 +149,7 @@ def held_out(task: Task, seed: int) -> Dataset:
 
 
 class Watch(DASHCallback):
-    """Fills a curve; its own time does not count. Ends the run at the target."""
+    """Measures the curve of a run, and ends the run at the target. The time of measuring does not count."""
 
     per_group = True
 
@@ -200,7 +206,7 @@ def run(task: Task, variant: str, seed: int, learning_rate: float) -> Curve:
 
 
 class Runs:
-    """Those made so far, by task, variant, seed and learning rate; kept in a file of JSON lines, if there is one."""
+    """Makes runs and remembers them by task, variant, seed and learning rate; with a path, in a file of JSON lines."""
 
     def __init__(self, path: Path | None, task: str):
         self.path, self.task = path, task
@@ -253,6 +259,6 @@ if __name__ == "__main__":
         __doc__,
         runs={"type": Path, "help": "keep each run in this file"},
         tasks={"nargs": "+", "choices": TASKS, "default": list(TASKS)},
-        seeds={"type": int, "nargs": "*", "default": SEEDS, "help": "none: only the learning rates"},
-        simulate={"action": "store_true", "help": "the simulation in place of the study"},
+        seeds={"type": int, "nargs": "*", "default": SEEDS, "help": "no seed: only choose the learning rates"},
+        simulate={"action": "store_true", "help": "run the simulation instead of the study"},
     )

@@ -1,35 +1,37 @@
-"""Simulates what sampling ahead gains, and where. The simulation drives the trainer's own state machines.
+"""Simulates the gain of sampling k windows ahead (`async_level`) on fleets of servers.
 
     python benchmarks/simulate_async.py --json simulate_async.json --plot docs/async.png         # a minute, on one core
 
-`RunAhead` decides which windows are submitted; `Backlog` and `Fleet` decide which job goes to which server. Only the
-trainer, the servers and time are simulated, by events:
+The simulation uses the library's own state machines: `RunAhead` decides which windows are submitted, and `Backlog` and
+`Fleet` decide which job goes to which server. Only the trainer, the servers and time are simulated, by events:
 
 - A window has 64 groups of 8 responses; a group is one request. Lengths in tokens are lognormal with median 500 and
   σ 0.8, cut at 4,096. Half of the variance lies between prompts. The lengths are the same for every k.
 - A server writes one token of each running response per decoding step. A step takes 10 ms × (1 + running / 128):
   Qwen2.5-7B reads 15 GB of weights in a step, and for each response 57 kB × 2,000 tokens of KV cache, so 132 responses
-  double it. A server runs as many responses at once as it has seats, and gets as many. Responses without a seat (of a
-  group that is larger than the number of seats) wait there.
-- A *stage* is the mean time in which these servers generate a window alone, k = 0. Training a window takes as long, or
-  half as long. New weights are sent before each window; trainer and servers stand still meanwhile, for a share of a
-  stage.
+  double the time. A server has a number of *seats*: it runs that many responses at once, and is given that many. If a
+  group has more responses than the server has seats, the remaining responses wait on the server.
+- A *stage* is the mean time in which the servers generate a window with k = 0 and without training. Training a window
+  takes one stage or half a stage. New weights are sent before each window. This takes a share of a stage, in which
+  trainer and servers wait.
 
-The tables show the time per window in stages, over the middle 20 of 32 windows, and the bound: the longer stage plus
-the sending. The file has seconds, and the share of the time in which the trainer does not train (`trainer_idle`), the
-share in which a server has no running response (`servers_idle`), and the share of the seats that are taken
-(`seats_filled`). Differences of 0.02 also occur between different sets of 20 windows.
+The tables show the time per window in stages, over the middle 20 of 32 windows, and the bound: the longer of generation
+and training, plus the sending of weights. The JSON file has seconds, and these shares: of the time in which the trainer
+does not train (`trainer_idle`), of the time in which a server has no running response (`servers_idle`), and of the
+seats that are taken (`seats_filled`). Differences up to 0.02 mean nothing; they also occur between different sets of 20
+windows.
 
 1. 1 to 64 servers with 1 to 1,024 seats.
 2. The cost of sending weights.
-3. Windows made of the groups that are finished first, whatever window they were submitted for. This favours short
-   groups: the table shows by how much those in the first 1, 8, 32 windows are shorter than all, and how many groups are
-   older than k permits (mean of 8 seeds). Such a run keeps submitting to its end, and loses what is not finished then.
-4. More responses in flight than seats. A group counts as a whole until its longest response ends. So a server that gets
-   no more than its seats has free seats which nobody may take.
-5. The number of servers: with one server of 64 seats, a window takes P seconds, of which training takes T. By the rule
-   P / T, that many servers keep up with the trainer. The table shows seconds for this number of servers and k = 1, 2,
-   and for twice as many.
+3. Windows by completion: a window consists of the groups that are finished first, even if they were submitted for
+   another window. This favours short groups. The table shows the mean length in the first 1, 8, 32 windows relative to
+   all groups, and the share of groups that are older than k permits (mean of 8 seeds). Such a run submits new groups
+   until its end, and loses the groups that are then unfinished.
+4. More responses on a server than it has seats. All responses of a group count until its longest response ends, so a
+   server that is given only as many responses as it has seats has free seats.
+5. The number of servers. Training a window takes T seconds. With one server of 64 seats and k = 1, a window takes P
+   seconds. By the rule, P / T servers keep up with the trainer. The table shows the seconds per window with this number
+   of servers and with twice as many, for k = 1 and 2.
 """
 
 import heapq
@@ -49,7 +51,7 @@ from dash_trl.sampling.health import Fleet
 
 GROUPS, GROUP = 64, 8
 MEDIAN, SIGMA, LONGEST = 500, 0.8, 4096
-STEP, DOUBLED_BY = 0.010, 128  # seconds of a decoding step of few responses; as many more double it
+STEP, DOUBLED_BY = 0.010, 128  # seconds of a decoding step with few responses; number of responses that double it
 WINDOWS, WARM = 32, 6
 LEVELS = range(5)
 SERVERS, SEATS = (1, 4, 16, 64), (1, 8, 64, 1024)
@@ -57,14 +59,14 @@ TRAINING = (1.0, 0.5)  # stages
 SYNCS = (0.0, 0.05, 0.1, 0.2)  # stages
 IN_FLIGHT = (1, 1.5, 2, 4)
 TRAIN_SECONDS = (20.0, 40.0, 80.0)
-FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # seats for 512 responses
+FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # (servers, seats of each) for the 512 responses of a window
 EARLY, SEEDS = (1, 8, WINDOWS), 8
-NUMBERS = count()  # which order what is due at the same time
+NUMBERS = count()  # order entries of a heap that are due at the same time
 
 
 @lru_cache(maxsize=1024)
 def lengths_of(window: int, groups: int, seed: int, sigma: float) -> list[list[int]]:
-    """Tokens of each response of each group."""
+    """Returns the number of tokens of each response, for each group of a window."""
     draw, half = random.Random(f"{seed} {window}"), sigma * math.sqrt(0.5)
     lengths = []
     for _ in range(groups):
@@ -74,7 +76,10 @@ def lengths_of(window: int, groups: int, seed: int, sigma: float) -> list[list[i
 
 
 class Server:
-    """Decodes. Of each running response the heap has the decoding step, counted from the beginning, that ends it."""
+    """A simulated server.
+
+    `running` is a heap with an entry for each running response: the number of the decoding step in which it ends.
+    """
 
     def __init__(self, seats: int):
         self.seats = seats
@@ -87,7 +92,7 @@ class Server:
         return STEP * (1 + len(self.running) / DOUBLED_BY)
 
     def go_on(self, now: float) -> None:
-        """Decodes until then, which is no later than the next end of a response."""
+        """Decodes until `now`, which is not later than the next end of a response."""
         if self.running:
             self.steps += (now - self.now) / self.pace
             self.busy += now - self.now
@@ -95,7 +100,7 @@ class Server:
         self.now = now
 
     def ended(self) -> list[Job]:
-        """The job of each response that has ended; others take their seats."""
+        """Returns the job of each response that has ended; waiting responses take the free seats."""
         jobs = []
         while self.running and self.running[0][0] <= self.steps + 1e-6:
             jobs.append(heapq.heappop(self.running)[2])
@@ -117,10 +122,19 @@ class Server:
 
 @dataclass(frozen=True)
 class Setup:
-    """
-    k: windows that sampling runs ahead. seats: of each server. train, sync: seconds. groups: of a window.
-    sigma: of the logarithm of lengths. in_flight: responses that a server may be given, over its seats.
-    by_completion: a window is made of the groups that are finished first, not of its own.
+    """Settings of a simulation.
+
+    Args:
+        k: number of windows that are sampled ahead.
+        servers: number of servers.
+        seats: number of seats of each server.
+        train: seconds for training a window.
+        sync: seconds for sending weights.
+        groups: number of groups of a window.
+        sigma: standard deviation of the logarithm of lengths.
+        in_flight: number of responses that a server may be given, relative to its seats.
+        by_completion: True = a window consists of the groups that are finished first; False = of its own groups.
+        seed: seed of the lengths.
     """
 
     k: int
@@ -137,8 +151,14 @@ class Setup:
 
 @dataclass
 class Run:
-    """A value for each window. begins: seconds. busy, filled: of the servers until it begins.
-    lengths: means of what is trained on. too_old: groups in it whose weights are older than k permits.
+    """The record of a simulation. Each list has one value per window.
+
+    Attributes:
+        begins: time in seconds at which the window begins.
+        busy: until then, the seconds in which a server had a running response, summed over servers.
+        filled: until then, the seconds × running responses, summed over servers.
+        lengths: mean length of the responses that are trained on.
+        too_old: number of groups whose weights are older than k permits.
     """
 
     begins: list[float] = field(default_factory=list)
@@ -149,7 +169,7 @@ class Run:
 
 
 class Simulation:
-    """The trainer's thread, and the servers."""
+    """An event simulation of the trainer and the servers."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -158,10 +178,10 @@ class Simulation:
         self.fleet = Fleet(self.servers, sequences=round(setup.seats * setup.in_flight))
         self.backlog = Backlog(self.fleet)
         self.ahead = RunAhead(setup.k)
-        self.left: dict[Job, int] = {}  # responses
-        self.finished: defaultdict[int, list[Job]] = defaultdict(list)  # and not trained on; see `_shelf`
+        self.left: dict[Job, int] = {}  # number of unfinished responses of each job
+        self.finished: defaultdict[int, list[Job]] = defaultdict(list)  # not trained on yet; by `_shelf`
         self._ends: list[tuple[float, int, str]] = []
-        self._last: dict[str, int] = {}  # the number of the server's entry that holds; earlier ones are void
+        self._last: dict[str, int] = {}  # for each server, the number of its valid entry in `_ends`
 
     def run(self) -> Run:
         run = Run()
@@ -170,18 +190,18 @@ class Simulation:
             run.busy.append(sum(server.busy for server in self.servers.values()))
             run.filled.append(sum(server.filled for server in self.servers.values()))
             self.send_weights()
-            # A run that takes what is finished goes on sampling: what it has not trained on at its end is lost.
+            # A run by completion submits windows until its end; it loses the groups that are then unfinished.
             left = self.setup.k if self.setup.by_completion else WINDOWS - 1 - window
             for number in self.ahead.begin(window, known=left):
                 self.submit(number)
             jobs = self.collect(window)
-            run.too_old.append(sum(job.versions[0] - 1 < window - self.setup.k for job in jobs))  # version 1: window 0
+            run.too_old.append(sum(job.versions[0] - 1 < window - self.setup.k for job in jobs))  # 1: window 0
             run.lengths.append(statistics.fmean(length for job in jobs for length in job.ask))
             self.advance(self.now + self.setup.train)
         return run
 
     def send_weights(self) -> None:
-        """All stand still: requests in flight go on with the new ones."""
+        """Sends new weights. Trainer and servers wait; then running requests continue with the new weights."""
         self.fleet.new_version(self.fleet.version + 1, self.now)
         self.now += self.setup.sync
         for url, server in self.servers.items():
@@ -192,7 +212,7 @@ class Simulation:
 
     def submit(self, window: int) -> None:
         groups = lengths_of(window, self.setup.groups, self.setup.seed, self.setup.sigma)
-        most = GROUP * LONGEST  # tokens: nobody knows how long they become
+        most = GROUP * LONGEST  # upper bound of tokens, since the backlog does not know the lengths
         jobs = [Job(most, GROUP, ask=one, order=window, number=number) for number, one in enumerate(groups)]
         self.left |= dict.fromkeys(jobs, GROUP)
         self.backlog.add(jobs)
@@ -206,7 +226,7 @@ class Simulation:
         return jobs
 
     def _shelf(self, window: int) -> int:
-        """Where its groups wait: one for each window, or one for all."""
+        """Returns the key of a window's groups in `finished`: the window, or the same key for all by completion."""
         return 0 if self.setup.by_completion else window
 
     # ---- events
@@ -222,7 +242,7 @@ class Simulation:
         heapq.heappush(self._ends, (self.servers[url].next_end(), number, url))
 
     def next_event(self) -> None:
-        """The next response ends."""
+        """Advances to the end of the next response and hands out jobs."""
         end, number, url = heapq.heappop(self._ends)
         if number != self._last[url]:
             return
@@ -256,7 +276,7 @@ def simulate(setup: Setup) -> Run:
 
 
 def figures(run: Run, setup: Setup) -> dict[str, float]:
-    """Seconds per window, and shares: of the time that is idle, of the seats that are taken."""
+    """Returns seconds per window, the shares of idle time, and the share of taken seats."""
     first, last = WARM, WINDOWS - WARM
     seconds = run.begins[last] - run.begins[first]
     busy = (run.busy[last] - run.busy[first]) / setup.servers
@@ -270,13 +290,13 @@ def figures(run: Run, setup: Setup) -> dict[str, float]:
 
 
 def stage_of(setup: Setup) -> float:
-    """Seconds in which these servers generate a window alone."""
+    """Returns the seconds of a stage: the servers generate a window with k = 0 and without training."""
     alone = replace(setup, k=0, train=0.0, sync=0.0, by_completion=False)
     return figures(simulate(alone), alone)["seconds"]
 
 
 def by_levels(setup: Setup, training: float, sync: float = 0.0) -> dict[str, Any]:
-    """The figures of each k, in seconds; training and sending take these shares of a stage."""
+    """Returns the figures for each k; `training` and `sync` are in stages."""
     stage = stage_of(setup)
     setup = replace(setup, train=training * stage, sync=sync * stage)
     rows = {f"k{k}": figures(simulate(one), one) for k in LEVELS for one in [replace(setup, k=k)]}
@@ -300,7 +320,12 @@ def by_sync(seed: int) -> dict[str, Any]:
 
 
 def compare_orders(setup: Setup) -> dict[str, float]:
-    """Windows of their own groups, and of those finished first: time in stages; how short, how old the latter are."""
+    """Compares windows of their own groups (in the order of prompts) with windows by completion.
+
+    Returns:
+        `prompts`, `completion`: time per window in stages. `bias_n`: mean length in the first n windows by completion,
+        relative to all, minus 1. `too_old`: share of their groups that are older than k permits.
+    """
     stage = stage_of(setup)
     setup = replace(setup, train=setup.train * stage)
     own, first = simulate(setup), simulate(replace(setup, by_completion=True))
@@ -314,7 +339,7 @@ def compare_orders(setup: Setup) -> dict[str, float]:
 
 
 def by_order(seed: int) -> dict[str, Any]:
-    """3. Windows in the order of prompts, of completion; of the latter, how much longer the first are, share too old"""
+    """3. Windows in the order of prompts, and by completion with the length of the first ones and the share too old"""
     results: dict[str, Any] = {}
     for (servers, seats), share, k in product((SOME, MANY), TRAINING, (1, 2, 4)):
         runs = [compare_orders(Setup(k, servers, seats, train=share, seed=one)) for one in range(seed, seed + SEEDS)]
@@ -324,7 +349,7 @@ def by_order(seed: int) -> dict[str, Any]:
 
 
 def by_in_flight(seed: int) -> dict[str, Any]:
-    """4. One server by its seats, 4 responses of a window for each, k = 1, training half a stage, × in flight"""
+    """4. One server, 4 responses per seat and window, k = 1, training half a stage; by seats and responses in flight"""
     results: dict[str, Any] = {}
     for seats in (64, 256, 1024):
         setup = Setup(1, 1, seats, groups=4 * seats // GROUP, seed=seed)
@@ -336,7 +361,7 @@ def by_in_flight(seed: int) -> dict[str, Any]:
 
 
 def by_rule(seed: int) -> dict[str, Any]:
-    """5. Seconds per window: one server; as many as the rule says, k = 1 and 2; twice as many"""
+    """5. Seconds per window: one server; the number of servers by the rule, k = 1 and 2; twice that number"""
     results: dict[str, Any] = {}
     for train in TRAIN_SECONDS:
 
@@ -358,7 +383,7 @@ def in_stages(row: dict[str, Any]) -> dict[str, float]:
 
 
 def draw(by_fleet: dict[str, Any], picture: Path) -> None:
-    """Time per window against k."""
+    """Draws the time per window against k."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(10, 3.6), layout="constrained")
@@ -397,5 +422,5 @@ if __name__ == "__main__":
         main,
         __doc__,
         plot={"type": Path, "help": "draw seconds per window against k into this file"},
-        seed={"type": int, "default": 0, "help": "of the lengths of responses"},
+        seed={"type": int, "default": 0, "help": "seed of the lengths of responses"},
     )

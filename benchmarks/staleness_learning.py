@@ -4,16 +4,16 @@
     python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a quick look, 3 minutes
 
 Before each window the policy's weights are copied. A second model samples the window with the copy of k windows ago (in
-the first k windows, with the first weights) and reports the log-probs μ that it sampled with. A window is one optimizer
-step, so a rollout is exactly k steps old. With the same seed, all losses and all k have the same problems in the same
-order, the same first weights and the same random numbers for sampling. The losses (docs/concepts/staleness.md):
+the first k windows, with the first weights) and reports its log-probs μ. A window is one optimizer step, so a rollout
+is exactly k steps old. With the same seed, all losses and all k have the same problems in the same order, the same
+first weights and the same random numbers for sampling. The losses (docs/concepts/staleness.md):
 
-    dapo             TRL's default without correction: tokens of older weights count as those of the current weights
+    dapo             TRL's default without correction: rollouts count as if the current weights had sampled them
     sequence_mask    dapo with TRL's default correction: sequences with Π π_prox/μ > 3 are left out
-    ppo              dapo with μ as the old log-probs, so PPO's clip at 0.2 is around the sampler: AReaL's "naive PPO"
+    ppo              dapo with μ as the old log-probs, so PPO clips the ratio to the sampler at 0.2: AReaL's "naive PPO"
     decoupled_ppo, aipo, aipo_detached
 
-At k = 0 all losses have the gradient of dapo, so only dapo is run there. The figures are means with 95 % intervals
+At k = 0 all losses have the gradient of dapo, so only dapo runs with k = 0. The figures are means with 95 % intervals
 (Student's t over seeds):
 
 - `accuracy`: sampled at temperature 1 after the last step, on 256 held-out problems with 4 completions each.
@@ -22,8 +22,8 @@ At k = 0 all losses have the gradient of dapo, so only dapo is run there. The fi
   clip ratio over all tokens), mean over the steps.
 - `kl`: `off_policy/kl`, mean over the steps.
 
-Learning rates decay to 0, as in the toy run. The rate is 6e-4, with which k = 0 still learns about as well; with the
-largest k, the rate of the toy run is used, too.
+The learning rate decays to 0, as in the toy run. It begins at 6e-4, where staleness has an effect while k = 0 still
+learns about as well as in the toy run. The largest k also runs with the learning rate of the toy run.
 """
 
 import multiprocessing
@@ -42,13 +42,13 @@ from transformers import AutoModelForCausalLM
 from dash_trl.toy import toy_defaults, toy_model
 
 LEVELS, SEEDS = (1, 2, 4, 8), 3
-RATES = {6e-4: LEVELS, toy_defaults()["learning_rate"]: LEVELS[-1:]}  # at the first one staleness shows
+RATES = {6e-4: LEVELS, toy_defaults()["learning_rate"]: LEVELS[-1:]}  # learning rate → levels
 STEPS, PROMPTS, LONGEST, SAMPLES = 40, 8, 48, 4
 
-# Loss → options, and what TRL's loss sees in place of the trainer's own settings (`trl_settings`).
+# Loss → (options, settings that replace the result of `loss_settings`; None = nothing is replaced).
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "dapo": ({"loss_type": "dapo"}, None),
-    "sequence_mask": ({"loss_type": "dapo"}, {"use_vllm": True}),  # to which TRL binds its correction
+    "sequence_mask": ({"loss_type": "dapo"}, {"use_vllm": True}),  # TRL corrects only with use_vllm
     "ppo": ({"loss_type": "aipo"}, {"loss_type": "dapo", "vllm_importance_sampling_correction": False}),
     "decoupled_ppo": ({"loss_type": "decoupled_ppo"}, None),
     "aipo": ({"loss_type": "aipo"}, None),
@@ -73,7 +73,7 @@ class Stale:
             prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
         with torch.random.fork_rng():
-            torch.manual_seed(1000 * self.seed + self.window)  # the same for all losses and levels
+            torch.manual_seed(1000 * self.seed + self.window)  # the same random numbers for all losses and levels
             found = self.model.generate(
                 **inputs,
                 do_sample=True,
@@ -100,7 +100,7 @@ class Stale:
 
 
 def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, Any]:
-    """One training; in a process of its own, with one thread."""
+    """Trains and measures once, with one thread. Called in a process of its own."""
     torch.set_num_threads(1)
     options, loss_settings = LOSSES[loss]
     started = time.process_time()
@@ -133,7 +133,7 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each (rate, loss, level), printed as well."""
+    """Returns and prints a row for each (learning rate, loss, level)."""
     cells: dict[tuple[float, str, int], dict[int, dict[str, Any]]] = {}
     for one in runs:
         cells.setdefault((one["rate"], one["loss"], one["level"]), {})[one["seed"]] = one
@@ -180,7 +180,7 @@ if __name__ == "__main__":
         __doc__,
         seeds={"type": int, "default": SEEDS, "choices": range(2, 9), "metavar": "2-8"},
         rates={"type": float, "nargs": "+", "default": list(RATES), "help": "learning rates"},
-        levels={"type": int, "nargs": "+", "help": "k above 0; by default, of 1, 2, 4, 8"},
+        levels={"type": int, "nargs": "+", "help": "values of k above 0; default: see RATES"},
         losses={"nargs": "+", "choices": LOSSES, "default": list(LOSSES), "metavar": "LOSS"},
         steps={"type": int, "default": STEPS},
         workers={"type": int, "default": 2, "help": "processes of one thread each"},

@@ -3,23 +3,24 @@
     python benchmarks/tool_overlap.py --json tool_overlap.json          # ~6 minutes on 2 cores
 
 A window has 8 groups of 8 rows. A row has 1 to 5 turns, 3 on average. The length of a turn is lognormal in tokens.
-Every turn except the last ends with a tool call. A tool sleeps for a lognormal time; its median is a share of the time
-that the server takes for a median turn while all rows run. Turns and times are drawn for each row and turn. They are
-the same for both ways, which alternate:
+Every turn except the last ends with a tool call. A tool sleeps for a lognormal time. The median of this time is given
+relative to the time that the server takes for a median turn while all rows run. Lengths and times are drawn for each
+row and turn. They are the same for the two ways of sampling, which alternate:
 
     by row       `TurnsOnServers`: each row asks the server again as soon as its own tool has answered
     rounds       `Rounds`: all rows that wait sample together, then their tools run concurrently
 
-The toy model writes the tokens, and its random text is treated like real turns: it is parsed, then replaced by the
-call, and the answer is rendered by the chat template of Qwen2.5. The server has one core, everything else has another.
-Nothing is trained. Seconds per window are those of `time/generate`, medians.
+The toy model writes the tokens. Its random text costs as much as a real turn: it is parsed (then the planned call
+replaces it), and the tool's answer is rendered with the chat template of Qwen2.5. The server runs on one core, and
+everything else on another. Nothing is trained. The figures are medians over windows:
 
-- `bound`: a simulation of the same rows in which only tools and the server's decoding steps take time. A step takes as
-  long as measured on this server for the number of running responses. Requests, prefills and the chat template are
-  free.
+- `by_row`, `rounds`: seconds of sampling a window.
+- `bound`: simulated seconds for the same rows by row, if only tools and the server's decoding steps take time. A
+  decoding step takes as long as measured on this server for the number of running responses. Requests, prefills and the
+  chat template take no time.
 - `rounds_bound`: the same for rounds.
-- `gain`: the time of rounds over that of by row.
-- `of_bound`: `bound` over the time of by row.
+- `gain`: `rounds` / `by_row`.
+- `of_bound`: `bound` / `by_row`.
 """
 
 import heapq
@@ -43,19 +44,19 @@ from dash_trl.tools import Conversation, Conversations, Turns
 from dash_trl.toy import arithmetic_dataset, toy_model
 
 GROUPS, GROUP = 8, 8
-TURNS = (1, 5)  # of a row
+TURNS = (1, 5)  # least and largest number of turns of a row
 MEDIAN, SPREAD, LONGEST = 30, 0.6, 120  # tokens of a turn: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
-TOOL_SPREAD, LONGEST_TOOL = 1.0, 10.0  # of a tool's time, likewise; the longest in medians
-TOOLS = (0.1, 1.0, 2.0)  # medians of a tool's time, in those of a turn's
-WINDOWS = 6  # of each way and setting, after one that is not counted
-RUNNING = (1, 2, 4, 8, 16, 32, 64)  # responses, of which decoding steps are measured
-SHORT, LONG, REPEATS = 20, 120, 5  # tokens of the responses by which a step is measured
+TOOL_SPREAD, LONGEST_TOOL = 1.0, 10.0  # the same for a tool's time; the longest time is in medians
+TOOLS = (0.1, 1.0, 2.0)  # median times of a tool, relative to the time of a median turn
+WINDOWS = 6  # number of counted windows of each way and setting; one more window precedes them
+RUNNING = (1, 2, 4, 8, 16, 32, 64)  # numbers of running responses for which decoding steps are measured
+SHORT, LONG, REPEATS = 20, 120, 5  # tokens of two responses; a step is the difference of their times per token
 
 Plan = list[tuple[int, float]]  # tokens of each turn of a row, and the seconds of the tool after it
 
 
 def plans(window: int, tool_median: float) -> list[Plan]:
-    """Of all rows of a window."""
+    """Draws the plans of all rows of a window."""
 
     def lognormal(median: float, spread: float, longest: float) -> float:
         return min(median * math.exp(draw.gauss(0.0, spread)), longest)
@@ -91,7 +92,7 @@ class Context(list):
 
 
 class Planned(Turns):
-    """As long as planned, with a call after each turn but the last."""
+    """Turns of the planned lengths, with a call of `wait` after each turn but the last."""
 
     plan: Plan
 
@@ -114,7 +115,7 @@ class Planned(Turns):
 
 
 class PlannedRows(Conversations):
-    """The plan of a row is in its example."""
+    """Conversations with `Planned` turns. A row's plan is in its example."""
 
     async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
         goes_on = await super().begin(row, prompt_ids)
@@ -124,7 +125,7 @@ class PlannedRows(Conversations):
 
 
 def samplers(trainer: Any) -> dict[str, Sampler]:
-    """The trainer's own, and one that samples in rounds on the same server."""
+    """Returns the trainer's own sampler, and one that samples in rounds on the same server."""
 
     def generate(contexts: list[Context], first: bool) -> tuple[list[list[int]], list[list[float]]]:
         if not contexts:
@@ -136,7 +137,7 @@ def samplers(trainer: Any) -> dict[str, Sampler]:
     trainer._conversations.__class__ = PlannedRows
     rewards = SimpleNamespace(
         early=SimpleNamespace(wanted=True, take=lambda *_: None)
-    )  # as in a run, rows are handed on
+    )  # as in a run, the sampler passes on sampled rows
     in_rounds = TurnsInProcess(
         Rounds(trainer.ranks, trainer._conversations, generate),
         trainer._conversations,
@@ -152,7 +153,7 @@ def samplers(trainer: Any) -> dict[str, Sampler]:
 
 
 def seconds_of(sampler: Sampler, window: int, rows: list[Plan], prompt_ids: list[list[int]]) -> float:
-    """Of a window, which is checked."""
+    """Samples a window and checks its turns; returns its seconds."""
     prompt = [{"role": "user", "content": ""}]
     examples = [{"prompt": prompt, "plan": plan} for plan in rows]
     prompts = Prompts(window, examples, (prompt_ids, None, {}))
@@ -168,7 +169,7 @@ def seconds_of(sampler: Sampler, window: int, rows: list[Plan], prompt_ids: list
 
 
 def step_seconds(pool: Any, prompt_ids: list[int]) -> dict[int, float]:
-    """Of a decoding step, by the number of responses that run."""
+    """Measures the seconds of a decoding step, by the number of running responses."""
 
     def once(running: int, tokens: int) -> float:
         jobs = pool.completions([(prompt_ids, 1)] * running, {"max_tokens": tokens, "ignore_eos": True})
@@ -193,10 +194,11 @@ def interpolated(seconds: Mapping[int, float]) -> Callable[[int], float]:
 
 
 def simulated(rows: Sequence[Plan], step: Callable[[int], float]) -> float:
-    """Seconds until the last row has ended, where each goes on by itself.
+    """Simulates a window by row; returns the seconds until the last row has ended.
 
     Args:
-        step: responses that run → seconds of a decoding step.
+        rows: the plans of the rows.
+        step: takes the number of running responses; returns the seconds of a decoding step.
     """
     now = 0.0
     asks = [(0.0, row, 0) for row in range(len(rows))]  # (when, row, turn), a heap
@@ -218,7 +220,7 @@ def simulated(rows: Sequence[Plan], step: Callable[[int], float]) -> float:
 
 
 def simulated_rounds(rows: Sequence[Plan], step: Callable[[int], float]) -> float:
-    """Likewise, in rounds."""
+    """Simulates a window in rounds; see `simulated`."""
     seconds = 0.0
     for turn in range(max(map(len, rows))):
         seconds += simulated([row[turn : turn + 1] for row in rows if len(row) > turn], step)

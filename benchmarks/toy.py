@@ -2,8 +2,8 @@
 
     python benchmarks/toy.py --json toy.json          # ~10 minutes on 2 cores
 
-Accuracy is on 256 held-out problems; the sampled one is of two completions each at temperature 1. `after` and `seconds`
-are those of DASH.
+Accuracy is measured on 256 held-out problems, with two samples each at temperature 1 (`before`, `after`) and with
+greedy decoding (`greedy_before`, `greedy_after`). The figures of TRL's trainer end with `_trl`, the others are DASH's.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ SEEDS = (0, 1, 2)
 
 
 def measure(model: Any, tokenizer: Any) -> list[float]:
-    """[sampled, greedy] accuracy."""
+    """Returns [sampled, greedy] accuracy."""
     length = toy_defaults()["max_completion_length"]
     return [
         harness.accuracy(model, tokenizer, num_samples=samples, temperature=temperature, max_completion_length=length)

@@ -3,16 +3,18 @@
     python benchmarks/update_phase.py --json update_phase.json            # ~10 minutes on one core
 
 Rollouts are scripted (`rollout_func`), so only scoring, packing, passes and the optimizer are timed. For each share of
-constant groups and each beta, the trainers alternate; each makes three counted steps after one that is not counted.
-`limit` is a ratio of tokens: those that TRL processes, with padding, over the survivors' real tokens. The gain may
-exceed it, since the cost of attention grows faster than the padded length. `rel_param_diff` is the largest difference
-of a parameter after one step of SGD (learning rate 1, no clipping), relative to the largest update.
+constant groups and each beta, each trainer makes three counted steps after one that is not counted. `ratio` is the
+seconds of TRL over those of DASH. `limit` is the number of tokens that TRL processes, with padding, over the number of
+the survivors' tokens. `ratio` may exceed `limit`, since the cost of attention grows faster than the padded length.
+`rel_param_diff` is the largest difference of a parameter after one step of SGD (learning rate 1, no clipping), relative
+to the largest update.
 
     python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
 
-Here groups of 8 have prompts with this many tokens. Shared prompts (`share_prompts=True`) are compared with `plain`
-packing and TRL, alternating, on 1 thread, with signal in all rows. `tokens` and `flops` are the ratios of plain packing
-to shared prompts, by counting: sharing saves neither the attention of a completion to its prompt nor the LM head.
+With `--prompts`, groups of 8 have prompts with this many tokens, and all rows have signal. Shared prompts
+(`share_prompts=True`) are compared with plain packing and with TRL, on 1 thread. `tokens` and `flops` are ratios of
+plain packing to shared prompts; they are counted, not measured. Sharing saves neither the attention of a completion to
+its prompt nor the LM head.
 """
 
 import math
@@ -40,13 +42,13 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
-    # transformers' 0.02 gives updates of 6e-3: one unit in the last place of a norm weight (1.0) is 1e-5 of that.
+    # With transformers' 0.02, updates are at most 6e-3, and rounding a norm weight (1.0) is already 1e-5 of an update.
     "initializer_range": 0.1,
 }
 
 
 class TokenLimit(TrainerCallback):
-    """Padded tokens that TRL processes over the real tokens of the survivors, in each step."""
+    """Callback that records `limit` in each step: TRL's tokens, with padding, over the survivors' tokens."""
 
     def __init__(self, workload: harness.Scripted):
         self.workload, self.limits = workload, []
@@ -78,16 +80,19 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
 
 
 def operations(rows: Sequence[tuple[int, int]], *, shared: bool) -> tuple[int, float]:
-    """(tokens, multiplications and additions) of a forward pass over a group: linear layers, attention, LM head.
+    """Counts the work of a forward pass over a group: linear layers, attention and LM head.
 
     Args:
-        rows: (prompt, completion) tokens of each; the prompts are the same if `shared`.
+        rows: (prompt, completion) tokens of each row; all rows have the same prompt.
+        shared: True = the prompt is computed once.
+    Returns:
+        (number of tokens, number of multiplications and additions).
     """
     hidden, inner, layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
     heads = hidden * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"]
     of_token = 2 * layers * (2 * hidden * hidden + 2 * hidden * heads + 3 * hidden * inner)
     prompt = rows[0][0]
-    pairs = [(prompt + length) * (prompt + length + 1) // 2 for _, length in rows]  # of a query and a key
+    pairs = [(prompt + length) * (prompt + length + 1) // 2 for _, length in rows]  # pairs of a query and a key
     tokens, seen = sum(map(sum, rows)), sum(pairs)
     if shared:
         twice = (len(rows) - 1) * (prompt - 1)
@@ -114,7 +119,7 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
     }
     clocks: dict[str, harness.Clock] = {}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for name in (*kinds, "dash", "plain"):  # each of the two that are close before and after the other
+    for name in (*kinds, "dash", "plain"):  # dash and plain are close, so each runs before and after the other
         kind, own = kinds[name]
         workload = harness.Scripted(
             0.0, rows, group, median=MEDIAN, longest=LONGEST, vocabulary=280, prompt_tokens=prompt
@@ -160,7 +165,7 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        threads={"type": int, "nargs": "+", "default": [1, 2], "help": "the first one is written as `share`"},
+        threads={"type": int, "nargs": "+", "default": [1, 2], "help": "numbers of threads"},
         betas={"type": float, "nargs": "+", "default": list(BETAS)},
-        prompts={"type": int, "nargs": "+", "default": [], "help": "shared ones instead, of so many tokens"},
+        prompts={"type": int, "nargs": "+", "default": [], "help": "compare shared prompts of so many tokens"},
     )

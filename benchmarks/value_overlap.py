@@ -2,16 +2,15 @@
 
     python benchmarks/value_overlap.py --json value_overlap.json          # ~6 minutes on 2 cores
 
-Values are computed either as each group arrives, or after all groups are there. A window has 16 groups of 4 completions
-with lognormal lengths, which the toy model writes past its end tokens, and an episode every 16 tokens. Either the
-trainer's model (`AnswerLogProbValue`) or the server (`ServerValue`) gives the log-prob of the answer at each boundary.
-The two ways alternate, with the same lengths. Nothing is learned (learning rate 0). The server has one core, the
-trainer another. Seconds of a window, medians:
+Values are computed either early, as each group arrives, or after all groups have arrived. The two ways alternate, with
+the same lengths. A window has 16 groups of 4 completions with lognormal lengths and an episode every 16 tokens; the toy
+model ignores its end token. Either the trainer's model (`AnswerLogProbValue`) or the server (`ServerValue`) computes
+the log-prob of the answer at each boundary. Nothing is learned (learning rate 0). The server runs on one core, the
+trainer on another. The figures are medians over windows:
 
-    sample   `time/generate`
-    values   `time/values`, for which the trainer waits
-    hidden   the seconds by which sampling and values together are shorter if values begin early, as a share of the
-             seconds that the values take afterwards
+    sample   `time/generate` in seconds
+    values   `time/values` in seconds, for which the trainer waits
+    hidden   the decrease of sample + values if values begin early, as a share of the values' seconds afterwards
 """
 
 import math
@@ -29,11 +28,11 @@ from dash_trl.toy import toy_model
 GROUPS, GROUP = 16, 4
 MEDIAN, SPREAD, LONGEST = 60, 0.8, 400  # tokens of a completion: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
 EPISODE = 16  # tokens
-WINDOWS = 12  # of each way, after one that is not counted
+WINDOWS = 12  # number of counted windows of each way; one more window precedes them
 
 
 class InTurn(TrainerCallback):
-    """Values begin early in every second window."""
+    """Callback that lets values begin early in every second window, and records the seconds of each window."""
 
     def __init__(self, process: ProcessRewardCallback):
         self.process, self.early = process, process.on_group_sampled
@@ -48,13 +47,13 @@ class InTurn(TrainerCallback):
 
 
 def lengths(window: int) -> list[int]:
-    """Of each group's completions; the same in both windows of a pair."""
+    """Returns the length of each group's completions; both windows of a pair have the same lengths."""
     draw = random.Random(window // 2)
     return [min(max(round(draw.lognormvariate(math.log(MEDIAN), SPREAD)), 8), LONGEST) for _ in range(GROUPS)]
 
 
 def found(value: Any, url: str) -> dict[str, Any]:
-    """The figures of one estimator."""
+    """Runs the windows with one value estimator; returns its figures."""
     process = ProcessRewardCallback(value, max_episode_tokens=EPISODE, min_episode_tokens=1, skip_solved=False)
     clock = InTurn(process)
     settings = {

@@ -3,13 +3,16 @@
     python benchmarks/value_quality.py --json value_quality.json                       # 2 to 4 minutes on one core
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
-It measures the same as `python examples/value_quality`, for more values. 4 responses of each of 64 problems (in the
-second task, 32 longer ones) are cut at their lines. From every boundary the model itself samples K = 32 completions,
-and their share of right answers is the truth. The figures are those of the inner boundaries.
+It measures the same as `python examples/value_quality`, for more values. 4 responses of each of 64 problems (32 longer
+problems in the task "confident") are cut at their lines. From every boundary the model samples K = 32 completions, and
+their share of right answers is the truth. The figures are those of the inner boundaries. The rows of the table:
 
-The rows of the table are the boundary's number (the baseline); force prompts; `OutcomeValue` fitted to different
-numbers of rollouts of other problems; `OutcomeValue` fitted to all of these with different features; and what a perfect
-V would reach.
+- the number of the boundary, as a baseline;
+- `AnswerLogProbValue` with different force prompts;
+- `OutcomeValue` fitted to different numbers of rollouts of other problems;
+- `OutcomeValue` fitted to all these rollouts, with other features;
+- the sum of log-probs, which is not fitted;
+- the ceiling, which a perfect V would reach.
 """
 
 import logging
@@ -41,14 +44,14 @@ from examples.value_quality.study import Plan, choose, collect
 
 BATCH, END = 256, "<|im_end|>"
 SIZES = (128, 256, 512, 1024, 2048)
-# What is said to be forced → force prompt, what closes the answer, and the spaces of V.
+# Name in the table → (force prompt, text after the answer, spaces of V).
 FORCE_PROMPTS = {
     "The answer is N<|im_end|>": ("The answer is ", END, ("log", "probability")),
     "The answer is N": ("The answer is ", "", ("log",)),
     "Wait, the answer is N": ("Wait, The answer is ", END, ("log",)),
     "=N": ("=", "", ("log",)),
 }
-# The numbers that `OutcomeValue` is fitted with, by what is left of them.
+# Name in the table → the features that `OutcomeValue` keeps.
 SUBSETS = {
     "without entropies": [name for name in FEATURES if "entropies" not in name],
     "without the last episode's": [name for name in FEATURES if "last episode" not in name],
@@ -58,7 +61,7 @@ SUBSETS = {
 
 
 def task_of(name: str) -> tuple[str, Any, Any, Plan]:
-    """The model, problems to fit values to, others, and of how many of these some 1,100 boundaries are measured."""
+    """Returns the model, the problems for fitting, the measured problems, and a plan with about 1,100 boundaries."""
     if name == "confident":
         plan = Plan(32, fit_rollouts=SIZES, max_completion_length=CONFIDENT_LONGEST, shortest=1)
         return confident_model(), confident_dataset("train"), confident_dataset("test"), plan
@@ -67,10 +70,11 @@ def task_of(name: str) -> tuple[str, Any, Any, Plan]:
 
 
 class Varied(OutcomeValue):
-    """Fitted with some of the numbers only, or with one more per boundary.
+    """`OutcomeValue` with only some of its features, or with one more.
 
     Args:
-        names: of the numbers. more: as a value estimator, (requests, trainer) → a number more at each boundary.
+        names: the features that are kept.
+        more: a value estimator; its value at each boundary is one more feature. None = no more feature.
     """
 
     def __init__(self, names: Sequence[str] = FEATURES, more: ValueEstimator | None = None):
@@ -100,13 +104,16 @@ class Varied(OutcomeValue):
 
 
 def waits(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-    """How often the prefix says "Wait"."""
+    """Returns the number of times that "Wait" occurs in each prefix."""
     (wait,) = trainer._tokenizer("Wait")["input_ids"]
     return [[float(one.completion_ids[:boundary].count(wait)) for boundary in one.boundaries] for one in requests]
 
 
 def siblings(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-    """Σ log p of the prefix less that of the other responses to the problem, as far as the same boundary; else 0."""
+    """Returns Σ log p of each prefix, minus its mean over the problem's other responses at the same boundary.
+
+    If no other response has this boundary, the value is 0.
+    """
     sums, found = SumOfLogProbs()(requests, trainer), []
     for request, own in zip(requests, sums, strict=True):
         others = [
@@ -120,7 +127,7 @@ def siblings(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]
 
 
 class SumOfLogProbs:
-    """Σ log p of the tokens up to the boundary: nothing is fitted."""
+    """Value estimator that returns Σ log p of the tokens up to the boundary. It is not fitted."""
 
     space = "log"
     needs_answers = False

@@ -2,10 +2,11 @@
 
     python benchmarks/values.py --json values.json          # ~2 minutes on 2 cores
 
-The model is a Qwen2 with hidden size 256 and 6 layers, fp32, 2 threads. One response has L tokens, and each boundary 12
-tokens of force prompt and answer, of which the last 4 are scored. Logits are computed at scored positions only (in the
-plain pass, at as many). Times are the best of 5, alternating. `ratio` = naive / tree, `forwards` = tree / plain,
-`max_error` = the largest `|tree − naive|` of V.
+The model is a Qwen2 with hidden size 256 and 6 layers, fp32, 2 threads. One response has L tokens. At each boundary, 12
+tokens of force prompt and answer follow, of which the last 4 are scored. The plain pass is a forward pass over the
+response alone. Logits are computed only at scored positions, and at the same number of positions in the plain pass.
+Times are the best of 5; the ways alternate. `ratio` = naive / tree, `forwards` = tree / plain, `max_error` = the
+largest `|tree − naive|` of V.
 """
 
 import random
@@ -23,7 +24,7 @@ BRANCH, SCORED, VOCABULARY, REPEATS = 12, 4, 512, 5
 
 
 def best(functions: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """(least seconds, last result) of each function; they are run in turn."""
+    """Returns the least seconds and the last result of each function; the functions alternate."""
     seconds: dict[str, float] = {}
     results = {name: function() for name, function in functions.items()}
     for _ in range(REPEATS):

@@ -2,17 +2,17 @@
 
     python benchmarks/weight_difference.py --json weight_difference.json          # ~15 minutes on 2 cores, 12 GB
 
-Weights are random, in float32 in the trainer and in bfloat16 on one server of this machine. The loss is that of `ROWS`
-random sequences, new ones in each step. Figures are medians of the steps after the first one, by learning rate:
+Weights are random, in float32 in the trainer and in bfloat16 on one server of this machine. Each step trains on `ROWS`
+new random sequences. Figures are medians of the steps after the first one, by learning rate:
 
 - `share`: share of the bfloat16 values that a step has changed.
 - `bytes`: size of the difference.
 - `whole_bytes`: size of all weights.
 - `make_s`: seconds of comparing and packing, with the checksum.
-- `load_s`: seconds until the server has the weights and has reported its checksum. `send_s` of these are the transfer
-  of the bytes, and `checksum_s` the report.
-- `write_s`, `read_s`: the same for all weights by a file on the local disk.
-- `http_s`: the same for all weights over HTTP.
+- `load_s`: seconds until the server has loaded the difference and reported its checksum.
+- `send_s`, `checksum_s`: seconds of sending the bytes alone, and of the checksum report alone.
+- `write_s`, `read_s`: `make_s` and `load_s` if all weights are written to a file on the local disk.
+- `http_s`: `load_s` if all weights are sent over HTTP.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ OPTIONS = ["--dtype", "bfloat16", "--max-model-len", "512"]
 
 
 def on_server(pool: ServerPool, ask: Any) -> Any:
-    """(what it answers, its seconds)."""
+    """Calls `ask` with the server; returns (answer, seconds)."""
     answers, seconds = harness.timed(pool.ask_all, ask)
     return next(iter(answers.values())), seconds
 
@@ -70,7 +70,7 @@ def at_rate(rate: float, steps: int, pool: ServerPool, directory: Path) -> dict[
         new = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
         found = [one for name, value in new.items() for one in changes(name, before[name], value)]
         make, loaded = load(few, number)
-        if number == 1:  # AdamW's first step moves everything by the rate
+        if number == 1:  # AdamW's first step changes every weight by the learning rate
             continue
         figures["share"].append(sum(len(one.values) for one in found) / model.num_parameters())
         figures["bytes"].append(sum(one.nbytes for one in found))
@@ -86,7 +86,7 @@ def at_rate(rate: float, steps: int, pool: ServerPool, directory: Path) -> dict[
 
 
 def main(steps: int) -> dict[str, Any]:
-    torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
+    torch.set_num_threads(1)  # an idle vLLM worker polls, so on two cores a second thread here would wait for it
     directory = Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
     harness.qwen2(**SHAPE).bfloat16().save_pretrained(directory / "model")
     arithmetic_tokenizer().save_pretrained(directory / "model")

@@ -9,9 +9,10 @@
 
     accelerate launch examples/sft.py --model_name_or_path MODEL --dataset_name evalplus/mbppplus      # programs
 
-Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is only on
-the completions. Problems and prompts are those of `train_math.py` or, if there are tests, of `train_code.py`, so that
-all their models can be compared. `toy` names the toy model and its sums, `--dataset_name toy_code` the toy programs.
+Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss counts only
+the tokens of completions. Problems and prompts are the same as in `train_math.py`, or in `train_code.py` if the dataset
+has tests, so the models of all three scripts can be compared. `toy` names the toy model and its sums, and
+`--dataset_name toy_code` the toy programs.
 """
 
 import logging
@@ -43,25 +44,26 @@ from dash_trl.toy import toy_defaults
 
 @dataclass
 class SupervisedArguments(MathArguments):
-    """The dataset and the prompt as of `train_math.py`; what to learn."""
+    """The arguments of `train_math.py`, plus a file of completions."""
 
     completions: str | None = field(
         default=None,
-        metadata={"help": "A file of `prompt` and `completion` rows, as traces.py writes it, in place of a dataset."},
+        metadata={"help": "A JSONL file with `prompt` and `completion`, as traces.py writes it; replaces the dataset."},
     )
 
 
 @dataclass
 class SupervisedConfig(SFTConfig):
-    """TRL's, without the `max_length` of 1,024 that would cut off answers."""
+    """TRL's `SFTConfig` with `max_length=None`: TRL's default of 1,024 tokens would cut off answers."""
 
     max_length: int | None = field(
-        default=None, metadata={"help": "Cut longer rows off, and their answers with them. Default: none is."}
+        default=None,
+        metadata={"help": "Cut rows off after this many tokens, even within the answer. Default: no limit."},
     )
 
 
 def supervised_defaults() -> dict[str, Any]:
-    """Settings of the run without a model and a dataset: the paper's three epochs."""
+    """Returns the default settings of the toy run, with three epochs as in the paper."""
     shared = ("use_cpu", "bf16", "gradient_checkpointing", "logging_steps", "save_strategy", "report_to")
     return {name: toy_defaults()[name] for name in shared} | {
         "output_dir": "outputs/toy_sft",
@@ -116,11 +118,11 @@ def main(argv: list[str]) -> None:
 
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
-    """Refuse what would be ignored."""
+    """Raises a `ValueError` if an argument would have no effect."""
     toy = script.dataset_name in TASKS
     if script.completions is None:
         check_effects(replace(script, dataset_name=TOY) if toy else script, args, model_args)
-    elif script.dataset_name is not None and not toy:  # a toy one says on what the model is measured
+    elif script.dataset_name is not None and not toy:  # a toy name selects the problems that measure the model
         raise ValueError(
             f"dataset_name={script.dataset_name!r} has no effect with completions={script.completions!r}: give one of "
             "the two."
@@ -128,7 +130,10 @@ def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_a
 
 
 def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> None:
-    """Refuse a chat template by which the model would never learn to end."""
+    """Raises a `ValueError` if the chat template does not end messages with EOS: the model would not learn to stop.
+
+    Only the first row is checked.
+    """
     row = rows[0]
     if args.chat_template_path is not None or isinstance(row["prompt"], str):
         return
@@ -138,9 +143,9 @@ def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> 
     if end not in behind:
         raise ValueError(
             f"The chat template ends a message with {behind!r}, without the end of sequence {end!r}: the trained model "
-            f"would not know where to stop. Add --eos_token with the token of these that ends a message."
+            f"would not know where to stop. Add --eos_token with the token in this text that ends a message."
         )
 
 
 if __name__ == "__main__":
-    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first
+    record(main)(sys.argv[1:])  # if there are several processes, the launcher shows the first error

@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions ──► the problem and the marked completion in the message ──► marks for each right step
 
-It is called in the same way as a real judge: by HTTP, with the same message frame and the same schema.
+The run calls it like a real judge: over HTTP, with the same form of the message and the same JSON schema.
 """
 
 import json
@@ -22,9 +22,9 @@ _STEP = re.compile(r"(?<![\d+-])(\d+)([+-]\d+)=(\d+)$", re.MULTILINE)
 
 
 def mark(problem: str, solution: str) -> tuple[float, str]:
-    """(share of the marks, why): half of them for the share of right steps, half for the answer.
+    """Returns a mark from 0 to 1, and its reason. Half of the mark is the share of right steps, half is for the answer.
 
-    A step goes on from the right total; of one that was done again ("Wait, …") the last counts.
+    A step is right only if it begins with the right total. If a step is repeated ("Wait, …"), its last version counts.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     written = {(total, operation): result for total, operation, result in _STEP.findall(solution)}
@@ -45,7 +45,7 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
 
 
 def _complete(request: Any) -> dict[str, Any]:
-    """The body of the answer to a request; raises where that is none of `JudgeReward`'s on a toy problem."""
+    """Returns the body of the response; raises if the request is not one of `JudgeReward` on a toy problem."""
     message = request["messages"][-1]["content"]
     schema = request["response_format"]["json_schema"]["schema"]
     scores: Sequence[int] = schema["properties"]["score"]["enum"]
@@ -60,7 +60,7 @@ def _complete(request: Any) -> dict[str, Any]:
 
 
 class ToyJudge:
-    """Serves at `url`, on a free port of 127.0.0.1, until `close`."""
+    """The judge's server. It runs at `url`, on a free port of 127.0.0.1, until `close` is called."""
 
     def __init__(self) -> None:
         self._loop = EventLoop()

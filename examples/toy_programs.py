@@ -1,9 +1,9 @@
-"""Toy programming problems: one-line functions, given by two of their values, with unit tests in the form of MBPP.
+"""Toy programming problems in the form of MBPP: the prompt gives two values of a one-line function to write.
 
     problem f(0) == 37   ──► the model writes   def f(x): return x + 37   ──► reward 1 if all five tests pass
             f(1) == 38
 
-The prompt shows two of the tests; the other three are hidden.
+The two values are also tests; the other three tests are hidden.
 """
 
 import random
@@ -35,7 +35,7 @@ FUNCTIONS = {_problem(operator, constant): (operator, constant) for operator in 
 
 
 def _functions(split: str, generator: random.Random) -> Iterator[str]:
-    """Endless problems of this split."""
+    """Yields random problems of a split, without end."""
     problems = [problem for problem in FUNCTIONS if split_of(problem) == split]
     while True:
         yield generator.choice(problems)
@@ -44,11 +44,12 @@ def _functions(split: str, generator: random.Random) -> Iterator[str]:
 def program_dataset(
     split: str = "train", size: int | None = None, seed: int = 0, *, completion: bool = False
 ) -> Dataset:
-    """Problems with the columns `prompt` (one user message), `tests` (asserts) and `entry_point`; see `CodeReward`.
+    """Returns problems with `prompt` (one user message), and with `tests` (asserts) and `entry_point` for `CodeReward`.
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
         size: number of problems, which may repeat; by default 4,096 for training and 256 for the test.
+        seed: another seed draws other problems of the same split.
         completion: add a column `completion` (one message by the assistant), with a program that passes the tests.
     """
     if split not in ("train", "test"):
@@ -71,7 +72,7 @@ def _program(operator: str, constant: int) -> str:
 
 
 def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """A program that has the values of the problem, or at the given rate any other one."""
+    """Returns a program that solves the problem, or with probability `slip_rate` another program."""
     function = FUNCTIONS[problem]
     if generator.random() < slip_rate:
         function = generator.choice([other for other in FUNCTIONS.values() if other != function])

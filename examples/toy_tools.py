@@ -4,7 +4,7 @@
                                              calculator(expression="421+204")                         625
                            and writes        The answer is 625                 ──► reward 1 if that is right
 
-The warm-up also teaches the model two errors: to guess the answer sometimes, and to call with a wrong number.
+The warm-up also teaches the model two errors: to guess the answer, and to call the calculator with a wrong number.
 """
 
 import random
@@ -20,7 +20,7 @@ from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer
 from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
 OPERANDS = (2, 3)  # numbers in a chain: one or two calls
-SMALLEST, LARGEST = 100, 999  # of the numbers and of every running total
+SMALLEST, LARGEST = 100, 999  # range of the numbers and of every running total
 LONGEST_EXPRESSION = 100  # characters
 
 
@@ -37,7 +37,7 @@ def calculator(expression: str) -> str:
 
 
 def noisy_calculator() -> Any:
-    """A tool that looks like the calculator, and answers with any number."""
+    """Returns a tool with the calculator's name and description that answers with a random number."""
 
     def noise(expression: str) -> str:
         return str(random.randint(SMALLEST, LARGEST))
@@ -47,7 +47,7 @@ def noisy_calculator() -> Any:
 
 
 def _problems(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
-    """Endless chains like `512-91+204` of this split."""
+    """Yields random chains of a split, such as `512-91+204`, without end."""
     while True:
         total = generator.randint(SMALLEST, LARGEST)
         problem = str(total)
@@ -62,7 +62,7 @@ def _problems(split: str, generator: random.Random, operands: Sequence[int] = OP
 
 
 def calculator_dataset(split: str = "train", size: int | None = None, seed: int = 0) -> Dataset:
-    """Problems with the columns `prompt` (one user message) and `answer` (a string), as `arithmetic_dataset` has them.
+    """Returns problems with the columns of `arithmetic_dataset`: `prompt` (one user message) and `answer` (a string).
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
@@ -91,11 +91,13 @@ def _answer(number: str) -> dict[str, Any]:
 
 
 def _solution(problem: str, generator: random.Random, guess_rate: float, slip_rate: float) -> list[dict[str, Any]]:
-    """A call for each operation, and the answer.
+    """Returns the messages of a solution: a call and its result for each operation, then the answer.
 
     Args:
-        guess_rate: probability that in place of a call the answer is guessed: any number.
-        slip_rate: probability that a call has another number than the problem.
+        problem: a chain of numbers.
+        generator: random numbers.
+        guess_rate: probability that the solution ends with a random answer in place of a call.
+        slip_rate: probability that a call has a random number in place of the problem's number.
     """
     total, *operations = re.findall(r"[+-]?\d+", problem)
     messages: list[dict[str, Any]] = []

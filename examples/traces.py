@@ -1,4 +1,4 @@
-"""Samples a teacher's solutions for supervised fine-tuning (SFT-M) and keeps those that the reward calls correct.
+"""Samples a teacher's solutions for supervised fine-tuning (SFT-M) and keeps the correct ones.
 
     python examples/traces.py toy                         # the toy model after RL, on the toy problems
 
@@ -8,9 +8,9 @@
 
     accelerate launch examples/sft.py --completions outputs/traces.jsonl                              # learns from them
 
-This is `python -m dash_trl.evaluation TEACHER` on the training split, with the same flags. The correct samples go to
-the file OUTPUT, with the columns `prompt` and `completion`. All samples and the teacher's accuracy are in OUTPUT_DIR;
-an interrupted run continues from there.
+This is `python -m dash_trl.evaluation TEACHER` on the training split, with the same flags. Correct samples that end
+within --max_completion_length are written to the file OUTPUT, with the columns `prompt` and `completion`. All samples
+and the teacher's accuracy are in OUTPUT_DIR; an interrupted run continues from there.
 """
 
 import io
@@ -33,12 +33,12 @@ FATES = ("kept", "wrong", "cut off", "failed")
 
 @dataclass
 class TraceArguments(EvaluationArguments):
-    """How the teacher is sampled, and where the traces go."""
+    """Arguments of the command: how the teacher is sampled, and where the traces are written."""
 
     output: str = field(default="outputs/traces.jsonl", metadata={"help": "The file of the traces that are kept."})
-    output_dir: str = field(default="", metadata={"help": "Of all samples. Default: OUTPUT without its ending."})
-    dataset_test_split: str = field(default="train", metadata={"help": "The split to sample: the training split."})
-    temperature: float = field(default=0.7, metadata={"help": "The paper's."})
+    output_dir: str = field(default="", metadata={"help": "Folder of all samples. Default: OUTPUT without suffix."})
+    dataset_test_split: str = field(default="train", metadata={"help": "Split whose problems are sampled."})
+    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0.7 is the paper's."})
     num_samples: int = field(default=1, metadata={"help": "Completions of each problem; all correct ones are kept."})
 
     def __post_init__(self) -> None:
@@ -72,7 +72,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def fate(one: Mapping[str, Any]) -> str:
-    """What becomes of a sample. One that was cut off may be correct, but where it ends nobody should learn to end."""
+    """Returns the one of `FATES` that applies to a sample.
+
+    A sample that was cut off is dropped even if it is correct, since a model should not learn to stop there.
+    """
     if one["reward"] is None:
         return "failed"
     if one["reward"] <= CORRECT_ABOVE:
@@ -81,12 +84,12 @@ def fate(one: Mapping[str, Any]) -> str:
 
 
 def toy_teacher() -> str:
-    """The toy model after the default run of `train_math.py`, made once and cached."""
+    """Returns the directory of the toy model after the default run of `train_math.py`, made once and cached."""
     settings = {**toy_defaults(), "model": Path(toy_model()).name}
     del settings["output_dir"]
 
     def make(folder: Path) -> None:
-        with redirect_stdout(io.StringIO()) as said:  # it names files that will have been moved
+        with redirect_stdout(io.StringIO()) as said:  # its output names files that are moved afterwards
             train_math.main(["--output_dir", str(folder)])
         print("The teacher:", *(line for line in said.getvalue().splitlines() if "accuracy" in line), sep="\n")
 

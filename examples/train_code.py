@@ -23,7 +23,7 @@ from dash_trl.toy import toy_defaults, toy_model
 
 
 class Programming(Mathematics):
-    """Functions that have to pass their tests."""
+    """The task of this script: a program gets the reward 1 if it passes its tests."""
 
     def __init__(self, script: Any):
         super().__init__(script)
@@ -44,12 +44,12 @@ class Programming(Mathematics):
         return program_dataset(split, seed=seed, completion=completion)
 
 
-# The datasets that come with the examples, by name.
+# The toy datasets by name.
 TASKS: dict[str, type[Mathematics]] = {TOY: Mathematics, "toy_code": Programming}
 
 
 def task_of(script: Any) -> Mathematics:
-    """The task of a dataset: a toy one, or by its columns. For `sft.py`."""
+    """Returns the task of a dataset, for `sft.py`. `Mathematics` also loads programming datasets, by their columns."""
     if script.dataset_name in TASKS:
         return TASKS[script.dataset_name](replace(script, dataset_name=TOY))
     return Mathematics(script)

@@ -10,7 +10,7 @@
         --judge_template $'Task:\\n{prompt}\\n\\nAnswer:\\n{completion}'                       # without the gold answer
 
 This is `train_math.py` with a `JudgeReward`; it has the same flags and YAML keys, and those of `JudgeArguments`. If
-there is no judge, model and dataset, a rule on this machine takes the place of the judge and is called in the same
+neither a judge nor a model nor a dataset is given, a rule on this machine replaces the judge and is called in the same
 way.
 """
 
@@ -30,20 +30,20 @@ WITH_ANSWER = "Task:\n{prompt}\n\nReference answer: {answer}\n\nAnswer:\n{comple
 
 @dataclass
 class JudgeArguments(MathArguments):
-    """Those of `train_math.py`, and who judges."""
+    """The arguments of `train_math.py`, plus the judge."""
 
-    judge_model: str | None = field(default=None, metadata={"help": "The judge, as its server names it."})
+    judge_model: str | None = field(default=None, metadata={"help": "Name of the judge on its server."})
     judge_url: str | None = field(
-        default=None, metadata={"help": "Its server, with /v1. Default: OPENAI_BASE_URL, else OpenAI's."}
+        default=None, metadata={"help": "URL of its server, with /v1. Default: OPENAI_BASE_URL, else OpenAI's."}
     )
     judge_template: str | None = field(
         default=None,
-        metadata={"help": "The message to it, with {completion}, {prompt} and {answer}. Default: with all three."},
+        metadata={"help": "Template of the message to it, with {completion}, {prompt}, {answer}. Default: with all."},
     )
 
 
 class Judged(Mathematics):
-    """The problems of `train_math.py`, with a judge."""
+    """The task of `train_math.py`, with a judge as the reward."""
 
     Arguments = JudgeArguments
 
@@ -66,7 +66,7 @@ class Judged(Mathematics):
                 f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
                 "where it is not OpenAI's; without a model and a dataset, a rule takes the judge's place."
             )
-        # One for all ranks, and a cache of its own: the next run has another server at another address.
+        # All ranks share one server. The cache is temporary: the URL is part of its keys, and the next run has another.
         self._folder = tempfile.TemporaryDirectory(prefix="dash_trl_judge_")
         known = [ToyJudge().url, self._folder.name] if PartialState().is_main_process else [None, None]
         url, folder = broadcast_object_list(known)

@@ -14,9 +14,10 @@
         --eval_strategy steps --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]' --eval_k 1 8
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
-YAML key; flags override the file. The dataset is a hub name or a local path: GSM8K, MATH, `prompt`/`answer` columns, or
-columns that --problem_column and --answer_column name. Without a model and a dataset, the toy model learns arithmetic;
-`toy` names that model, or its problems. A flag that would have no effect is an error.
+YAML key; flags override the file. The dataset is a hub name or a local path. It has the columns of GSM8K or MATH, the
+columns `prompt` and `answer`, or the columns that --problem_column and --answer_column name. Without a model and a
+dataset, the toy model learns arithmetic; `toy` names that model, or its problems. A flag that would have no effect
+raises an error.
 """
 
 import logging
@@ -47,7 +48,7 @@ from dash_trl.monitoring import (
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
-# Of the fields of TRL and Transformers, those that --help shows.
+# The fields of TRL and Transformers that --help shows; --help_all shows all.
 HELP = (
     *("model_name_or_path", "attn_implementation", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
@@ -55,17 +56,19 @@ HELP = (
     *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
     *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
 )
-PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
+PATIENCE = 120.0  # timeout of a code reward in seconds; before that, the sandbox ends a program after one minute
 
 
 @dataclass
 class MathArguments(Task):
-    """The dataset, the prompt, a reward of one's own, and how long to train."""
+    """Arguments of the script: the dataset, the prompt, your own reward function, and a time limit."""
 
-    dataset_train_split: str = field(default="train", metadata={"help": "The split, or a part of it, to train on."})
+    dataset_train_split: str = field(
+        default="train", metadata={"help": "Training split, or a part of it: 'train[:100]'."}
+    )
     time_limit: float | None = field(
         default=None,
-        metadata={"help": "Stop after so many seconds of training, those before a resumed checkpoint included."},
+        metadata={"help": "Stop after this many seconds of training, including those before a resumed checkpoint."},
     )
 
     @property
@@ -75,13 +78,13 @@ class MathArguments(Task):
 
 @dataclass
 class Tracker:
-    """What other defaults depend on, of `TrainingArguments`."""
+    """`report_to` of `TrainingArguments`. It is parsed before all other options, since their defaults depend on it."""
 
     report_to: str | None = None
 
 
 class Mathematics:
-    """What is trained on. Another script may have other toy problems (`train_code.py`), or another reward."""
+    """The task: toy model, problems, reward and tools. Other scripts override parts, such as the toy problems."""
 
     Arguments = MathArguments  # each field is a flag
     toy_reward: Any = staticmethod(arithmetic_reward)
@@ -91,11 +94,11 @@ class Mathematics:
 
     @staticmethod
     def toy_defaults() -> dict[str, Any]:
-        """Settings of the run without a model and a dataset."""
+        """Returns the default settings of the toy run."""
         return toy_defaults()
 
     def toy_model(self, progress: bool) -> str:
-        """The directory of a small model that was warmed up for the toy problems."""
+        """Returns the directory of a small model that was warmed up for the toy problems."""
         return toy_model(progress=progress)
 
     def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
@@ -111,14 +114,21 @@ class Mathematics:
         return RewardRunner(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
     def tools(self) -> list[Callable[..., Any]]:
-        """What the model may call (`train_tools.py`)."""
+        """Returns the tools that the model may call; `train_tools.py` overrides this method."""
         return []
 
 
 def main(
     argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None, make_task: Any = Mathematics
 ) -> None:
-    """Train; another script may add dataclasses of flags, and callbacks made of them (`train_math_process.py`)."""
+    """Trains a model. Other scripts call this function with their own flags, callbacks or task.
+
+    Args:
+        argv: arguments of the command line.
+        own_arguments: dataclasses of additional flags, see `train_math_process.py`.
+        make_callbacks: takes the script's arguments and an instance of each of `own_arguments`; returns callbacks.
+        make_task: `Mathematics` or a subclass.
+    """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     types = (make_task.Arguments, DASHConfig, ModelConfig, *own_arguments)
@@ -130,7 +140,7 @@ def main(
         with args.main_process_first(local=False, desc="warm-up of the toy model"):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
     with_model_arguments(args, model_args)
-    check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose own error says less
+    check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose error message would be less clear
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=args.model_init_kwargs["revision"],
@@ -172,7 +182,15 @@ def main(
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """One instance of each dataclass. For the toy model, and with a tracker, other settings are the defaults."""
+    """Parses the command line; the toy model and a tracker have their own defaults.
+
+    Args:
+        argv: arguments of the command line.
+        types: the dataclasses whose fields are flags.
+        without_model: defaults for the toy model.
+    Returns:
+        One instance of each dataclass.
+    """
     model_args, tracker, _ = TrlParser((ModelConfig, Tracker), add_help=False).parse_args_and_config(
         argv, return_remaining_strings=True
     )
@@ -180,7 +198,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, An
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
     if "--help_all" not in argv:
         shorten_help(parser, types)
-    # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
+    # Log every step, for the progress bar, the metrics file and the plot; by default TRL logs every tenth step.
     defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
     parser.set_defaults_with_config(**(defaults | tracker_defaults(tracker.report_to)))
     script, args, *others = parser.parse_args_and_config(argv)
@@ -189,7 +207,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, An
 
 
 def shorten_help(parser: TrlParser, types: Sequence[Any]) -> None:
-    """Hides the flags that TRL and Transformers define, but for those of `HELP`."""
+    """Hides the flags of TRL and Transformers in --help, except those in `HELP`."""
     ours = [kind for one in types for kind in one.__mro__ if not kind.__module__.startswith(("trl.", "transformers."))]
     shown = {"help", "help_all", *HELP}.union(*map(get_annotations, ours))
     for action in parser._actions:
@@ -202,7 +220,7 @@ def is_toy(model_args: ModelConfig) -> bool:
 
 
 def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> None:
-    """Refuse half a task, and options of what is not used."""
+    """Raises a `ValueError` if only one of model and dataset is given, or if an option would have no effect."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
@@ -230,7 +248,14 @@ def evaluates(args: Any) -> bool:
 
 
 def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool = False) -> tuple[Any, Any]:
-    """For training; for the evaluation, or None. With solutions by humans, if asked for."""
+    """Returns the problems for training, and those for the evaluation (None = no evaluation).
+
+    Args:
+        task: the task.
+        args: training arguments.
+        tokenizer: if it has a chat template, prompts are messages.
+        completion: True = add a column `completion` with human solutions.
+    """
     script = task.script
     if script.is_toy:
         evaluation = task.toy_problems("test", completion=completion) if evaluates(args) else None
@@ -243,7 +268,7 @@ def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool
 
 
 def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
-    """Notes TRL's `ModelConfig` in `args`, as the keyword arguments with which the trainer loads the model."""
+    """Copies TRL's `ModelConfig` to `args.model_init_kwargs`, with which the trainer loads the model."""
     kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -253,9 +278,9 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
 
 
 def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int, *, measured: bool) -> None:
-    """Trains and saves; if it is to be measured, with the accuracy on the toy problems before and after."""
+    """Trains and saves the model; if `measured`, prints its accuracy on the toy problems before and after."""
     args = trainer.args
-    # An evaluation with tools is the trainer's, in which all processes take part.
+    # With tools, the trainer evaluates, so all processes have to take part. Otherwise one process measures alone.
     measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
     before = measure(trainer, tokenizer, task, length) if measured else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -266,12 +291,15 @@ def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: i
 
 
 def sharded(trainer: Any) -> bool:
-    """Under ZeRO-3 and FSDP one process alone has no whole model to sample from."""
+    """Whether one process may lack parts of the model, so that it cannot sample alone: with FSDP or DeepSpeed."""
     return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
 
 
 def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dict[str, float]:
-    """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer (none with tools)."""
+    """Returns the accuracy on the held-out problems, of two samples each at temperature 1 and of the greedy answer.
+
+    With tools, it returns only the accuracy of samples.
+    """
     if task.tools():
         return {"sampled": trainer.evaluate(task.toy_problems("test"))["eval_reward"]}
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
@@ -290,4 +318,4 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dic
 
 
 if __name__ == "__main__":
-    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first
+    record(main)(sys.argv[1:])  # if there are several processes, the launcher shows the first error

@@ -34,30 +34,30 @@ from dash_trl.process_rewards import (
 
 @dataclass
 class ProcessArguments:
-    """Which V(prefix), and what becomes of it."""
+    """Flags of the value V(prefix), and of the credit that is computed from it."""
 
     value: str = field(
         default="answer",
         metadata={
             "choices": ["answer", "outcome", "model"],
-            "help": "V: the probability of the known answer; fitted to the outcomes of the last windows; or the steps' "
-            "scores by a process reward model.",
+            "help": "V(prefix). answer: the probability of the known answer. outcome: fitted to the outcomes of the "
+            "last windows. model: the scores of the steps by a process reward model.",
         },
     )
     value_model: str | None = field(
-        default=None, metadata={"help": "Name or folder of the process reward model, of value=model."}
+        default=None, metadata={"help": "Name or folder of the process reward model, for value=model."}
     )
     estimator: str = field(default="centered_return", metadata={"choices": list(ESTIMATORS)})
     process_weight: str | None = field(
         default=None,
         metadata={
-            "help": "Weight of the process part of the advantage, by default 1; auto, the default of a value that is "
-            "fitted: by what V is worth."
+            "help": "Weight of the process part of the advantage, a number or auto (by how well V predicts outcomes). "
+            "Default: auto if V is fitted, else 1."
         },
     )
-    value_space: str = field(default="log", metadata={"choices": ["log", "probability"], "help": "Of value=answer."})
+    value_space: str = field(default="log", metadata={"choices": ["log", "probability"], "help": "For value=answer."})
     force_prompt: str | None = field(
-        default=None, metadata={"help": "Text that asks for the answer now, of value=answer."}
+        default=None, metadata={"help": "Text that asks for the answer now, for value=answer."}
     )
 
     def __post_init__(self) -> None:
@@ -66,12 +66,15 @@ class ProcessArguments:
                 raise ValueError(f"{name}={given!r} has no effect with --value {self.value}, which forces no answer.")
         if (self.value == "model") != (self.value_model is not None):
             raise ValueError(
-                f"--value {self.value} with --value_model {self.value_model}: a process reward model is named where "
-                "--value is model, and only there."
+                f"--value {self.value} with --value_model {self.value_model}: --value model needs a --value_model, and "
+                "other values have none."
             )
 
     def settings(self) -> CreditSettings | None:
-        """With a number, or a text that `CreditSettings` knows, or refuses; None: the callback's own."""
+        """Returns the settings with `process_weight`, or None for the callback's defaults if it is not given.
+
+        `CreditSettings` checks a weight that is not a number.
+        """
         if self.process_weight is None:
             return None
         weight: Any = self.process_weight
@@ -81,7 +84,7 @@ class ProcessArguments:
 
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
-    toy = script.is_toy  # its steps are lines, and its answers follow these words
+    toy = script.is_toy  # a toy solution has one step per line, and its answer follows "The answer is "
     force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:

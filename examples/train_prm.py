@@ -1,11 +1,11 @@
-"""Train a process reward model, which tells whether a step is right: on the toy problems, offline, in two CPU minutes.
+"""Train a process reward model, which scores the steps of a solution, on the toy problems: offline, in two CPU minutes.
 
     python examples/train_prm.py --output_dir outputs/prm
     accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
 
-The toy model gets a head that classifies tokens. The data are solutions with some wrong steps, made from right ones.
-The last token of each step has the label, 1 = right, which is where `ProcessRewardModel` reads it. A process reward
-model for other problems is trained in the same way, on steps that people or completions have judged.
+The toy model gets a token classification head. The data are generated solutions with some wrong steps. The last token
+of each step is labelled, 1 = right and 0 = wrong; `ProcessRewardModel` reads the score at the same token. A process
+reward model for other problems is trained in the same way, on steps that people or sampled completions have judged.
 """
 
 import argparse
@@ -27,12 +27,14 @@ from transformers import (
 from dash_trl.process_rewards import ProcessRewardModel
 from dash_trl.toy import arithmetic_dataset, toy_model
 
-WRONG = 0.2  # share of the steps
+WRONG = 0.2  # probability that a step is wrong
 
 
 def judged_steps(problem: str, draw: random.Random) -> Iterator[tuple[str, int]]:
-    """The steps of a solution, and whether each is right: a wrong total is carried on, and the next step is judged by
-    its own sum."""
+    """Yields the steps of a solution, and for each 1 = right or 0 = wrong.
+
+    After a wrong step, the solution continues with the wrong total. The next step is right if its own sum is right.
+    """
     total, *operations = re.findall(r"[+-]?\d+", problem)
     for operation in operations:
         right = int(total) + int(operation)
@@ -42,7 +44,11 @@ def judged_steps(problem: str, draw: random.Random) -> Iterator[tuple[str, int]]
 
 
 def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple[str, list[str], list[int]]]]:
-    """(token ids with labels, −100 where there is none; prompts with their steps and labels)."""
+    """Generates solutions for training and for the test.
+
+    Returns:
+        Token ids with `labels` (−100 = no label), and (prompt, steps, labels) of each solution.
+    """
     draw = random.Random(split)
     rows, texts = [], []
     for prompt in arithmetic_dataset(split, size)["prompt"]:
@@ -59,7 +65,7 @@ def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Returns the share of held-out steps that are judged rightly."""
+    """Trains and saves the model; returns the share of held-out steps that it judges correctly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="outputs/prm")
     parser.add_argument("--problems", type=int, default=4096)
@@ -93,7 +99,7 @@ def main(arguments: list[str] | None = None) -> float:
         for score, label in zip(row, row_labels, strict=True)
     ]
     accuracy = sum(right) / len(right)
-    print(f"{accuracy:.1%} of {len(right)} held-out steps are judged rightly; the model is in {script.output_dir}")
+    print(f"{accuracy:.1%} of {len(right)} held-out steps are judged correctly; the model is in {script.output_dir}")
     return accuracy
 
 

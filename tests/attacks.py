@@ -1,13 +1,13 @@
-"""Programs that would be scored as right, if they reached what they try: f(x) gives x + 1 then, and 0 or nothing else.
+"""Attacks on the sandbox: programs whose f(x) returns x + 1, the right value, only if the attack succeeds.
 
-In capitals: what a test puts there.
+A test replaces the words in capitals.
 """
 
 import re
 
 
 def programs(text: str) -> dict[str, str]:
-    """{name: program} of a text with a line `## name` before each program."""
+    """Splits a text with a line `## name` before each program; returns {name: program}."""
     parts = re.split(r"^## (.*)\n", text, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

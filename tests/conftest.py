@@ -26,7 +26,7 @@ torch.set_num_threads(1)  # the tests' models are so small that a second thread 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out `exhaustive` tests unless they are asked for. The file with vLLM servers takes longest, and begins."""
+    """Deselects `exhaustive` tests unless they are asked for; runs the tests with vLLM servers, the longest, first."""
     if "exhaustive" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _real_vllm(request: pytest.FixtureRequest) -> None:
-    """A test that needs vLLM fails where it could run: skipped, it would look as if the servers had been tested."""
+    """Lets a vLLM test fail, not skip, if vLLM could be installed: a skipped test would look like a passed one."""
     if request.node.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
             pytest.fail("vLLM is not installed: `make test` installs it, and `-m 'not vllm'` leaves these tests out")
@@ -44,7 +44,7 @@ def _real_vllm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A directory with a 2-layer Qwen2 of 32 dimensions and its tokenizer."""
+    """Returns a directory with a 2-layer Qwen2 of 32 dimensions and its tokenizer."""
     from tests.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -52,7 +52,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a folder with the toy model and a file of problems."""
+    """Changes to a folder with the toy model and a file of problems, and returns it."""
     from dash_trl.toy import toy_model
 
     rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(16)]
@@ -64,7 +64,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading weights fails the test: the mistake has to be found before."""
+    """Makes a test fail if weights are loaded: a mistake has to be found before that."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the model was loaded before the input was checked")

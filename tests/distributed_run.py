@@ -1,4 +1,4 @@
-"""What `test_distributed.py` launches: these tests on each of two ranks, which come to the same end in all of them.
+"""The tests that `test_distributed.py` launches on two ranks; in each test both ranks end with the same result.
 
 accelerate launch --config_file accelerate_configs/cpu.yaml tests/distributed_run.py OUTPUT [options of pytest]
 """
@@ -81,15 +81,15 @@ if FSDP:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
-    """A folder that the ranks share."""
+    """Returns a folder that the ranks share."""
     return tmp_path_factory.getbasetemp().parent
 
 
 @pytest.fixture(scope="module", autouse=True)
 def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
-    """The folder and the weights of each model, loaded before ZeRO-3 makes that load partitions.
+    """Returns the folder and the weights of each model. They are loaded before ZeRO-3 would shard them.
 
-    The larger ones have an LM head that ZeRO-3 shards: what has fewer than 1e5 elements stays whole on every rank.
+    The larger models have an LM head that ZeRO-3 shards. Parameters of fewer than 1e5 elements stay whole on all ranks.
     """
     windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     paths = {
@@ -103,7 +103,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
 
 
 def whole(trainer: Any) -> Ends:
-    """The parameters, gathered under ZeRO-3 and FSDP."""
+    """Returns the whole parameters, gathered under ZeRO-3 and FSDP."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     context: Any = nullcontext()
     if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
@@ -115,7 +115,7 @@ def whole(trainer: Any) -> Ends:
 
 
 def agreed(value: Any) -> bool:
-    """All ranks come to the same value."""
+    """Whether all ranks have the same value."""
     return len({json.dumps(one) for one in gather_object([value])}) == 1
 
 
@@ -125,7 +125,7 @@ def equal_on_all_ranks(values: Ends) -> bool:
 
 @pytest.fixture
 def train(models, output) -> Callable[..., Any]:
-    """A run, which has to move the parameters to the same values on both ranks, and to the expected ones."""
+    """Returns a function that trains, and checks that both ranks end with the same, and the expected, parameters."""
 
     def train(name: str = "tiny", trainer_class: Any = DASHTrainer, *, expected: Ends | None = None, **settings) -> Any:
         path, start = models[name]
@@ -140,7 +140,7 @@ def train(models, output) -> Callable[..., Any]:
 
 
 class Late:
-    """As `ScriptedReward`, for one completion at a time; each rank has its own order of arrival."""
+    """`ScriptedReward` for one completion at a time, after a delay; so rewards arrive in another order on each rank."""
 
     __name__ = "late"
 
@@ -152,12 +152,12 @@ class Late:
         return self.reward(prompts=[prompt], completion_ids=[completion_ids])[0]
 
 
-ALWAYS = range(1000)  # calls without a signal
+ALWAYS = range(1000)  # numbers of the calls whose rewards have no signal: all
 ON_RANK_1 = ALWAYS if RANK == 1 else ()
 
 
 class PlainPasses(DASHCallback):
-    """Passes that call the LM head as a module, as V(prefix) and a user's own do."""
+    """Runs passes that call the LM head as a module, like the passes of V(prefix) and those of users."""
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         for _ in range(2):

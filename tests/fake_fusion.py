@@ -11,7 +11,12 @@ from typing import Any
 
 
 class FakeFusion(ThreadingHTTPServer):
-    """answers: (status, headers, body) of the next requests, in place of a run. requests: what was asked."""
+    """The server.
+
+    Attributes:
+        answers: (status, headers, body) for the next requests, which then run no program.
+        requests: the requests so far.
+    """
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""A chat server that is none: it answers what a test says, and counts what it was asked."""
+"""A fake chat server: it gives the answers of a test, and records the requests."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from toy_judge import ToyJudge
 
 
 def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
-    """The body of a chat completion."""
+    """Returns the body of a chat completion."""
     message = {"role": "assistant", "content": content, "refusal": refusal}
     choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
     return {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice] * choices}
@@ -21,10 +21,10 @@ def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
 
 
 class FakeJudge(ToyJudge):
-    """On a free port of 127.0.0.1.
+    """The server, on a free port of 127.0.0.1.
 
     Args:
-        answer: of a request's body; a body (with status 200), a pair of status and body, or "hangs" or "hangs up".
+        answer: takes the body of a request; returns a body (with status 200), (status, body), "hangs" or "hangs up".
     """
 
     def __init__(self, answer: Callable[[dict], Any] = lambda request: says(7)):
@@ -32,9 +32,9 @@ class FakeJudge(ToyJudge):
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.sent: set[str] = set()  # names of all headers
-        self.given_up = 0  # requests whose client went away
-        self.headers: dict[str, str] = {}  # of each answer
-        self.hold = False  # while it is set, no request is answered
+        self.given_up = 0  # number of requests whose client has disconnected
+        self.headers: dict[str, str] = {}  # headers of all answers
+        self.hold = False  # True = no request is answered
         super().__init__()
 
     async def _serve(self, request: web.Request) -> web.Response:

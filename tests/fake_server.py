@@ -1,4 +1,4 @@
-"""A vLLM server that is none: for faults, and for tests that look at when it was asked what."""
+"""A fake vLLM server, for faults and for tests of the order of requests."""
 
 import json
 import threading
@@ -30,9 +30,14 @@ NO_EXTENSION = "Worker failed with error ''CPUWorker' object has no attribute 'd
 
 
 class Fake:
-    """A server on a free port that spoils answers by a `fault`: `times` of them, after the first `spared`.
+    """The server, on a free port.
 
-    poison: only prompts that begin with this token.
+    Args:
+        fault: name of a fault that spoils answers; None = all answers are right.
+        times: number of answers that are spoiled.
+        spared: number of right answers before these.
+        poison: a token; only answers to prompts that begin with it are spoiled.
+        delay: seconds before an answer.
     """
 
     def __init__(
@@ -47,15 +52,15 @@ class Fake:
         self.fault, self.times, self.spared, self.poison, self.delay = fault, times, spared, poison, delay
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
-        self.tag = "default"  # of the weights, as a server that was just started says
+        self.tag = "default"  # tag of the weights; "default" is that of a server that was just started
         self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
         self.config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
             "weight_transfer_config": None,
         }
         self.authorisation: str | None = None
-        self.key: str | None = None  # without which it answers nothing
-        self.location: str | None = None  # to which it redirects
+        self.key: str | None = None  # if set, requests need this key
+        self.location: str | None = None  # if set, requests are redirected to it
         self.ended = threading.Event()
         fake = self
 

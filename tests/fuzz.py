@@ -1,19 +1,20 @@
-"""Random runs: settings are drawn, and a run is compared with one that has to end alike.
+"""Random runs: draws settings, and compares a run with another run that must have the same result.
 
     trl         the update is TRL's, whatever the filter drops
-    resumed     a run that goes on from a checkpoint ends as one that was never interrupted
+    resumed     a run that is resumed from a checkpoint ends like one that was never interrupted
     evaluated   evaluations and checkpoints in between change nothing
     pipeline    rewards that are awaited group by group change nothing
     ahead       a run that samples one window ahead trains on the same prompts, also when it is resumed
 
-A case is vacuous if its runs have nothing to compare, for instance since no row had signal. The suite runs a fixed
-number of cases with a fixed seed. Others run until a time is over, on any number of ranks, and are counted by kind:
+A case is vacuous if its runs have nothing to compare, for instance because no row had signal. The test suite runs a
+fixed number of cases with a fixed seed. As a script, this file runs cases until its time is over, on any number of
+ranks, and prints how many there were of each kind:
 
     python tests/fuzz.py --minutes 30
     torchrun --nproc_per_node 2 tests/fuzz.py --minutes 30 --only trl resumed
 
-Hypothesis shrinks a case that fails to a few settings, and prints them. It runs on rank 0, which hands its cases to the
-other ranks; a case fails if it fails on any rank.
+Hypothesis shrinks a failing case to a few settings and prints them. It runs on rank 0, which sends the cases to the
+other ranks. A case fails if it fails on any rank.
 """
 
 import argparse
@@ -59,10 +60,10 @@ from tests.tiny import (
 )
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-CASES = 4  # of each kind, in the suite
-SAME_UPDATE = 1e-4  # relative to its largest entry: passes over other rows round differently, in each of some steps
-ROUNDED = 4 * torch.finfo(torch.float32).eps  # by it the weights of norms, about 1, may differ after some steps
-MEASURABLE = 1e-3, 10.0  # sizes of an update; beyond, the run has diverged, and rounding grows with it
+CASES = 4  # number of cases of each kind in the test suite
+SAME_UPDATE = 1e-4  # tolerance relative to the largest update: rounding depends on the rows of a pass, in each step
+ROUNDED = 4 * torch.finfo(torch.float32).eps  # rounding of norm weights, which are about 1, after some steps
+MEASURABLE = 1e-3, 10.0  # range of an update's size; above, the run has diverged, and rounding errors with it
 OFF_POLICY = ("aipo", "decoupled_ppo")
 PATIENCE = 120  # seconds that a rank waits for the others, in a collective too
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4 * RANKS)}
@@ -73,7 +74,7 @@ KINDS: dict[str, tuple[Any, Compare]] = {}
 
 
 class RolloutsByPrompt:
-    """Completions that depend on prompt, row and micro-step only; with log-probs near the model's, if asked for."""
+    """A `rollout_func` whose completions depend only on prompt, row and micro-step; optionally with log-probs."""
 
     def __init__(self, with_log_probs: bool):
         self.with_log_probs = with_log_probs
@@ -94,7 +95,7 @@ class RolloutsByPrompt:
 
 
 def reward(completion_ids: list[int], completion: str, prompt: str) -> float | None:
-    """0 or 1; now and then it fails or does not apply. A prompt in ten is solved by all."""
+    """Returns 0 or 1, or None (not applicable), or fails. Some prompts are solved by all completions."""
     total = sum(completion_ids)
     if total % 11 == 0:
         raise ValueError("a failure")
@@ -104,7 +105,7 @@ def reward(completion_ids: list[int], completion: str, prompt: str) -> float | N
 
 
 def slow_reward(completion_ids: list[int], completion: str, prompt: str) -> float | None:
-    """As `reward`, after a time that puts groups out of order."""
+    """Returns `reward` after a random delay, so that groups are not scored in order."""
     time.sleep(random.Random(f"{prompt}{completion_ids}").random() / 20)
     return reward(completion_ids, completion, prompt)
 
@@ -114,11 +115,13 @@ def slow_reward(completion_ids: list[int], completion: str, prompt: str) -> floa
 
 @st.composite
 def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: Any) -> Settings:
-    """Of a run of at least two windows, whose batch shapes fit.
+    """Draws the settings of a run of at least two windows, with valid batch shapes.
 
     Args:
-        piped: its `reward_pipeline`, which asks for optimizer steps of whole windows, or the reverse; None: drawn.
-        mini: several optimizer steps may take a window. own: strategies of other settings.
+        draw: Hypothesis's function.
+        piped: value of `reward_pipeline`, which restricts the batch shapes; None = drawn.
+        mini: True = several optimizer steps may share a window.
+        own: strategies of other settings.
     """
     piped = draw(st.booleans()) if piped is None else piped
     shape = {
@@ -165,15 +168,15 @@ class Between(TrainerCallback):
 
     def __init__(self, cuts: Sequence[int], saves: Callable[[int], bool]):
         self.cuts, self.saves = cuts, saves
-        self.ended: list[int] = []  # after these optimizer steps
+        self.ended: list[int] = []  # the optimizer steps after which an epoch was ended
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.saves(state.global_step):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # TRL divides by the micro-steps of a row's own step. What a shorter one leaves to the next differs: DASH has
-        # run other rows of it by then.
+        # Only full optimizer steps are cut. TRL divides a row's loss by the micro-steps of its optimizer step. After a
+        # cut in a shorter step, DASH and TRL would have different rows left for the next one.
         whole = self.trainer.current_gradient_accumulation_steps == args.gradient_accumulation_steps
         control.should_epoch_stop = whole and self.trainer._step in self.cuts
 
@@ -182,12 +185,12 @@ class Between(TrainerCallback):
         self.ended += [state.global_step] * control.should_epoch_stop
 
     def last_within_an_epoch(self, step: int) -> int:
-        """The last optimizer step up to this one at whose end no epoch was ended: resumed there, it would go on."""
+        """Returns the last optimizer step up to `step` that did not end an epoch, so that a run resumes within one."""
         return max({*range(min(step + 1, self.trainer.state.global_step))} - set(self.ended))
 
 
 def trained(kind: Any, model: str, folder: Path, **arguments: Any) -> Any:
-    """The trainer after a run; `between` is its callback."""
+    """Trains and returns the trainer, with its callback as the attribute `between`."""
     data = prompts(arguments.pop("prompts"))
     between = Between(arguments.pop("cuts"), arguments.pop("saves", lambda step: False))
     arguments["dataset"] = data.to_iterable_dataset() if arguments.pop("stream", False) else data
@@ -199,7 +202,7 @@ def trained(kind: Any, model: str, folder: Path, **arguments: Any) -> Any:
 
 
 def figures(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged of training, but for times and what depends on which rows share a pass."""
+    """Returns the training logs, without times and without metrics that depend on which rows share a pass."""
     other = ("time", "per_second", "eval", "packing", "clip_ratio/low_min", "clip_ratio/high_max")
     logs = [log for log in trainer.state.log_history if "loss" in log]
     logs = [{name: log[name] for name in log if not any(one in name for one in other)} for log in logs]
@@ -207,7 +210,11 @@ def figures(trainer: Any) -> list[dict[str, Any]]:
 
 
 def same_update(model: str, one: Any, other: Any, tolerance: float, after: int = 0) -> str:
-    """Asserts it, and says why there was nothing to compare: no gradient in the steps after step `after`, for one."""
+    """Asserts that two trainers have made the same update.
+
+    Returns:
+        Why the case is vacuous, such as no gradient in the steps after step `after`; "" if it is not.
+    """
     start = parameters(AutoModelForCausalLM.from_pretrained(model))
     difference, update = relative_difference(start, parameters(one.model), parameters(other.model))
     (least, most), logs = MEASURABLE, [log for log in other.state.log_history if "loss" in log and log["step"] > after]
@@ -222,7 +229,7 @@ def same_update(model: str, one: Any, other: Any, tolerance: float, after: int =
 
 
 def kind(**strategies: Any) -> Callable[[Compare], Compare]:
-    """Of a function that compares the runs of a case, and says why the case was vacuous; "" if it was not."""
+    """Registers a function that compares the runs of a case. It returns why the case is vacuous, "" if it is not."""
     return lambda compare: KINDS.setdefault(compare.__name__, (settings(**strategies), compare))[1]
 
 

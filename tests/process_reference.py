@@ -2,7 +2,7 @@
 
 A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage` (the outcome's), `valued`, and for gae
 `values`, one per token. A group is a list of rows; a batch a list of groups. Results: one list of floats per row.
-The settings' `unit` is None, or for anchored values what a reward is worth in a group whose outcomes are alike.
+The settings' `unit` is None, or for anchored values the advantage per unit of reward in a group with equal outcomes.
 """
 
 import math
@@ -30,9 +30,9 @@ def deviation(values):
 
 
 def credit(estimator, batch, s):
-    """By one of the functions below; a row that is not valued has its outcome advantage.
+    """Computes credit by one of the estimators below; a row that is not valued gets its weighted outcome advantage.
 
-    With both weights where values are anchored, since the process part of the other rows pays the outcome, too.
+    If values are anchored, this weight is the sum of both weights, since the process part contains the outcome, too.
     """
     weight = s["outcome"] + (0.0 if s["unit"] is None else s["process"])
     if estimator in (gae, grpo):  # those two have no weights
@@ -52,7 +52,7 @@ def pooled(group):
 
 
 def scale(group, spread, s):
-    """What process rewards are divided by; for anchored values 1 / what a reward is worth in the group."""
+    """Returns the divisor of process rewards; for anchored values, 1 / the group's advantage per unit of reward."""
     if s["unit"] is None:
         return max(spread, s["floor"])
     pairs = [(row["outcome"], row["advantage"]) for row in group if row["valued"]]

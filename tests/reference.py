@@ -15,13 +15,13 @@ def std(values: list[float]) -> float:
 
 
 def total(row: list[float | None], weights: list[float]) -> float | None:
-    """The weighted sum of what applies; `None` if nothing does."""
+    """Returns the weighted sum of the rewards that apply; `None` if none applies."""
     known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
     return math.fsum(known) if known else None
 
 
 def normalised(column: list[float | None]) -> list[float | None]:
-    """One function's rewards of a group; 0 where they do not differ."""
+    """Normalises one function's rewards of a group; 0 if they do not differ."""
     known = [value for value in column if value is not None]
     if len(set(known)) < 2:
         return [None if value is None else 0.0 for value in column]

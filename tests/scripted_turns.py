@@ -1,4 +1,4 @@
-"""Conversations with tools whose turns are written before: a tokenizer for them, and trainers that sample them.
+"""Conversations with tools whose turns come from a script: a tokenizer for them, and trainers that sample them.
 
 A message is `<role>content<|im_end|>`, a call `<function:add>{"a": 1, "b": 2}</>`. So prompts and turns are short.
 """
@@ -77,20 +77,20 @@ def parsed(content: str, *calls: tuple[str, Any], kind: str = "function") -> dic
 
 
 def answered(*contents: tuple[str, Any]) -> list[dict[str, Any]]:
-    """The messages of tools: (name, content)."""
+    """Returns the messages of tools for (name, content) pairs."""
     return [{"role": "tool", "name": name, "content": content} for name, content in contents]
 
 
 class ScriptedTurns:
-    """Answers prompts with the turns of a script, the first turn of a row and all others.
+    """Answers prompts with the turns of a script: the first turn of a row, and the later turns.
 
-    A later prompt has to go on token by token with what was sampled.
+    A prompt for a later turn must begin with exactly the tokens of the earlier turns.
 
     Args:
-        script: (text of the prompt, how often it was asked before) → turns, each a text or token ids.
-        noise: with it, log-probs are those of the model, off by so much.
-        anchor: what a prompt has once for each turn of the policy.
-        generated: the model's `generate` gives them; then each turn has to end.
+        script: takes the text of the prompt and how often it was asked before; returns turns, each a text or token ids.
+        noise: standard deviation of the noise on the model's log-probs; None = no log-probs.
+        anchor: a text that a prompt contains once for each turn of the policy.
+        generated: True = the turns come from the model's `generate`; then each turn has to end.
     """
 
     def __init__(
@@ -101,15 +101,15 @@ class ScriptedTurns:
         generated: bool = False,
     ):
         self.script, self.noise, self.anchor, self.generated = script, noise, anchor, generated
-        self.prompts: list[str] = []  # of first turns
+        self.prompts: list[str] = []  # prompts of first turns
         self._asked: dict[str, int] = {}
-        self._rest: list[tuple[list[int], list[list[int]]]] = []  # what a prompt begins with → turns to come
+        self._rest: list[tuple[list[int], list[list[int]]]] = []  # (beginning of a later prompt, remaining turns)
 
     def prepare(self, trainer: Any) -> None:
-        """From now on `trainer` samples these turns; the transformer does not run."""
+        """Makes `trainer` sample these turns; its transformer does not run."""
 
         def sampled(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-            trainer._last_loaded_step = trainer.state.global_step  # by the weights of now
+            trainer._last_loaded_step = trainer.state.global_step  # as if sampled with the current weights
             turns = [self.turn(trainer._tokenizer, prompt) for prompt in prompt_ids]
             if self.noise is None:
                 return turns, None
@@ -128,7 +128,7 @@ class ScriptedTurns:
     def turn(self, tokenizer: Any, prompt: list[int]) -> list[int]:
         prompt, text = list(prompt), tokenizer.decode(prompt)
         if self.anchor not in text:
-            return [tokenizer.eos_token_id]  # of a rank without a row that waits, which only takes part
+            return [tokenizer.eos_token_id]  # a rank without waiting rows only takes part in the collective
         if text.count(self.anchor) == 1:
             self.prompts.append(text)
             asked = self._asked[text] = self._asked.get(text, -1) + 1
@@ -152,7 +152,7 @@ class ScriptedTurns:
 
 
 def plays(script: Any, *others: Callable[[Any], None], **options: Any) -> Callable[[Any], None]:
-    """For `prepare` of several runs: each gets the script from its beginning. `others` are called, too."""
+    """Returns a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
 
     def prepare(trainer: Any) -> None:
         ScriptedTurns(script, **options).prepare(trainer)
@@ -221,7 +221,7 @@ def fill(length: int) -> str:
 
 
 class Rows(DASHCallback):
-    """The rows of each window as they are trained on: token ids, own tokens (1) and others (0), log-probs."""
+    """Callback that records the rows of each window: token ids, own tokens (1 = the policy's), and log-probs."""
 
     def __init__(self) -> None:
         self.windows: list[list[tuple[list[int], list[int], list[float] | None]]] = []
@@ -242,7 +242,7 @@ class Rows(DASHCallback):
         self.add(rollouts.completion_ids, rollouts.completion_mask, rollouts.tool_mask, log_probs)
 
     def prepare(self, trainer: Any) -> None:
-        """From now on this sees the windows of `trainer`."""
+        """Makes this callback see the windows of `trainer`, which may be TRL's."""
         if isinstance(trainer, DASHTrainer):
             trainer.add_callback(self)
             return
@@ -259,7 +259,7 @@ class Rows(DASHCallback):
 
 
 class Judge:
-    """A reward function that keeps what it was asked, and draws a reward from a row's tokens.
+    """A reward function that records its arguments; the reward depends on a row's tokens.
 
     Args:
         scores: False = it applies to no row.

@@ -63,7 +63,7 @@ def test_equals_the_definition(scale, aggregation, groups, size, functions):
 
 
 class OnMPS(torch.Tensor):
-    """A tensor on a device without float64, which refuses it in PyTorch's words."""
+    """A tensor on a device without float64. It raises PyTorch's error for float64."""
 
     def double(self):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
@@ -84,7 +84,7 @@ ESTIMATORS = list(OUTCOME_ESTIMATORS)
 
 
 def random_groups(seed: int, count: int, size: int) -> tuple[list[list[float | None]], list[list[int]]]:
-    """Groups of graded or 0/1 rewards, some constant, some with one scored row or none; and their lengths."""
+    """Returns groups of graded or 0/1 rewards (some constant, some with one scored row or none) and their lengths."""
     generator = random.Random(seed)
     groups = []
     for _ in range(count):
@@ -116,7 +116,7 @@ def test_named_estimators_are_their_definitions(name, count, size):
 
 
 def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Advantages by a scale, or by an estimator for rollouts of several lengths."""
+    """Computes advantages with a `scale_rewards`, or with an advantage estimator for rollouts of different lengths."""
     if name in SCALES:
         return group_advantages(rewards, weights, size, scale_rewards=name)
     return outcome_advantages(name, rewards, weights, size, lengths=torch.arange(len(rewards)) % 3 + 1)
@@ -126,7 +126,7 @@ def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) 
     st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES + ESTIMATORS)
 )
 def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(values, name):
-    """Equal totals, made of different float32 parts: TRL's rounding is divided by 1e-4 there."""
+    """Equal totals of different float32 parts: TRL divides their rounding errors by 1e-4."""
     size, weights = len(values), torch.ones(2)
     rewards = torch.tensor([[value, 1.0 - value] for value in values])  # the sums differ by rounding only
     both = by_name(name, torch.cat([rewards, torch.randn(size, 2)]), weights, size)

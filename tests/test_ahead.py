@@ -1,4 +1,4 @@
-"""How far sampling runs ahead, as a table and as formulas, and whose job goes next."""
+"""How many windows are sampled ahead, as a table and as formulas, and which job is next."""
 
 import re
 from collections import Counter
@@ -18,9 +18,12 @@ from dash_trl.sampling.health import Fleet
 
 @dataclass
 class Window:
-    """
-    submitted: the window with whose beginning it was. weights: the optimizer step of those that sampled it.
-    behind: of the weights that each optimizer step on it updates, how many steps newer they are.
+    """A window of rollouts.
+
+    Attributes:
+        submitted: the number of the window at whose beginning this window was submitted.
+        weights: the optimizer step of the weights that sample it.
+        behind: for each optimizer step on the window, how many steps older these weights are than the current ones.
     """
 
     submitted: int
@@ -29,7 +32,7 @@ class Window:
 
 
 def windows_of(k: int, per_generation: int, accumulation: int, iterations: int, steps: int) -> list[Window]:
-    """TRL's loop over micro-steps, with `RunAhead` in it."""
+    """Simulates TRL's loop over micro-steps with `RunAhead`; returns the windows."""
     ahead, windows, step = RunAhead(k), list[Window](), 0
     every = per_generation * iterations
     last = -(-steps * accumulation // every) - 1

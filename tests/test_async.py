@@ -1,6 +1,6 @@
 """Asynchronous rollouts on fake servers that write the version of their weights into their tokens.
 
-So dates are compared with tokens, not with what the trainer believes. `test_vllm.py` has the real servers.
+So the tests compare the policy versions with the tokens themselves. `test_vllm.py` has the real servers.
 """
 
 import asyncio
@@ -29,10 +29,12 @@ SECONDS = 60.0  # that something is waited for which has to happen
 
 
 class Dated(Fake):
-    """Every completion is two tokens: the version when its request came, and when it was answered.
+    """A server whose completions have two tokens: the weight version when the request came, and when it was answered.
 
     Attributes:
-        arrived, answered: the prompts of requests, in order. hold: requests are not answered while it is cleared.
+        arrived: the prompts of the requests that came, in order.
+        answered: the prompts of the requests that were answered, in order.
+        hold: an event; no request is answered while it is cleared.
     """
 
     def __init__(self, **options: Any):
@@ -80,7 +82,7 @@ class Dated(Fake):
 
 
 class DatedWeights:
-    """In place of files: tells the servers the version. `steps`: version → optimizer steps, as the test saw them."""
+    """Replaces the transfer of weights: only sends the version. `steps` is version → optimizer steps at this time."""
 
     dtype = torch.float32
 
@@ -104,7 +106,7 @@ class DatedWeights:
 
 
 class Watch(DASHCallback):
-    """What each window was sampled by, and what the servers had been asked when a step ended."""
+    """Callback that records the tokens and policy versions of each window, and the window of each step."""
 
     def __init__(self) -> None:
         self.windows: list[SimpleNamespace] = []
@@ -128,7 +130,7 @@ class Watch(DASHCallback):
 
 
 def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any, Any]:
-    """A run; returns the trainer, what the watch saw, and version → optimizer steps."""
+    """Trains with fake servers; returns the trainer, the watch, and version → optimizer steps."""
     watch = settings.pop("watch", None) or Watch()
     weights: list[DatedWeights] = []
     prepare_more = settings.pop("prepare", lambda trainer: None)

@@ -1,4 +1,4 @@
-"""The backends of rewards: whatever a call does, it ends once, with its own outcome, and takes no other along."""
+"""The backends of rewards: whatever a call does, it gets exactly one outcome, its own, and harms no other call."""
 
 import asyncio
 import ctypes
@@ -151,7 +151,7 @@ def backend(backend_name) -> Iterator[Backend]:
 
 
 class Sheet:
-    """Calls, and the numbers of those that were finished."""
+    """A list of calls that records which of them are finished."""
 
     def __init__(self, function: Callable, arguments: Sequence[dict], timeout: float | Sequence[float] = MINUTES):
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -163,7 +163,7 @@ class Sheet:
         ]
 
     def wait(self, count: int | None = None) -> list[int]:
-        """So many of those that are done (all), in the order in which they were."""
+        """Waits until `count` calls (None = all) are finished; returns their numbers in the order of their ends."""
         return [self._done.get(timeout=MINUTES) for _ in self.calls[:count]]
 
     def run(self, backend: Backend) -> list[Call]:

@@ -1,6 +1,6 @@
-"""What users get wrong, and what they are told: a ValueError with value, reason and remedy, as early as possible.
+"""Mistakes of users, and the errors that they get: a ValueError with value, reason and remedy, as early as possible.
 
-The tables read: mistake → what is given → what is said.
+The tables have the form: mistake → what the user passes → part of the error message.
 """
 
 import ast

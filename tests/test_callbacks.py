@@ -56,7 +56,7 @@ def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model
 
 
 class Changes(Recorder):
-    """In the first window rewards, in the second to infinite ones, in the third advantages."""
+    """Changes rewards in the first window, sets rewards to ±inf in the second, and changes advantages in the third."""
 
     def on_rewards(self, args, state, control, rollouts, **kwargs):
         if state.global_step == 0:
@@ -183,7 +183,7 @@ def test_a_method_of_the_callbacks_own():
 
 
 class Slow(torch.nn.Module):
-    """A model, and a clock that goes on by so many seconds with each optimizer step."""
+    """A model, and a clock that advances by some seconds with each optimizer step."""
 
     def __init__(self, *seconds):
         super().__init__()
@@ -196,7 +196,7 @@ class Slow(torch.nn.Module):
 
 
 def timed(folder, limit, *seconds, resume=None, **settings):
-    """The trainer after its run, and `time/elapsed` of the lines of the file."""
+    """Trains; returns the trainer, and `time/elapsed` of each line of the metrics file."""
     model, path = Slow(*seconds), folder / "logs" / "metrics.jsonl"
     callbacks = [TimeLimitCallback(limit, clock=lambda: model.now), MetricsFileCallback(path)]
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}

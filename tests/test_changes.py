@@ -13,7 +13,7 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float
 
 
 def by_hand(steps: list[int]) -> list[int]:
-    """The bytes of the gaps, one after the other."""
+    """Returns the bytes of the gaps, encoded one after the other."""
     encoded, before = [], -1
     for step in steps:
         gap, before = step - before - 1, step
@@ -39,7 +39,7 @@ def test_gaps_of_any_length(gap):
 
 
 def after(old: torch.Tensor, new: torch.Tensor, part_bytes: int = 1 << 20) -> tuple[torch.Tensor, int]:
-    """`old` with the changes to `new`, which went through messages, and how many these are."""
+    """Packs changes from `old` to `new` into messages; returns `old` with the changes and the number of messages."""
     integer, result = INTEGERS[old.dtype], old.clone()
     messages = list(pack(changes("w", old, new, part_bytes=part_bytes), part_bytes=part_bytes))
     for message in messages:

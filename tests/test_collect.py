@@ -18,7 +18,7 @@ from tests.tiny import EOS, prompts, run, tiny_tokenizer
 
 
 def rollouts_of(prompts, trainer):
-    """Some completions are cut off, some tokens are an environment's, and some log-probs are not known."""
+    """Returns rollouts with truncated completions, tokens of an environment, and unknown log-probs."""
     chance = random.Random(0)
     rows = [[chance.randrange(4, 260) for _ in range(chance.randint(1, 12))] for _ in prompts]
     rows = [row + [EOS] * (chance.random() < 0.5) for row in rows]
@@ -141,7 +141,7 @@ def test_tokenizing_is_a_part_of_generation(tiny_model, tmp_path, monkeypatch):
 
 
 class Changing(TrainerCallback):
-    """After the first step, no row is kept, and rewards count ten times."""
+    """Changes settings after the first step: the filter drops all rows, and the reward weight is ten times as large."""
 
     def on_step_end(self, args, state, control, **kwargs):
         args.gradient_filter_threshold = 1e9
@@ -160,7 +160,7 @@ def test_a_callback_may_change_settings_during_a_run(tiny_model, tmp_path):
 
 
 def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):
-    """And gets them once for each optimizer step, of which here are two in every window."""
+    """vLLM gets the weights once per optimizer step; here each window has two optimizer steps."""
     synced = []
     for kind in (GRPOTrainer, DASHTrainer):
         steps: list[int] = []

@@ -1,4 +1,4 @@
-"""`dash_trl`: what it dispatches to, what accelerate gets, what the doctor says of other machines."""
+"""`dash_trl`: the scripts that it runs, the arguments of accelerate, and the doctor's report on other machines."""
 
 import re
 import subprocess
@@ -100,7 +100,7 @@ def without(machine: Machine, *names: str) -> Machine:
 
 
 def said(machine: Machine, what: str) -> str:
-    """ "yes", "no" or "but" with the reason, of the first finding about this."""
+    """Returns the first finding about a topic: "yes", "no" or "but", with the reason."""
     return next(f"{one.works}: {one.why}" for one in findings(machine) if what in one.what)
 
 

@@ -1,7 +1,8 @@
-"""What TRL logs of a step and of an evaluation `DASHTrainer` logs under the same name with the same value.
+"""Every metric that TRL logs of a step and of an evaluation, `DASHTrainer` logs with the same name and the same value.
 
-No row is dropped, and both see the same rollouts: so what differs is how these are sampled, carried and packed. Figures
-of the loss count by tokens here, and by micro-batches in TRL: there TRL's, weighed by their tokens, are the reference.
+No row is dropped, and both trainers get the same rollouts. So they differ only in how rows are sampled, carried and
+packed. Metrics of the loss are means over tokens in DASH, and over micro-batches in TRL. For these metrics, the
+reference is TRL's values, weighted by the tokens of the micro-batches.
 """
 
 import random

@@ -52,7 +52,7 @@ def make_rows(
 
 
 def as_tables(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Boundaries and values, padded, and lengths."""
+    """Returns padded boundaries and values, and lengths."""
     most = max(len(row["boundaries"]) for row in rows)
     boundaries, values = torch.full((len(rows), most), -1), torch.full((len(rows), most), math.nan, dtype=torch.double)
     for i, row in enumerate(rows):
@@ -84,7 +84,7 @@ def as_rewards(
 
 
 def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
-    """The same for the reference, which merges episodes and looks up values by itself."""
+    """Converts rows for the reference, which merges episodes and looks up values by itself."""
     plain = []
     for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
         at, values = row["boundaries"], row["values"]
@@ -139,7 +139,7 @@ def test_the_settings_of_an_estimator_are_those_that_change_its_credit(name):
 
 
 def on_two_ranks(rewards: Rewards, work) -> list:
-    """What `work(rewards, rows)` returns on each half of the rows, in two threads that meet in every sum."""
+    """Runs `work(rewards, rows)` on each half of the rows, as two ranks: two threads that meet in every sum."""
     meeting, sums, half = Barrier(2, timeout=60), {}, len(rewards.process) // 2
 
     def rank(number: int):
@@ -303,7 +303,7 @@ def documented_laws() -> dict[str, tuple[bool, set[int]]]:
 
 
 def laws_broken(name: str, seed: int) -> set[int]:
-    """By a random group, whose rows have outcomes, too."""
+    """Returns the laws that an estimator breaks on a random group; its rows also have outcomes."""
     generator, outcome_advantages, order = random.Random(seed), [0.3, -1.0, 0.5, 0.2], [2, 0, 3, 1]
 
     def credit(rows, advantages=outcome_advantages):

@@ -30,7 +30,7 @@ def completion(prompt: str, number: int) -> list[int]:
 
 
 class ByPrompt:
-    """A `rollout_func` whose completions depend on the prompt and their number in the group. `rounds`: its prompts."""
+    """A `rollout_func` whose completions depend on prompt and position in the group; `rounds`: prompts of each call."""
 
     def __init__(self) -> None:
         self.rounds: list[list[str]] = []
@@ -51,7 +51,7 @@ def has_signal(prompt: str, reward: ScriptedReward) -> bool:
 
 
 def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int) -> list[list[int]]:
-    """The rows of the dataset that make each window, where a round has what is missing by the share so far."""
+    """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
     windows, first = [], 0
     for _ in range(count):
         size, signal, silent = ROOM, list[int](), list[int]()

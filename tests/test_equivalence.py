@@ -38,7 +38,7 @@ def start(tiny_model) -> dict[str, torch.Tensor]:
 
 
 def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
-    """(difference, update) after each step, and TRL's and our trainer."""
+    """Trains TRL's and our trainer; returns (difference, update) after each step, and both trainers."""
     own = {key: settings.pop(key) for key in list(settings) if key in OWN}
     trainers, seen = [], []
     for trainer_class, options in ((GRPOTrainer, {}), (DASHTrainer, own)):
@@ -52,7 +52,7 @@ WITH_POLICY_LOSS = {"entropy_coef": 1e-9}  # TRL logs it if the coefficient is n
 
 
 def padded(trainer: Any) -> None:
-    """A model that cannot run padding-free: rows are sorted and trimmed."""
+    """A `prepare` for a model that cannot run padding-free: rows are sorted and trimmed."""
     if isinstance(trainer, DASHTrainer):
         pad(trainer)
 
@@ -195,7 +195,7 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
 
 
 def corrects(trainer: Any) -> None:
-    """What `use_vllm` switches on, with the log-probs of scripted rollouts in place of a sampler's."""
+    """A `prepare` that turns TRL's correction on, with the log-probs of scripted rollouts as the sampler's."""
     trainer.use_vllm = True
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1
@@ -214,7 +214,7 @@ def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, 
 
 @pytest.fixture
 def passes(monkeypatch) -> list[bool]:
-    """Of each pass of the policy, whether it was made with gradient."""
+    """Records for each pass of the policy whether it has a gradient."""
     made: list[bool] = []
     of_pass = DASHTrainer._get_per_token_logps_and_entropies
 

@@ -1,4 +1,4 @@
-"""`python -m dash_trl.evaluation`: what it writes, how it goes on, and what it refuses before weights are loaded."""
+"""`python -m dash_trl.evaluation`: what it writes, how it is continued, and errors before weights are loaded."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def problems() -> Path:
 
 @pytest.fixture
 def reward() -> Path:
-    """Correct is what has an even number of characters; such that half of an untrained model's texts are."""
+    """A text is correct if it has an even number of characters, like half of an untrained model's texts."""
     return rewards("return float(len(completion) % 2 == 0)")
 
 

@@ -1,4 +1,4 @@
-"""The state machine of the servers, in the stories that it was made for."""
+"""The state machine of the servers, in the situations that it was made for."""
 
 from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, SEQUENCES_PER_SERVER, Fleet, State
 
@@ -65,7 +65,7 @@ def test_an_idle_server_may_have_become_another_when_it_inherits_work():
 
 
 def test_a_server_that_waits_for_the_next_weights_is_nobody_s_hope():
-    """It was restarted unseen: whoever waits for it waits for ever, and so would the run."""
+    """Such a server was restarted unnoticed; a job that waits for it would never be served, and the run would hang."""
     fleet = ready(A, B, C)
     fleet.started(B, 0, 1, 1)
     fleet.look_around(1.0)

@@ -1,4 +1,4 @@
-"""Models that let packed samples see each other are found out, and trained and valued without packing."""
+"""Models in which packed samples see each other are detected, and are trained and valued without packing."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -231,9 +231,12 @@ def test_packing_asks_nothing_of_the_device():
 
 
 class FakeModel:
-    """Log-probs that depend on a sample's own tokens, and as little as `leak` says on those of the sample before.
+    """A model whose log-probs depend on a sample's own tokens, and a little on the sample before.
 
-    `regrouped`: what any other token of the row changes, as in a mixture of experts, at random.
+    Args:
+        leak: size of the effect of the sample before.
+        regrouped: size of random changes by any other token of the row, as in a mixture of experts.
+        shift: constant added to all log-probs of packed samples.
     """
 
     def __init__(self, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):

@@ -25,7 +25,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 class InAnEnvironment(ScriptedRollouts):
-    """Every third token is the environment's: no loss counts it, and what is reported of it is a NaN or nonsense."""
+    """Rollouts in which every third token is the environment's: no loss token, with NaN or a wrong log-prob."""
 
     def __call__(self, prompts, trainer):
         output = super().__call__(prompts, trainer)
@@ -35,7 +35,7 @@ class InAnEnvironment(ScriptedRollouts):
 
 
 class Watch(Snapshots, DASHCallback):
-    """The rollouts of the last window, and the parameters after each step; may give each token a credit of its own."""
+    """Callback that records the last window and the parameters after each step; optionally sets credit per token."""
 
     def __init__(self, per_token: bool = False):
         super().__init__()
@@ -82,7 +82,7 @@ def rows_of(rollouts: Any) -> list[Row]:
 
 
 def filled(rows: list[Row], others: list[list[float]]) -> list[list[float]]:
-    """The sampler's log-probs; others in place of those that are not known."""
+    """Returns the sampler's log-probs, with other values in place of the unknown ones."""
     pairs = [zip(row.sampler, other, strict=True) for row, other in zip(rows, others, strict=True)]
     return [[o if math.isnan(s) else s for s, o in pair] for pair in pairs]
 
@@ -106,7 +106,7 @@ def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, a
 
 
 def summed(loss: str, *terms: list[Any]) -> torch.Tensor:
-    """Over the rows, each of whose terms are one per token."""
+    """Sums terms per token over all rows."""
     return sum(formula(loss, *map(torch.as_tensor, row)) for row in zip(*terms, strict=True))
 
 

@@ -26,7 +26,7 @@ needs_data = pytest.mark.skipif(
 
 
 def misbehave(completion: str, gold: str) -> float:
-    """Scores a row in a worker: does what the completion says, else compares text."""
+    """Scores a row in a worker: misbehaves as the completion says, or compares texts."""
     while completion == "hang":
         pass
     if completion == "raise":
@@ -60,7 +60,7 @@ def reward():
 
 @pytest.fixture(scope="module")
 def scripted():
-    """One worker, so that whatever a bad row destroys is its neighbours'."""
+    """Returns a reward with one worker, so that a bad row can harm its neighbours."""
     with closing(Scripted(workers=1, timeout=1)) as reward:
         yield reward
 

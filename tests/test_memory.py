@@ -1,4 +1,4 @@
-"""No pass of DASH makes the logits of all its tokens: neither forward nor backward, and V(prefix) not either."""
+"""No pass of DASH computes the logits of all its tokens at once: forward, backward and V(prefix) work in chunks."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class TooLarge(BaseException):
 
 
 class Limited(TorchDispatchMode):
-    """Raises at a tensor of more elements than a chunk's positions × vocabulary."""
+    """Raises `TooLarge` if a tensor has more elements than a chunk's positions × vocabulary."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))

@@ -63,8 +63,8 @@ class Job:
     """`sbatch slurm.sh` on nodes that are addresses of this machine; `start` once more is `scontrol requeue`.
 
     Attributes:
-        commands: the command lines of all processes while it ran, as every user of the machine can read them.
-        keys: that its processes had for the servers.
+        commands: the command lines of all processes of the machine during the job; every user can read them.
+        keys: the server keys in the environments of the job's processes.
     """
 
     def __init__(self, folder: Path, nodes: int, **settings: object):
@@ -103,7 +103,7 @@ class Job:
             )
 
     def look(self) -> bool:
-        """It runs; what can be seen of its processes is noted."""
+        """Records the commands and keys of processes; returns whether the job still runs."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 self.commands.add(" ".join(process.cmdline()))
@@ -119,7 +119,7 @@ class Job:
             assert self.look() and time.monotonic() < end, self.said()
 
     def end(self) -> int:
-        """The exit code, once nothing of it is left."""
+        """Waits for the end of the job; checks that no process is left, and returns the exit code."""
         end = time.monotonic() + SECONDS
         while self.look():
             assert time.monotonic() < end, self.said()
@@ -127,7 +127,7 @@ class Job:
         return self.batch.returncode
 
     def kill(self, node: str, number: int = signal.SIGKILL) -> None:
-        """All processes of a node."""
+        """Sends a signal to all processes of a node."""
         for process in slurm_stand_in.processes(self.number, node):
             with suppress(psutil.Error):
                 process.send_signal(number)

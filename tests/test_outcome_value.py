@@ -20,14 +20,14 @@ from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, ru
 
 
 def stage() -> SimpleNamespace:
-    """What `OutcomeValue` needs of a trainer."""
+    """Returns a stand-in with the attributes of a trainer that `OutcomeValue` uses."""
     logged = []
     recorder = SimpleNamespace(log=logged.append)
     return SimpleNamespace(ranks=Ranks(Accelerator(cpu=True)), logged=logged, recorder=recorder)
 
 
 def rollouts(seed: int, count: int = 24, entropies: bool = True, wrong: float = 0.5):
-    """(requests, outcomes): a rollout that fails has an unlikely token in its second episode."""
+    """Returns (requests, outcomes); a failing rollout has an unlikely token in its second episode."""
     generator = random.Random(seed)
     requests, outcomes = [], []
     for row in range(count):
@@ -218,7 +218,7 @@ def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(value, argume
 
 
 class Windows(DASHCallback):
-    """Comes after the process rewards: what they made of each window, and what V was worth up to it."""
+    """Callback after the process rewards that records each window's values, advantages, rollouts and weight of V."""
 
     per_group = True
 
@@ -250,14 +250,14 @@ def logged(trainer, name):
 
 
 AUTO = CreditSettings(process_weight="auto")
-# Generation windows of an optimizer step.
+# Number of windows in an optimizer step.
 ONE_WINDOW_OR_TWO = pytest.mark.parametrize(
     "shapes", [pytest.param({}, marks=pytest.mark.exhaustive), {"steps_per_generation": 2}], ids=["one", "two"]
 )
 
 
 class Knows:
-    """A value that has seen how each completion ends: V is its reward at inner boundaries, and 0.5 before."""
+    """A value estimator that uses the reward of the whole completion: V is this reward, and 0.5 at b_0."""
 
     space = "probability"
     needs_answers = False
@@ -275,7 +275,7 @@ class Knows:
 
 
 class FittedAndKnown(OutcomeValue):
-    """A fitted value that is worth something: half of what the fit says, and half of what `Knows` does."""
+    """A fitted value that predicts outcomes: the mean of the fitted V and of the V of `Knows`."""
 
     def __init__(self):
         super().__init__(min_rollouts=4, min_problems=2)
@@ -293,7 +293,7 @@ class FittedAndKnown(OutcomeValue):
 
 
 class Tools(ScriptedRollouts):
-    """Every other token is not the policy's. own_first: whether the first one is."""
+    """Rollouts in which every other token is not the policy's; `own_first`: the first token is the policy's."""
 
     def __init__(self, own_first: bool = True, **arguments):
         super().__init__(**arguments)

@@ -48,7 +48,7 @@ def callback(**arguments) -> ProcessRewardCallback:
 
 
 class Seen(DASHCallback):
-    """Comes after the process rewards and keeps what they made."""
+    """Callback after the process rewards that keeps the rollouts with their credit."""
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         self.rollouts = rollouts

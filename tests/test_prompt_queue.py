@@ -1,7 +1,6 @@
 """`PromptQueue` and `PromptHistory`, without a model: any sequence of readings, rounds, interrupts and resumes.
 
-All ranks of a run are walked in step, as its trainers are. The dataset's rows are numbers, so that one sees which of
-them a rank was handed.
+The tests simulate all ranks of a run in step. The dataset's rows are numbers, so a test sees which rows each rank gets.
 """
 
 import io
@@ -34,12 +33,19 @@ def reloaded(state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a run.
+    """The shape of a run.
 
     Attributes:
-        prompts: of a rank in a generation batch. batches, rest: generation batches of the dataset, and prompts beside.
-        most: `max_skipped_epochs`. silent: the share of prompts whose groups have no signal.
-        firsts: how many prompts of a rank the windows begin with, by turns.
+        ranks: number of ranks.
+        prompts: number of prompts of a rank in a generation batch.
+        window_batches: number of micro-steps of a window.
+        accumulation: number of micro-steps of an optimizer step.
+        ahead: `async_level`.
+        batches: number of whole generation batches in the dataset.
+        rest: number of prompts in the dataset beside these.
+        most: `max_skipped_epochs`.
+        silent: share of prompts whose groups have no signal.
+        firsts: numbers of prompts of a rank in the first rounds of windows; windows use them in turn.
     """
 
     ranks: int
@@ -69,9 +75,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """`cuts`: micro-steps that run before a callback ends the epoch. `short`: micro-steps that an epoch's end lacks.
+    """An optimizer step.
 
-    `rounds`: how many prompts of a rank each further round takes, of the windows that begin, by turns.
+    Attributes:
+        cuts: numbers of micro-steps after which a callback ends the epoch.
+        short: number of micro-steps that are missing at the end of the epoch.
+        rounds: for the windows that begin in this step, in turn: number of prompts of a rank in each further round.
     """
 
     cuts: list[int]
@@ -81,7 +90,14 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class Point:
-    """What a checkpoint has of a run. `firsts`: windows that got their first prompts. `queues`: of each rank."""
+    """The state of a run in a checkpoint.
+
+    Attributes:
+        step: number of micro-steps.
+        global_step: number of optimizer steps.
+        firsts: number of windows whose first round has its prompts.
+        queues: state of each rank's queue.
+    """
 
     step: int
     global_step: int
@@ -90,12 +106,14 @@ class Point:
 
 
 class Walk:
-    """All ranks of a run, from its beginning or from a `Point`.
+    """Simulates all ranks of a run, from its beginning or from a `Point`.
 
     Attributes:
-        taken: of each rank, what it was handed. ahead: of windows that have not begun, each rank's rows.
-        orders: of each rank, the prompts of its epochs.
-        before, after: the points at the beginning of each optimizer step, where its windows are known, and at its end.
+        taken: for each rank, the prompts that it got.
+        ahead: for each window that has not begun, the rows of each rank.
+        orders: for each rank, the prompts of its epochs.
+        before: for each optimizer step, the point at its beginning, when its windows are known.
+        after: for each optimizer step, the point at its end.
     """
 
     def __init__(self, shape: Shape, start: Point | None = None):

@@ -1,6 +1,6 @@
-"""A reader that looks ahead: Transformers gets its micro-batches as ever, and the next windows' prompts are known.
+"""Reading ahead: Transformers gets the same micro-batches as without it, and the prompts of the next windows are known.
 
-The expectation is what a run that does not look ahead (`async_level` 0, Transformers' own reading) comes to sample.
+The expected prompts are those of a run that does not read ahead (`async_level=0`, Transformers' own reading).
 """
 
 import weakref
@@ -23,9 +23,9 @@ def names(rows):
 
 
 class Walk(DASHTrainer):
-    """TRL's dataloader in Transformers' loop, without a model: what a micro-step gets, and knows of the next ones.
+    """A trainer without a model that records the prompts of micro-steps and windows, and the announced prompts.
 
-    `ends` are the optimizer steps, as they begin, and the micro-steps at their end.
+    `ends` contains (optimizer step, number of micro-steps at its end).
     """
 
     notes = ("seen", "windows", "announced", "ends")
@@ -50,7 +50,7 @@ class Walk(DASHTrainer):
 
 
 def walks(model, output, levels=(0, 1, 3), **settings):
-    """`train()` of one trainer for each `async_level`: what it handed out, sampled and announced."""
+    """Trains one trainer with each `async_level`; returns what `Walk` has recorded."""
     trainers, notes = [], []
     settings = {"num_generations": 2, "prepare": trainers.append, **settings}
     run(Walk, model, output, **settings, async_level=levels[0])

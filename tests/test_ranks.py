@@ -1,4 +1,4 @@
-"""How ranks meet where one of them has failed: the error reaches all, and nobody waits for a rank that has gone."""
+"""Agreements of ranks after one rank has failed: all ranks get the error, and no rank waits for one that has ended."""
 
 import json
 import pickle
@@ -26,7 +26,7 @@ class Unsayable(RuntimeError):
 
 
 def agreements(*works) -> list[str]:
-    """What comes of a work on each of so many ranks, threads here, and of an agreement that follows it."""
+    """Runs a work and then an agreement on several ranks, which are threads here; returns each rank's result."""
     store, outcome = dist.HashStore(), [""] * len(works)
 
     def come(rank: int) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
 
 
 def test_a_failure_is_known_before_its_rank_has_come():
-    """Else who comes last would find all there, and no failure."""
+    """Otherwise the last rank would find that all ranks have come, and no failure."""
     order = []
 
     class Store(dist.HashStore):

@@ -9,7 +9,7 @@ from dash_trl.monitoring.recorder import Recorder
 
 
 class Clock:
-    """Time that stands still but for `pass_`; in place of `time.perf_counter`, and of a GPU's events."""
+    """A clock that advances only by `pass_`; replaces `time.perf_counter` and a GPU's events."""
 
     def __init__(self, monkeypatch):
         self.now, self.waited = 0.0, 0

@@ -1,4 +1,4 @@
-"""Files that an interrupted run goes on with: wherever it was cut, and whose it was."""
+"""Files from which an interrupted run continues, wherever it was interrupted, and the check that they are its own."""
 
 import json
 
@@ -13,7 +13,7 @@ BROKEN = b'{"settings": {}}\n{"index": 0, "te\n{"index": 1}\n'  # not at its end
 
 
 def write(path, rows=ROWS, settings=SETTINGS):
-    """As a run does: what is there is not made again."""
+    """Writes records like a run: existing records are not made again."""
     with Records(path, settings) as records:
         for index, row in rows.items():
             if index not in records.rows:

@@ -11,7 +11,7 @@ from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, run
 
 
 class Reward(ScriptedReward):
-    """Logs the number of its call, and is interrupted in call `interrupted_in`."""
+    """A reward that logs the number of its call, and is interrupted in call `interrupted_in`."""
 
     def __init__(self, interrupted_in=None):
         super().__init__(constant=0.3)
@@ -33,7 +33,7 @@ class InterruptedBetweenMicroSteps(TrainerCallback):
 
 
 def set_out(trainer, weights):
-    """From the given weights, with the same completions, rewards and random numbers each time."""
+    """Resets the trainer: the given weights, and the same completions, rewards and random numbers each time."""
     trainer.model.load_state_dict(weights)
     trainer.rollout_func = ScriptedRollouts(7)
     trainer.reward_funcs[0].func = Reward()
@@ -42,7 +42,7 @@ def set_out(trainer, weights):
 
 
 def logged(trainer):
-    """The log without what a clock says."""
+    """Returns the log without times."""
     return [
         {name: value for name, value in log.items() if "time" not in name and "per_second" not in name}
         for log in trainer.state.log_history

@@ -1,4 +1,4 @@
-"""A gradient that is not finite changes nothing, is counted, and does not go on for ever."""
+"""A step with a gradient that is not finite changes nothing and is counted; too many in succession end the run."""
 
 import math
 

@@ -20,7 +20,7 @@ ROWS = 4 * GROUPS  # of a window
 
 
 class Server(Dated):
-    """The completions of a group differ. `before`: called before the n-th rollout is answered."""
+    """A server with different completions in a group; calls `before` before it answers the n-th rollout."""
 
     before: Any = staticmethod(lambda number: None)
 
@@ -42,7 +42,7 @@ server = factory(Server)
 
 
 class Reward:
-    """What it is called with, in order. `called`: set by the first call."""
+    """A reward that records its arguments in order; its first call sets `called`."""
 
     def __init__(self, before: Any = lambda: None):
         self.rows: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ class Unstreamed(DASHTrainer):
 
 
 def trained(model: str, output: Any, servers: list[Any], level: int = 0, **settings: Any) -> Any:
-    """A run; returns the trainer and the reward."""
+    """Trains; returns the trainer and the reward."""
     reward = settings.pop("reward", None) or Reward()
     settings = {"max_steps": 1, **STEP, **settings}
     return asynchronous(model, output, servers, level, reward=RewardRunner(reward), **settings)[0], reward

@@ -94,14 +94,15 @@ def given(name: str, *contents: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A row, from a prompt to what becomes of it.
+    """The turns of a row, and the expected completion.
 
     Attributes:
-        turns: what the policy writes, turn by turn.
-        ids: texts of the row's completion: the policy's, its environment's, the policy's, …
+        turns: the policy's turns.
+        ids: texts of the completion, by turns of the policy and of its environment.
         messages: the completion that reward functions get.
-        calls: of tools. failures: how many of these failed.
-        prompt: further tokens of the prompt.
+        calls: number of tool calls.
+        failures: number of failed tool calls.
+        prompt: number of additional prompt tokens.
     """
 
     turns: Sequence[str | list[int]]
@@ -118,10 +119,10 @@ DONE, CALL = ("done",), ("", ("add", {"a": 1, "b": 2}))
 def one_call(
     *calls: Any, answers: Sequence[tuple[str, Any]], texts: Any = None, failures: int = 0, **kind: str
 ) -> Case:
-    """A message with calls, their answers in order, and a last turn.
+    """Returns a case with one message with calls, their answers in order, and a last turn.
 
     Args:
-        texts: of the answers as tokens, if not their contents.
+        texts: texts of the answers in the completion; None = their contents.
     """
     first = written("", *calls, **kind)
     appended = given(answers[0][0], *(texts or [content for _, content in answers]))
@@ -134,7 +135,7 @@ def failed(name: str, *calls: Any, error: str, **kind: str) -> Case:
 
 
 def repeated(times: int, *, calls: int, last: tuple) -> Case:
-    """Calls one after the other, then a turn."""
+    """Returns a case with several turns that each make a call, and a last turn."""
     first, appended = written(*CALL), given("add", "3")
     messages = [parsed(*CALL), *answered(("add", "3"))] * times
     return Case(
@@ -146,7 +147,7 @@ def repeated(times: int, *, calls: int, last: tuple) -> Case:
 
 
 def filled(room: int, *, then: str | list[int]) -> tuple[list[str | list[int]], list[str], list[dict[str, Any]]]:
-    """A call after whose answer so many tokens are left: its turns, its texts, its messages without the last turn's."""
+    """Returns turns, texts and messages of a call after which `room` tokens are left; no message of the last turn."""
     call, contents = ("fill", {"length": 40}), "z" * 40
     appended = given("fill", contents)
     words = "y" * (BUDGET - room - len(tokens(written("", call))) - len(tokens(appended)))
@@ -155,19 +156,19 @@ def filled(room: int, *, then: str | list[int]) -> tuple[list[str | list[int]], 
 
 
 def cut(room: int) -> Case:
-    """The last turn is longer than the room that is left."""
+    """Returns a case whose last turn is longer than the remaining room."""
     turns, ids, messages = filled(room, then=written("x" * 30))
     return Case(turns, [*ids, "x" * room], [*messages, *([parsed("x" * room)] if room else [])], 1)
 
 
 def overlong() -> Case:
-    """As the one that leaves no room, with one token more."""
+    """Returns a case whose tool answer is one token longer than the remaining room."""
     turns, ids, messages = filled(-1, then=written(*DONE))
     return Case(turns[:1], ids[:1], messages[:1], 1)
 
 
 def no_turn() -> Case:
-    """Nothing is sampled after a tool's answer."""
+    """Returns a case in which nothing is sampled after a tool's answer."""
     _, ids, messages = filled(100, then=[])
     return Case([ids[0], []], ids, messages, 1)
 

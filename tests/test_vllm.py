@@ -84,7 +84,7 @@ class Pair:
         return Command([*command, *options], environment=environment, log=log)
 
     def wait_until_ready(self) -> None:
-        """They say so, and with which flag to train."""
+        """Waits until the servers have printed that they are ready, with the flag for training."""
         for url, command in zip(self.urls, self.commands, strict=True):
             ready = f"    --vllm_server_urls {url}\n\nCtrl+C stops the servers.\n"
             wait_until(
@@ -189,13 +189,13 @@ def differences(model: Any, prompt: list[int], completion: list[int], sampled: l
 
 
 def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
-    """Over the rows, one at a time."""
+    """Returns the largest difference over all rows, computed row by row."""
     by_row = zip(rows, completions, log_probs, strict=True)
     return max(differences(model, *row).max().item() for row in by_row)
 
 
 def change(model: Any, seed: int, part: str = "") -> None:
-    """Far enough that stale weights cannot pass for these: all, or those with this part in their names."""
+    """Changes all parameters, or those with a part in their names, so much that stale weights would be noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -216,7 +216,7 @@ def change_few(model: Any, seed: int) -> None:
 
 
 def stored(url: str, folder: Path) -> dict[str, Tensor]:
-    """The tensors of a server of one worker, as vLLM itself writes them."""
+    """Returns the tensors of a server with one worker, as vLLM itself saves them."""
     folder.mkdir()
     body = {"method": "save_sharded_state", "kwargs": {"path": str(folder)}}
     request = urllib.request.Request(f"{url}/collective_rpc", json.dumps(body).encode(), key_header(url))
@@ -240,7 +240,7 @@ def as_stored(model: Any) -> dict[str, Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, str]]:
-    """(url, method) of each call by which weights get to a server."""
+    """Records (url, method) of each call that sends weights to a server."""
     made, real = list[tuple[str, str]](), VLLMServer._rpc
 
     async def rpc(self, method, **kwargs):

@@ -1,4 +1,4 @@
-"""A tiny model, scripted rollouts, and runs of TRL and DASH on the same of them."""
+"""A tiny model, scripted rollouts, and runs of TRL and DASH on the same rollouts."""
 
 import atexit
 import functools
@@ -94,7 +94,7 @@ def fsdp_on_cpu() -> None:
 
 
 def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """[tokens] each: the sample of every token, and how many tokens of it are left."""
+    """Returns two [tokens] tensors: the sample of each token, and how many tokens of this sample are left."""
     place = torch.arange(tokens)
     sample = torch.bucketize(place, ends[1:], right=True)
     return sample, ends[1:][sample] - place
@@ -103,7 +103,7 @@ def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def packed_by_mask(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attention with the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
+    """Attention that takes the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
     if "cu_seq_lens_q" in settings:
         sample, left = _place(settings["cu_seq_lens_q"].long(), query.shape[2])
         of_key, key_left = _place(settings["cu_seq_lens_k"].long(), key.shape[2])
@@ -112,7 +112,7 @@ def packed_by_mask(
 
 
 def with_flash_stand_in(model: str, attention: Any = packed_by_mask) -> Any:
-    """A model that is packed as with FlashAttention."""
+    """Loads a model that is packed as with FlashAttention."""
     AttentionInterface.register("flash_stand_in", attention)
     AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
     loaded = AutoModelForCausalLM.from_pretrained(model)
@@ -135,11 +135,15 @@ def prompts(count: int) -> Dataset:
 
 
 class ScriptedRollouts:
-    """A `rollout_func` whose completions depend on nothing but a seed and the call: random lengths and tokens.
+    """A `rollout_func` with random completions that depend only on seed, rank and number of the call.
 
     Args:
-        noise: with it, log-probs are those of the model, off by so much, as of a sampler in lower precision.
-        unknown: the share of log-probs that are not known. filled: the model's own are in their place.
+        seed: the seed.
+        longest: largest number of tokens of a completion.
+        noise: standard deviation of the noise on the model's log-probs, like a sampler's in lower precision; None = no
+            log-probs.
+        unknown: share of unknown log-probs.
+        filled: True = the model's log-probs replace unknown ones.
     """
 
     def __init__(
@@ -178,15 +182,15 @@ class ScriptedRollouts:
 
 @torch.no_grad()
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
-    """log P of each completion token, one row at a time, straight from the logits."""
+    """Returns log P of each token of one completion, from the logits of a plain pass."""
     logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].log_softmax(dim=-1)
     return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)]
 
 
 class ScriptedReward:
-    """0 or 1 at random, but the same for all completions of a prompt with probability `constant`.
+    """A reward function: 0 or 1 at random. With probability `constant`, all completions of a prompt get the same.
 
-    Always 1 in the calls (generation windows) whose numbers are in `silent`.
+    In the calls (generation windows) whose numbers are in `silent`, all rewards are 1.
     """
 
     __name__ = "scripted"
@@ -208,7 +212,7 @@ class ScriptedReward:
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of a model's parameters, or of those in a folder."""
+    """Returns copies of the parameters of a model, or of the model in a folder."""
     model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
     found = {name: value.detach() for name, value in model.named_parameters()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
@@ -216,7 +220,7 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Snapshots(TrainerCallback):
-    """The parameters after each step."""
+    """Callback that records the parameters after each step."""
 
     def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -226,26 +230,26 @@ class Snapshots(TrainerCallback):
 
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
-    """(largest difference of the two updates relative to the largest update, largest update)."""
+    """Returns (largest difference of two updates relative to the largest update, largest update)."""
     update = torch.stack([(one[name] - start[name]).abs().max() for name in start]).max().item()  # NaN if one is
     difference = torch.stack([(one[name] - other[name]).abs().max() for name in start]).max().item()
     return difference / max(update, 1e-30), update
 
 
 def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
-    """Both have gone the same way from `start`, but for `tolerance` of it, and further than `least`."""
+    """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`."""
     difference, update = relative_difference(start, one, other)
     assert update > least and difference <= tolerance
 
 
 def pad(trainer: Any) -> None:
-    """For `prepare`: the passes of a `DASHTrainer` are padded though its model could do without."""
+    """A `prepare` that pads the passes of a `DASHTrainer`, although its model could run padding-free."""
     trainer._passes.padded_because = "of this test"
 
 
 @functools.cache
 def leave_modules_to_themselves() -> None:
-    """`train()` collects garbage, for most of its time among the modules; once they are loaded, it passes them over."""
+    """Excludes loaded modules from garbage collection, where `train()` would spend most of its time."""
     gc.freeze()
 
 
@@ -255,7 +259,7 @@ OWN_FIGURES = {"step", "measured", "shortest", "first_length", "calls"}  # the l
 
 @functools.cache
 def figure_names() -> frozenset[str]:
-    """The figures in the tables of the documentation; `<name>` and `<note>` stand for any name."""
+    """Returns the names of figures in the documentation's tables; `<name>` and `<note>` stand for any name."""
     return frozenset(re.findall(r"^\| `([^`]+)` \|", FIGURES.read_text(), re.MULTILINE))
 
 

@@ -1,17 +1,18 @@
-"""Mutation test: changes single lines of the package and looks whether a test notices.
+"""Mutation testing: changes single lines of the package and checks whether a test fails.
 
     pip install coverage
     python tools/mutations.py record               # once: which test runs which line (the suite with coverage contexts)
     python tools/mutations.py draw --number 60     # draws mutations with a fixed seed into tools/mutations.json
     python tools/mutations.py run                  # runs, for each mutation, the tests that cover its line
 
-A mutation is *killed* when one of its tests fails or runs out of time, and *survives* otherwise. If no recorded test
-covers the line (it runs in a process that ended without saving), all tests that cover its file run, or its folder.
+A mutation is *killed* if one of its tests fails or runs out of time, and *survives* otherwise. If no recorded test
+covers the line, for example because a process ended without saving its coverage, the tests that cover the file are run
+instead, or else those that cover its folder.
 
-`tools/mutations.json` holds the drawn lines as text, so that a mutation still applies after its line moved. If a line
-was rewritten, edit its entry to the line that took its place. An entry with `equivalent` gives the reason why no test
-can tell the mutation from the original, and one with `gone` the reason why it has no successor; neither is run.
-`run` mutates the checkout it is called in and restores it: call it in a clone of its own.
+`tools/mutations.json` contains the drawn lines as text, so that a mutation still applies after its line moved. If a
+line was rewritten, edit its entry to the new line. An entry is not run if it has one of two fields: `equivalent`, the
+reason why no test can distinguish the mutation from the original, or `gone`, the reason why the line has no successor.
+`run` changes files of the checkout in which it is called, and restores them: call it in a separate clone.
 """
 
 import argparse
@@ -46,11 +47,14 @@ UNTOUCHED = ("annotation", "returns", "decorator_list", "type_params")
 
 
 def mutations_of(source: str) -> Iterator[tuple[int, str, str]]:
-    """All (line number from 1, line, mutated line) of a module; annotations, strings and imports stay as they are."""
+    """Yields all mutations of a module as (line number from 1, line, mutated line).
+
+    Annotations, strings and imports are not mutated.
+    """
     lines, tree = source.splitlines(), ast.parse(source)
 
     def text(node: Any) -> str:
-        """The source of a node on one line."""
+        """Returns the source of a node that lies on one line."""
         return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
 
     def inside(node: ast.AST) -> Iterator[Any]:
@@ -71,7 +75,7 @@ def mutations_of(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def in_place_of(node: ast.expr | ast.stmt, text: Callable[[ast.AST], str]) -> Iterator[str]:
-    """What is put in the place of a node, whose source `text` gives."""
+    """Yields the replacements of a node; `text` returns the source of a node."""
     match node:
         case ast.Expr(value=ast.Constant()):
             return
@@ -126,7 +130,7 @@ def draw(number: int, seed: int) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """For `-p tools.mutations`: a coverage context for each test."""
+    """Hook for `pytest -p tools.mutations`: starts a coverage context for each test."""
     import coverage
 
     if (current := coverage.Coverage.current()) is not None:
@@ -135,9 +139,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def record(extra: list[str]) -> None:
-    """The suite once, every process of it under coverage. A process that a test starts counts for that test.
+    """Runs the suite once, with coverage in all processes. Lines in a process that a test starts count for that test.
 
-    Only the files of drawn mutations are traced, so that the tests take about as long as otherwise.
+    Only the files of drawn mutations are traced, so the tests take about as long as without coverage.
     """
     shutil.rmtree(RECORD, ignore_errors=True)
     data = RECORD / "data"
@@ -163,7 +167,7 @@ def record(extra: list[str]) -> None:
 
 
 def covering(data: Any, mutation: dict[str, Any], line: int) -> list[str]:
-    """Node ids of the tests that run `line` of the file, or else any of its lines, or else any of its folder."""
+    """Returns the ids of the tests that run a line; if there are none, those that run its file, or else its folder."""
 
     def tests(path: str, line: int | None = None) -> set[str]:
         files = [data.contexts_by_lineno(file) for file in data.measured_files() if f"/{path}" in file]
@@ -203,7 +207,8 @@ def outcome(mutation: dict[str, Any], data: Any, seconds: dict[str, float], limi
     if done.returncode == 0:
         return f"SURVIVED {len(tests)} tests in {took:.0f} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    # pytest does not know a name that was recorded; if a test's file cannot be imported, it finds no collectors
+    # Exit code 4: pytest does not find a recorded test. With "found no collectors", a test's file cannot be imported,
+    # so the mutation is killed.
     if done.returncode == 4 and "found no collectors" not in done.stderr:
         return f"not run: {done.stderr.strip().splitlines()[-1]}"
     return f"killed in {took:.0f} s: {failed[0][:150] if failed else f'exit {done.returncode}'}"
@@ -231,12 +236,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=("record", "draw", "run"), help="what is behind `record` goes to pytest")
-    parser.add_argument("--number", type=int, default=60, help="draw: of mutations")
-    parser.add_argument("--seed", type=int, default=23, help="draw")
+    parser.add_argument("command", choices=("record", "draw", "run"), help="arguments after `record` go to pytest")
+    parser.add_argument("--number", type=int, default=60, help="draw: number of mutations")
+    parser.add_argument("--seed", type=int, default=23, help="draw: seed")
     parser.add_argument("--only", type=int, nargs="*", default=[], help="run: numbers of mutations; all by default")
     parser.add_argument(
-        "--limit", type=float, default=180.0, help="run: seconds beyond three times what the tests took"
+        "--limit", type=float, default=180.0, help="run: seconds, added to three times the recorded time of the tests"
     )
     args, rest = parser.parse_known_args()
     if rest and args.command != "record":

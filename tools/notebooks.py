@@ -20,7 +20,7 @@ def is_noise(output: Any) -> bool:
 def main() -> None:
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
-        with TemporaryDirectory() as folder:  # for what the runs write
+        with TemporaryDirectory() as folder:  # the runs write their files here
             resources = {"metadata": {"path": folder}}
             NotebookClient(notebook, timeout=None, record_timing=False, resources=resources).execute()
         for cell in notebook.cells:

@@ -2,8 +2,8 @@
 
     python tools/reference.py           # after an option, a flag, its help or a requirement has changed
 
-The tables are committed, so that GitHub shows them, pages link to an option by its anchor, and a change of a default of
-TRL's or Transformers' is seen in review. `tests/test_docs.py` fails if they are out of date.
+The tables are committed for three reasons: GitHub shows them, pages can link to an option by its anchor, and a review
+shows if a default of TRL or Transformers changes. `tests/test_docs.py` fails if the tables are out of date.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HELP_FLAG = "--help"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of cells that are Markdown."""
+    """Returns a Markdown table; its cells are Markdown, too."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell(one) for one in line)} |" for line in lines)
 
@@ -43,7 +43,7 @@ def code(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """A help text as Markdown: what lies outside of code is text, not HTML or emphasis."""
+    """Returns a help text as Markdown. Outside of code, characters of HTML and emphasis are escaped."""
     parts = re.split(r"(`[^`]*`|\[[^\]]*\]\(http[^)]*\))", text.replace("%%", "%"))
     return "".join(part if place % 2 else re.sub(r"([<*_\[\]])", r"\\\1", part) for place, part in enumerate(parts))
 
@@ -52,7 +52,7 @@ def plain(text: str) -> str:
 
 
 def options() -> str:
-    """All fields of `DASHConfig`: a table of everything, and a section for each option of our own."""
+    """Returns the page of options: a table of all fields of `DASHConfig`, and a section for each of our own."""
     from transformers import TrainingArguments
     from trl import GRPOConfig
 
@@ -75,7 +75,7 @@ def options() -> str:
 
 
 def columns(option: Field, inherited: Field | None) -> list[str]:
-    """Type, default and meaning; with the default of the class that it is inherited from, if that is another one."""
+    """Returns type, default and meaning of an option; if its inherited default differs, that is added."""
     changed = inherited is not None and default(inherited) != default(option)
     was = f" **(Transformers: {default(inherited)})**" if inherited is not None and changed else ""
     return [type_of(option), default(option) + was, plain(option.metadata.get("help", ""))]
@@ -83,7 +83,7 @@ def columns(option: Field, inherited: Field | None) -> list[str]:
 
 @functools.cache
 def annotations() -> dict[str, Any]:
-    """The types of the options as they are written. Transformers' parser changes those of the fields."""
+    """Returns the types of the options as written in the source; Transformers' parser changes the types of `fields`."""
     from dash_trl import DASHConfig
 
     return {name: kind for one in reversed(DASHConfig.__mro__) for name, kind in inspect.get_annotations(one).items()}
@@ -101,10 +101,10 @@ def default(option: Field) -> str:
 
 
 def described(kind: type, names: Sequence[str]) -> dict[str, str]:
-    """The paragraph about each option in the `Args:` of its class.
+    """Returns the paragraph about each option in the `Args:` of its class.
 
     Raises:
-        ValueError: an option has none.
+        ValueError: if an option has no paragraph.
     """
     entries = re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n?|\n)+)", f"{inspect.getdoc(kind)}\n", re.MULTILINE)
     texts = {name: re.sub(r"\s+", " ", text).strip() for name, text in entries}
@@ -122,7 +122,7 @@ class Caught(Exception):
 
 
 def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
-    """The parser of a command's `main`, which does not get beyond it."""
+    """Returns the parser that a command's `main` creates. `main` is stopped when it parses its arguments."""
 
     def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         raise Caught(parser)
@@ -148,7 +148,7 @@ def shown_default(action: argparse.Action) -> str:
 
 
 def of_dataclass(kind: type, names: Iterable[str] | None = None) -> str:
-    """The flags of a dataclass's fields; of some of them, if they are named."""
+    """Returns the table of the flags of a dataclass; with `names`, only of these fields."""
     from transformers import HfArgumentParser
 
     actions = HfArgumentParser(kind)._actions
@@ -158,7 +158,7 @@ def of_dataclass(kind: type, names: Iterable[str] | None = None) -> str:
 
 
 def commands() -> str:
-    """Every command of `dash_trl`, from its parser."""
+    """Returns the page of commands: the description and the flags of every command of `dash_trl`."""
     import sft
     import train_math
     from trl import ModelConfig, SFTConfig
@@ -198,7 +198,7 @@ def commands() -> str:
 
 
 def compatibility() -> str:
-    """Which versions are asked for, and which were run: setup.cfg and constraints.txt."""
+    """Returns the table of required versions (setup.cfg) and of the versions that tests run with (constraints.txt)."""
     from dash_trl.versions import bounds
 
     setup = configparser.ConfigParser()
@@ -222,7 +222,7 @@ def compatibility() -> str:
 
 
 def ordered(specifier: str) -> str:
-    """Lower bounds first; `str` of a specifier has them in any order."""
+    """Puts lower bounds first; `str` of a specifier has no fixed order."""
     return ", ".join(sorted(specifier.split(","), key=lambda one: (not one.startswith(">"), one)))
 
 
@@ -233,7 +233,7 @@ BEGIN, END = "<!-- generated by tools/reference.py -->", "<!-- end of the genera
 
 
 def page(name: str) -> tuple[Path, str]:
-    """A page's path, and its text as it should be."""
+    """Returns a page's path and its up-to-date text."""
     path = PAGES / f"{name}.md"
     before, _, rest = path.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Is what `make release` built fit to be uploaded? What a wheel and an sdist have to contain, and must not.
+"""Checks the wheel and the sdist of `make release` before an upload: required files, foreign files and links.
 
 python tools/release.py dist
 """
@@ -10,15 +10,17 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+# Files that both archives must contain, and folders that they must not contain.
 CARRIED = ("py.typed", "__main__.py", "examples/train_math.py", "examples/sft.py", "accelerate_configs/zero3.yaml")
 FOREIGN = ("tests/", "benchmarks/", "tools/", "outputs/")
 
 
 def faults(names: Iterable[str], wheel: bool) -> list[str]:
-    """What is wrong with an archive.
+    """Returns the faults of an archive's list of files.
 
     Args:
-        names: of its files; of an sdist, without its folder.
+        names: names of the files; for an sdist, without the top folder.
+        wheel: True = wheel, False = sdist.
     """
     found = set(names)
     carried = [f"dash_trl/{name}" if wheel or name in CARRIED[:2] else name for name in CARRIED]
@@ -36,7 +38,7 @@ def names_of(archive: Path) -> list[str]:
 
 
 def description_faults(metadata: str) -> list[str]:
-    """Links that lead nowhere on PyPI.
+    """Returns the faults of the description on PyPI: links that are no https:// URLs, which lead nowhere there.
 
     Args:
         metadata: text of a wheel's METADATA, which ends with the README.

@@ -1,6 +1,6 @@
-"""Counts the statements of the tracked Python files, by room.
+"""Counts the statements of the tracked Python files, by folder.
 
-    python tools/statements.py            # the package by room, then tests, benchmarks, examples, ...
+    python tools/statements.py            # the package by folder, then tests, benchmarks, examples, ...
     python tools/statements.py --files    # every file
 
 A statement is every `ast.stmt` except a docstring. Lines are all lines of the file. Notebooks are not counted.
@@ -16,21 +16,21 @@ HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def statements(source: str) -> int:
-    """Number of statements in a module's source, without docstrings."""
+    """Returns the number of statements in a module's source, without docstrings."""
     nodes = list(ast.walk(ast.parse(source)))
     documented = [node for node in nodes if isinstance(node, HAS_DOCSTRING) and ast.get_docstring(node) is not None]
     return sum(isinstance(node, ast.stmt) for node in nodes) - len(documented)
 
 
 def room(path: Path) -> str:
-    """The folder that a file belongs to: two levels inside the package, one elsewhere."""
+    """Returns the folder under which a file is counted: two levels inside the package, one level elsewhere."""
     folders = path.parts[:-1]
     return "/".join(folders[: 2 if folders[:1] == ("dash_trl",) else 1]) or "."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="one line per file instead of one per room")
+    parser.add_argument("--files", action="store_true", help="one line per file instead of one per folder")
     args = parser.parse_args()
 
     listed = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True).stdout.split()

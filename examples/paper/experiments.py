@@ -1,9 +1,9 @@
-"""The paper's methods, tables and figures, and how the toy model takes the place of the paper's models.
+"""The paper's methods, tables and figures, and their settings for the paper's models and for the toy model.
 
-A run is a method with a model size and a seed. At the paper's scale, its settings are a file of `examples/configs/`. At
-the toy scale, they are the flags below, over the defaults of the training scripts. There, one process has the paper's 8
-rows of a micro-step (2 on each of 4 GPUs), and a step has 16 micro-steps instead of 32. Tables and figures name only
-methods, so they share runs.
+A run is a method with a model size and a seed. At the paper's scale, a file in `examples/configs/` has its settings. At
+the toy scale, the flags below override the defaults of the training scripts. The toy model trains in one process, with
+8 rows per micro-step as in the paper (2 on each of 4 GPUs), and with 16 micro-steps per optimizer step instead of 32.
+Tables and figures refer to methods. If they refer to the same method, they share its runs.
 """
 
 from dataclasses import dataclass, field
@@ -27,9 +27,9 @@ class Method:
         script: name in examples/. None: the model is not trained.
         flags: flags at the toy scale.
         code: True = on programs, False = on mathematics.
-        stopped_by: the method whose training time is the limit of this one.
-        traces: True = it learns from a teacher's solutions.
-        seconds: time of one toy run on two idle cores, with start and measurements; for the estimate.
+        stopped_by: a method. Its training time is the time limit of this method.
+        traces: True = the model learns from a teacher's solutions.
+        seconds: time of one toy run on two idle cores, with start and measurements. `run.py` estimates with it.
     """
 
     script: str | None
@@ -56,7 +56,7 @@ MULTI = {"num_iterations": 3, "max_steps": 3 * STEPS}
 MINI = {"gradient_accumulation_steps": 1, "steps_per_generation": MICRO_STEPS, "max_steps": MICRO_STEPS * STEPS}
 ON_CODE = {"max_steps": CODE_STEPS}
 
-TRACES = "traces"  # the teacher's solutions, for all runs that learn from them
+TRACES = "traces"  # samples the teacher's solutions, which all runs with `traces=True` share
 PAPER_TRACES = {
     "dataset_name": "nlile/hendrycks-MATH-benchmark",
     "temperature": 0.7,
@@ -95,7 +95,7 @@ class Evaluation:
         paper: flags at the paper's scale.
         toy: flags at the toy scale.
         seconds: time for one toy model.
-        problems: the file of `problems.py` that replaces the dataset at the toy scale.
+        problems: a file that `problems.py` writes. It replaces the dataset at the toy scale.
     """
 
     paper: dict[str, Any]
@@ -108,7 +108,7 @@ class Evaluation:
 ARITHMETIC = {"reward_path": TOY_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
 MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
 CODE = {"num_samples": 8, "k": (1, 8)}
-MANY = {"num_samples": 64, "k": (1, 2, 4, 8, 16, 32, 64)}  # of Figure 5
+MANY = {"num_samples": 64, "k": (1, 2, 4, 8, 16, 32, 64)}  # for Figure 5
 EVALUATIONS = {
     "in": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MATH},
@@ -140,10 +140,11 @@ EVALUATIONS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures.
+    """A column of a table.
 
     Attributes:
-        source: ("time", ""), or an evaluation and its figure: "accuracy", or the k of pass@k.
+        source: what the column shows. ("time", "") = training time. (evaluation, "accuracy") = accuracy.
+            (evaluation, "8") = pass@8.
         title: the title at the paper's scale.
         toy: the title at the toy scale.
         unit: the paper's unit of time, in seconds.
@@ -165,7 +166,14 @@ PASS_8 = Column(("code", "8"), "pass@8 (%)", "pass@8 (%)")
 
 @dataclass(frozen=True)
 class Row:
-    """A method with a model size, in billions of parameters, and the paper's figures by column (None = "N/A")."""
+    """A row of a table.
+
+    Attributes:
+        label: the method's name in the table.
+        method: the method's name in `METHODS`.
+        size: model size in billions of parameters.
+        paper: the paper's number in each column; None = "N/A".
+    """
 
     label: str
     method: str
@@ -259,17 +267,17 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves of training, or of pass@k.
+    """A figure of the paper: curves of logged metrics, the split of time, or pass@k.
 
     Attributes:
-        title: of the figure.
-        table: the table whose runs it shows, and with which it is drawn.
+        title: title of the figure.
+        table: a table. The figure shows the runs of this table, and is drawn together with it.
         methods: the methods by label.
-        panels: for each title, the names of logged figures that are added up (see `MetricsFileCallback`). None: the
-            figure shows the split of time.
-        sizes: model sizes, one row of panels each; the toy scale has only the first.
-        over: the logged figure on the horizontal axis.
-        evaluation: the evaluation whose pass@k is drawn in place of logged figures.
+        panels: for each panel's title, the names of logged metrics (see `MetricsFileCallback`). The panel shows their
+            sum. None = the figure shows pass@k if it has an `evaluation`, else the split of time.
+        sizes: model sizes. Each has its own row of panels; the toy scale shows only the first size.
+        over: the logged metric on the horizontal axis.
+        evaluation: an evaluation, of which the figure shows pass@k.
     """
 
     title: str
@@ -335,7 +343,7 @@ def rows_of(table: str, *, toy: bool) -> list[Row]:
     return [row for row in TABLES[table].rows if not toy or row.size == "0.5"]
 
 
-# The paper's hours of a run, by (method, size).
+# The training hours that the paper reports, by (method, size).
 PAPER_HOURS = {
     (row.method, row.size): row.paper[0] * table.columns[0].unit / 3600
     for table in TABLES.values()
@@ -345,5 +353,5 @@ PAPER_HOURS = {
 
 
 def paper_hours(method: str, size: str) -> float | None:
-    """Returns the paper's hours of a run, None if unknown; a stopped run takes as long as the one that stops it."""
+    """Returns the paper's training hours of a run, or None if unknown. With `stopped_by`, those of that method."""
     return PAPER_HOURS.get((METHODS[method].stopped_by or method, size))

@@ -11,7 +11,7 @@ from dash_trl.toy import arithmetic_dataset, toy_model
 
 
 def write_problems(folder: Path) -> None:
-    """Writes the test problems with a `=` at their end, which no model was trained on; the programs; and the model."""
+    """Writes the toy problems with an added `=` (new to all models), the programs, and a link to the model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = arithmetic_dataset("test")
     prompts = [[{**message, "content": f"{message['content']}="}] for (message,) in rows["prompt"]]

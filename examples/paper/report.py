@@ -1,4 +1,4 @@
-"""Makes tables and figures from metrics.jsonl of trainings and the figures of evaluations.
+"""Makes tables and figures from the metrics.jsonl files of trainings and the JSON files of evaluations.
 
 The way of the values::
 
@@ -28,13 +28,13 @@ MARK = "*"
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure with its 95 % interval, if there is one.
+    """A number in a table, with its 95 % interval if there is one.
 
     Attributes:
-        value: the figure.
+        value: the number.
         low: lower end of the interval.
         high: upper end of the interval.
-        runs: number of runs over which it is the mean.
+        runs: number of runs of which it is the mean.
         marked: True = more than 1 % of the rewards behind it failed.
     """
 
@@ -59,9 +59,9 @@ def over_seeds(values: Sequence[float]) -> Cell:
 
 
 def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
-    """Returns a figure of an evaluation in per cent.
+    """Returns accuracy or pass@k in per cent.
 
-    For one model, the interval is that of the evaluation, over problems; for several seeds, it is over the seeds.
+    For one model, the interval is that of its evaluation, over problems. For several seeds, it is over the seeds.
 
     Args:
         figures: JSON of `python -m dash_trl.evaluation`, one per seed.
@@ -87,12 +87,12 @@ Find = Callable[[Row, Column], Cell | None]
 
 
 def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> str:
-    """Writes a table, with the paper's figures beside ours.
+    """Returns a table as Markdown, with the paper's numbers beside ours.
 
     Args:
-        name: of the table.
-        find: returns the figure of a cell, or None if there is none.
-        toy: show only the rows of the smallest size, since there is one toy model.
+        name: name of the table.
+        find: returns our number for a row and a column; None = there is none.
+        toy: True = show only the rows of the smallest size, since there is one toy model.
         notes: sentences below the table.
     """
     table, marked = TABLES[name], False
@@ -114,7 +114,7 @@ def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> 
 
 
 def write_csv(name: str, find: Find, file: Path, *, toy: bool) -> None:
-    """Writes one line per figure: the paper's in its unit, and ours in the same unit (toy scale: in seconds)."""
+    """Writes one line per number: ours and the paper's, in the paper's unit (times of the toy model: in seconds)."""
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
         writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
@@ -169,7 +169,7 @@ def curves(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]], names: S
                 [log[over] for log in logs], one, color=color, alpha=0.4 if several else 0.9, lw=0.8, label=label_once
             )
         if several:
-            mean = [sum(step) / len(step) for step in zip(*values, strict=False)]  # of the steps that all seeds have
+            mean = [sum(step) / len(step) for step in zip(*values, strict=False)]  # over the steps that all seeds have
             axis.plot([log[over] for log in seeds[0]][: len(mean)], mean, color=color, label=label)
     axis.set_xlabel("step" if over == "step" else "seconds of training")
 

@@ -1,16 +1,20 @@
-"""Makes the paper's tables and figures: trains and evaluates what is missing, and shows the paper's figures beside.
+"""Makes the paper's tables and figures: trains and evaluates what is missing, and compares with the paper's numbers.
 
     python examples/paper/run.py table3                        # the toy model, offline, on 2 CPU cores
-    python examples/paper/run.py all                           # all of them
-    python examples/paper/run.py table3 --quick                # a test with a few steps; its figures mean nothing
-    python examples/paper/run.py table3 --scale paper --dry_run     # what Qwen2.5 needs, and the commands
+    python examples/paper/run.py all                           # all tables and figures
+    python examples/paper/run.py table3 --quick                # a test with a few steps; its numbers mean nothing
+    python examples/paper/run.py table3 --scale paper --dry_run     # prints the GPUs for Qwen2.5, and the commands
     python examples/paper/run.py table3 --scale paper
 
-At the beginning, and before each table, it prints how long the work takes, or what it needs. To continue an interrupted
-command, run it again: a training with a checkpoint is resumed, one without begins anew, and finished runs, of any
-table, are not repeated. OUTPUT_DIR contains table3.md, table3.csv, figure1.png, …; in runs/<run>/ the models and
-metrics.jsonl; in evaluation/<problems>/ <run>.json and .jsonl; and logs/. experiments.py lists the runs, the tables and
-the paper's figures.
+Before each table, the script prints how long the missing work takes or, at the paper's scale, which GPUs it needs. To
+continue an interrupted command, run it again. A training continues from its last checkpoint, or starts anew if there is
+none. Finished runs are not repeated, even if they were made for another table. experiments.py lists the runs, the
+tables and the paper's numbers. OUTPUT_DIR contains:
+
+    table3.md, table3.csv, figure1.png, …
+    runs/<run>/                                   models and metrics.jsonl
+    evaluation/<problems>/<run>.json, .jsonl      results and samples
+    logs/
 """
 
 import argparse
@@ -57,16 +61,16 @@ QUICK_STEPS = 2
 METRICS = "metrics.jsonl"  # the log of a training
 # The environment of `make demo`, and offline.
 TOY_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
-SAVED_EVERY = 0.1  # a run of the paper saves after each such share: an interrupt loses at most this much
+SAVED_EVERY = 0.1  # share of a run's steps between two checkpoints at the paper's scale
 TAIL_LINES = 25  # number of log lines that the error of a failed program shows
-START_SECONDS = 12.0  # until a program begins to work
-SERVER_SECONDS = 900.0  # until the servers say that they are ready
+START_SECONDS = 12.0  # until a program begins to work, for the estimate
+SERVER_SECONDS = 900.0  # time limit until the servers are ready
 SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHUP: "Stopped"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A method with a model size and a seed; or the sampling of the teacher's solutions, which all runs share."""
+    """One training: a method with a model size and a seed. Or the sampling of the teacher's solutions, for all runs."""
 
     method: str
     size: str = ""
@@ -74,7 +78,7 @@ class Run:
 
 
 class Scale:
-    """The names and commands of runs and models at a scale, and which of them are missing."""
+    """The runs, models and evaluations at a scale: their files, their commands, and which of them are missing."""
 
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
         self.toy = name == "toy"
@@ -91,7 +95,7 @@ class Scale:
         return [] if METHODS[method].script is None else [Run(method, size, seed) for seed in self.seeds]
 
     def runs_of(self, tables: Sequence[str]) -> list[Run]:
-        """Returns the trainings behind tables, those first on which others depend."""
+        """Returns the runs that tables need. A run that another run depends on comes first."""
         rows = [row for table in tables for row in rows_of(table, toy=self.toy)]
         methods = [(METHODS[row.method].stopped_by, row.method, row.size) for row in rows]
         settings = dict.fromkeys((one, size) for first, method, size in methods for one in (first, method) if one)
@@ -99,7 +103,7 @@ class Scale:
         return [Run(TRACES), *runs] if any(METHODS[run.method].traces for run in runs) else runs
 
     def models(self, method: str, size: str) -> list[str]:
-        """Returns the models of a row that are evaluated."""
+        """Returns the models of a row of a table: one per seed, or the base model if the method does not train."""
         base = model_of(size)
         if self.toy:
             base = str(self.problems / "base_code") if METHODS[method].code else "toy"
@@ -108,7 +112,7 @@ class Scale:
     # ------------------------------------------------------------------------------------------------- commands
 
     def command(self, run: Run) -> list[str]:
-        """Returns the command of a training that begins anew."""
+        """Returns the command of a training from its beginning."""
         method, home = METHODS[run.method], self.home(run)
         flags: dict[str, Any] = {"seed": run.seed}
         command = [sys.executable, str(EXAMPLES / f"{method.script}.py")]
@@ -157,7 +161,7 @@ class Scale:
         return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
 
     def figures(self, kind: str, model: str) -> Path:
-        """Returns the file of an evaluation's figures; it is named after the last part of the model's name."""
+        """Returns the file of an evaluation's results; it is named after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
     # ------------------------------------------------------------------------------------------ what is missing
@@ -181,7 +185,7 @@ class Scale:
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
     def seconds_left(self, tables: Sequence[str]) -> float:
-        """Estimates the missing work at the toy scale, from the times in `experiments`."""
+        """Estimates the seconds of the missing work at the toy scale, from the times in `experiments`."""
         runs, evaluations = self.left(tables)
         seconds = [START_SECONDS + EVALUATIONS[kind].seconds * len(models) for kind, models in evaluations]
         return sum(METHODS[run.method].seconds for run in runs) + sum(seconds)
@@ -192,7 +196,7 @@ class Scale:
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Writes settings as flags; a tuple gives several words, another value one."""
+    """Returns settings as words of a command: `--name` and the value, or all values of a tuple."""
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
     return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
 
@@ -206,7 +210,7 @@ def is_done(home: Path) -> bool:
 
 
 def check_same(file: Path, command: Sequence[str]) -> None:
-    """Raises a `ValueError` if the file exists and holds another command than this one."""
+    """Raises a `ValueError` if the file exists and contains another command than this one."""
     if not file.is_file():
         return
     found = json.loads(file.read_text())
@@ -226,7 +230,7 @@ def checkpoint_of(home: Path) -> Path | None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Locks the folder for this process and the programs that it starts; if it is killed, they keep the lock."""
+    """Locks the folder. If this process is killed, the programs that it has started keep the lock until they end."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -243,10 +247,10 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 class Work:
-    """Trains, evaluates and writes tables; programs that it has started end with it.
+    """Trains, evaluates and writes tables. `stop` ends all programs that it has started.
 
     Args:
-        scale: the names and commands.
+        scale: files and commands of the runs.
         lock: descriptor of the lock file, which the programs inherit.
         gpus: names of GPUs as in CUDA_VISIBLE_DEVICES, for the paper's scale.
     """
@@ -259,7 +263,7 @@ class Work:
         self._starting, self._signal = False, 0
 
     def end(self, number: int, frame: Any = None) -> None:
-        """Handles signals. A signal that arrives while a program starts waits until this program can be stopped."""
+        """Handles a signal: exits. If a program is just being started, exits only after it can be stopped."""
         self._signal = number
         if not self._starting:
             sys.exit(f"{SIGNALS[number]}. Run the same command again to continue.")
@@ -271,7 +275,7 @@ class Work:
             self._programs.pop()
 
     def train(self, run: Run) -> None:
-        """Makes or resumes a run; does nothing if it is done."""
+        """Trains or resumes a run; does nothing if the run is finished."""
         home, command = self.scale.home(run), self.scale.command(run)
         check_same(home / "run.json", command)
         if is_done(home):
@@ -288,7 +292,7 @@ class Work:
         if sampling:
             more += self._serve(run, self._gpus[training : training + sampling])
         self._call(self.scale.home(run).name, [*command, *more], self._gpus[:training])
-        os.replace(home / "begun.json", home / "run.json")  # with this file, the run is done
+        os.replace(home / "begun.json", home / "run.json")  # run.json marks the run as finished
 
     def evaluate(self, kind: str, models: Sequence[str]) -> None:
         """Evaluates models in one process."""
@@ -305,7 +309,7 @@ class Work:
             file.unlink()
 
     def _call(self, name: str, command: Sequence[str], gpus: Sequence[str]) -> None:
-        """Runs a program to its end and stops its servers; raises with the end of its log if it fails."""
+        """Runs a program to its end, then stops the servers; if it fails, raises an error with the end of its log."""
         print(name, flush=True)
         program = self._start(name, command, gpus)
         code = program.process.wait()
@@ -386,7 +390,7 @@ def write(scale: Scale, table: str) -> list[Path]:
 
 
 def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
-    """Returns pass@k by label, in the form of an evaluation; for several seeds, their mean and its interval."""
+    """Returns pass@k by label, in the form of an evaluation's JSON; for several seeds, the mean and its interval."""
     assert figure.evaluation is not None
     (size,) = figure.sizes
     lines = {}
@@ -429,7 +433,7 @@ def needs(scale: Scale, tables: Sequence[str]) -> str:
 
 
 def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
-    """Yields the missing commands, in the form of a shell."""
+    """Yields the commands of the missing work, as lines for a shell."""
     runs, evaluations = scale.left(tables)
     for run in runs:
         checkpoint, command = checkpoint_of(scale.home(run)), scale.command(run)
@@ -446,7 +450,7 @@ def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
 
 
 def for_a_shell(command: Sequence[str], gpus: Sequence[str]) -> str:
-    """Writes a command with its environment variables, for a shell."""
+    """Returns a command with its environment variables, as a line for a shell."""
     return " ".join([*(f"{name}={value}" for name, value in on(gpus).items()), shlex.join(command)])
 
 
@@ -472,7 +476,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; at the paper's scale 42")
     parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, as a test")
-    parser.add_argument("--dry_run", action="store_true", help="print what it takes and the commands; run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the time or GPUs, and the commands; run nothing")
     arguments = parser.parse_args(argv)
     tables = list(TABLES) if "all" in arguments.tables else [name for name in TABLES if name in arguments.tables]
     seeds = list(dict.fromkeys(arguments.seeds or SEEDS[arguments.scale]))

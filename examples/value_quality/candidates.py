@@ -1,7 +1,7 @@
-"""Finds value estimators by name, in a Python file and in checkpoints, and measures them.
+"""Loads value estimators from a Python file and from checkpoints, and measures them.
 
-An estimator is called as in training, by `(requests, trainer)`. A `stage` takes the place of the trainer. It has the
-model, and everything else that the estimators of `dash_trl` use of a trainer.
+An estimator is called with `(requests, trainer)`, as in training. A `stage` replaces the trainer: it has the model, and
+the other attributes of a trainer that the estimators of `dash_trl` use.
 """
 
 import copy
@@ -26,12 +26,12 @@ from examples.value_quality.study import Plan, Study
 
 
 def position(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-    """The baseline for every value: the number of a boundary in its response."""
+    """Value estimator that returns the number of each boundary in its response. It is the baseline of all others."""
     return [[float(number) for number in range(len(request.boundaries))] for request in requests]
 
 
 def stage(model: Any, tokenizer: Any) -> SimpleNamespace:
-    """Makes a stand-in for the trainer, with one rank; it drops logged figures."""
+    """Returns a stand-in for the trainer, with one rank. It ignores logged metrics."""
     accelerator = Accelerator()
     return SimpleNamespace(
         model=model,
@@ -50,9 +50,9 @@ class Candidate:
     Args:
         name: its name in the table.
         value: see `ValueEstimator`.
-        sizes: for a value with `learn`, numbers of rollouts; it is measured after learning from each of them. Empty:
-            the value is measured as it is.
-        entropies: give it entropies, if it `needs_log_probs`.
+        sizes: for a value with `learn`: numbers of rollouts. For each number, a copy learns from so many rollouts and
+            is measured. Empty = the value is measured as it is.
+        entropies: True = a value that `needs_log_probs` gets entropies, too.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Candidate:
     entropies: bool = True
 
     def fitted(self, study: Study, lessons: Sequence[ValueRequest], trainer: Any) -> Iterator[tuple[str, Any]]:
-        """For each size, yields a name and the estimator that has learned from so many of the first lessons."""
+        """For each size, yields a name and a copy of the estimator that has learned from the first `size` lessons."""
         if not self.sizes:
             yield self.name, self.value
         for size in self.sizes:
@@ -78,11 +78,11 @@ def of_file(path: str, names: Sequence[str]) -> list[tuple[str, Any]]:
 
     Args:
         path: the Python file.
-        names: of the estimators in it.
+        names: names of the estimators in the file.
     Returns:
-        For each, its name in the table and the estimator.
+        For each estimator, its name in the table and the estimator itself.
     Raises:
-        ValueError: if there is none, the file fails, or its estimator cannot be measured here.
+        ValueError: if a name is missing, the file raises an error, or an estimator cannot be measured here.
     """
     return [
         (f"{Path(path).stem}.{name}", _checked(f"value_name={name!r} of {path}", value))
@@ -115,7 +115,7 @@ def saved(checkpoint: str) -> Candidate:
     """Loads the `OutcomeValue` of the `ProcessRewardCallback` in a checkpoint.
 
     Raises:
-        ValueError: if there is none, or it has learned nothing.
+        ValueError: if the checkpoint has no `OutcomeValue`, or this value has learned nothing.
     """
     name = OutcomeValue.__name__
     state = next((state[name] for state in load_states(checkpoint).values() if name in state), None)
@@ -133,7 +133,10 @@ def saved(checkpoint: str) -> Candidate:
 
 @torch.no_grad()
 def with_log_probs(requests: Sequence[ValueRequest], model: Any, temperature: float) -> list[ValueRequest]:
-    """Adds log-probs and entropies of their tokens to requests, at the sampling temperature, by one pass each."""
+    """Returns requests with the log-probs and entropies of their tokens, at the sampling temperature.
+
+    Each request takes one pass of the model.
+    """
     found = []
     with evaluating(model):
         for one in requests:

@@ -5,10 +5,10 @@
     python examples/value_quality Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --use_vllm --fit_rollouts 128 512 2048
 
-It samples responses, cuts them at episode boundaries, and completes every prefix K times: the mean reward is the truth.
-First it prints what this costs. It writes OUTPUT_DIR/value_quality.json and .png, and all samples. To continue an
-interrupted command, run it again. To measure other values, run it with these: existing samples are used again. For more
-see docs/howto/value-quality.md.
+The command samples responses, cuts them at episode boundaries, and completes every prefix K times. The mean reward of
+the K completions is the *truth*, to which V(prefix) is compared. Before sampling, the command prints the cost. It
+writes OUTPUT_DIR/value_quality.json and .png, and all samples. To continue an interrupted command, run it again. If you
+run it with other values, it uses the existing samples again. For more see docs/howto/value-quality.md.
 
     problems ──► responses ──► boundaries ──► K completions of each, rewarded ──► truth ──────┐
                      └──► log-probs, entropies ──► estimators, fitted to other problems ──► V ┴──► figures, plot
@@ -41,12 +41,12 @@ class ValueQualityArguments(TaskArguments):
         default=None,
         metadata={"help": "The split for fitting values. Default: other problems of the test split."},
     )
-    num_problems: int = field(default=64, metadata={"help": "Problems that are measured, drawn by the seed."})
-    num_samples: int = field(default=4, metadata={"help": "Responses of each problem, cut at their episodes."})
-    num_rollouts: int = field(default=32, metadata={"help": "Completions of every prefix: their mean is the truth."})
+    num_problems: int = field(default=64, metadata={"help": "Number of measured problems, drawn by the seed."})
+    num_samples: int = field(default=4, metadata={"help": "Number of responses of each problem."})
+    num_rollouts: int = field(default=32, metadata={"help": "K, the number of completions of every prefix."})
     fit_rollouts: list[int] = field(
         default_factory=lambda: [512],
-        metadata={"help": f"Rollouts of other problems that values are fitted to, {FIT_SAMPLES} of each problem."},
+        metadata={"help": f"Numbers of rollouts to fit values to; {FIT_SAMPLES} of each of some other problems."},
     )
     value: list[str] | None = field(
         default=None,
@@ -56,17 +56,17 @@ class ValueQualityArguments(TaskArguments):
         },
     )
     force_prompt: list[str] | None = field(
-        default=None, metadata={"help": "Texts before the answer, each an answer value. Default: AnswerLogProbValue's."}
+        default=None, metadata={"help": "Force prompts; each gives an answer value. Default: AnswerLogProbValue's."}
     )
     checkpoint: str | None = field(
-        default=None, metadata={"help": "Also the OutcomeValue of this checkpoint, as training had fitted it."}
+        default=None, metadata={"help": "A checkpoint whose OutcomeValue is also measured, as training has fitted it."}
     )
     value_path: str | None = field(
         default=None,
-        metadata={"help": "Also your own, of this Python file; one that has `learn` is fitted like outcome."},
+        metadata={"help": "A Python file with your own estimators. One with `learn` is fitted like outcome."},
     )
     value_name: list[str] | None = field(
-        default=None, metadata={"help": "What they are called there: functions, objects or classes."}
+        default=None, metadata={"help": "Names in the file of --value_path: functions, objects or classes."}
     )
     markers: list[str] | None = field(
         default=None, metadata={"help": f"Texts that begin an episode, or {LINES!r}. Default: EPISODE_MARKERS."}
@@ -104,7 +104,7 @@ class ValueQualityArguments(TaskArguments):
             columns: the columns of the problems.
             toy: the model is the toy model.
         Raises:
-            ValueError: if an estimator does not exist, or needs answers that the data do not have.
+            ValueError: if an estimator does not exist, or needs answers that the dataset does not have.
         """
         names = self.value or [name for name in VALUES if name != "answer" or ANSWER in columns or self.force_prompt]
         entropies = self.backend == "transformers"  # as in training: vLLM reports log-probs only
@@ -147,7 +147,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
         model: a directory, a hub name, or "toy".
         arguments: of the command.
     Raises:
-        ValueError: if one of them does not exist or does not fit.
+        ValueError: if one of these does not exist or cannot be used.
     """
     task = arguments.task([model])
     folder = Path(arguments.output_dir)
@@ -197,7 +197,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
 
 
 def _unseen(problems: Any, candidates: Sequence[Candidate], tokenizer: Any) -> list[Any]:
-    """The problems from which no value of a checkpoint has learned."""
+    """Returns the problems from which no checkpoint's value has learned, since it would predict the others too well."""
     values = [one.value for one in candidates if isinstance(one.value, OutcomeValue) and not one.sizes]
     rows = list(problems)
     left = [

@@ -1,4 +1,4 @@
-"""Figures of how well V(prefix) agrees with the truth, their table and their plot::
+"""Computes how well V(prefix) agrees with the truth, and shows the figures as a table and a plot::
 
     V_rk, truths y_rk of response r, boundary k ──► Spearman's ρ, AUC, Brier score, … over all and within problems
 
@@ -18,7 +18,7 @@ from typing import Any
 from dash_trl.evaluation import CORRECT_ABOVE, bootstrap_interval
 
 BINS = 10  # number of bins in a reliability diagram
-RESPONSES_DRAWN = 4  # the plot shows the responses of different problems whose truth changes most
+RESPONSES_DRAWN = 4  # number of responses in the plot: those whose truth changes most, of different problems
 
 # Title in the table → figure. "within" is the mean over the problems in which the figure is defined.
 COLUMNS = {
@@ -117,8 +117,8 @@ def figures_of(
         values: R lists with one number per boundary, including the first and the last; NaN = missing.
         truth: in the same form. A boundary without a truth is left out.
         problems: [R], the problem of each response.
-        probabilities: values and truth are probabilities, so that they can be compared as numbers.
-        seed: of the interval.
+        probabilities: True = values and truth are probabilities, so `calibration` can compare their numbers.
+        seed: seed of the bootstrap interval.
     Returns:
         A dictionary with these entries, None where there is nothing to measure:
 
@@ -162,17 +162,17 @@ def ceiling(
 
         r_K = 2ρ / (1 + ρ),  ceiling = √r_K        ρ: correlation between the means of the two halves of the rollouts
 
-    r_K is the reliability of twice as many rollouts (Spearman 1910, Brown 1910). Its root is the correlation with the
-    rewards without noise (attenuation: Spearman 1904). Both formulas are exact for Pearson's correlation. For rank
-    correlations, and their mean over problems, they are approximate: in simulations with K = 32 the ceiling is right to
-    0.03, but up to 0.05 too high if problems have few boundaries, many of them with truths near 0, and up to 0.1 wrong
-    if the truths hardly differ.
+    r_K is the reliability of all K rollouts, twice as many as in a half (Spearman 1910, Brown 1910). Its root is the
+    correlation of the truth with rewards without noise (attenuation: Spearman 1904). Both formulas are exact for
+    Pearson's correlation and approximate for rank correlations and their mean over problems. In simulations with
+    K = 32, the error of the ceiling is at most 0.03 in general. The ceiling is up to 0.05 too high if problems have few
+    boundaries and many truths are near 0. Its error is up to 0.1 if the truths hardly differ.
 
     Args:
         even, odd: R lists each, as `truth` in `figures_of`: the mean reward of every second rollout, and of the others.
         problems: [R], of each response.
     Returns:
-        The figures of `figures_of` that are correlations; None where the halves have none, 0 where they do not agree.
+        The ceiling of each correlation in `figures_of`. None = ρ is undefined. 0 = ρ is not positive.
     """
     of_halves = figures_of(even, odd, problems, probabilities=False)
     found = {}
@@ -183,7 +183,7 @@ def ceiling(
 
 
 def _known(rows: Iterable[tuple[int, float, float]]) -> list[list[Any]]:
-    """The three columns of the rows in which nothing is missing."""
+    """Returns the three columns of the rows without NaN."""
     known = [row for row in rows if not math.isnan(row[1] + row[2])]
     return [[row[column] for row in known] for column in range(3)]
 
@@ -193,7 +193,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A line per estimator, the 95 % interval in brackets, and one of the ceiling.
+    """Returns the table as text: a line for each estimator, with 95 % intervals in brackets, and one for the ceiling.
 
     Args:
         found: what `measure` returns.
@@ -215,7 +215,7 @@ def _cell(value: float | None) -> str:
 
 
 def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
-    """Plots the reliability of values that are probabilities, and the best of them along a few responses.
+    """Plots the reliability of values that are probabilities, and the best of these values along a few responses.
 
     Args:
         found: what `measure` returns: `estimators` has the figures by name; `values` has for each response its

@@ -26,7 +26,7 @@ from dash_trl.process_rewards import Segmenter, ValueRequest, accepted_answers
 logger = logging.getLogger("dash_trl.value_quality")  # the command shows the log of dash_trl
 
 RESPONSES, ROLLOUTS, TRUTH = range(3)  # the stages; each has its own random numbers
-FIT_SAMPLES = 8  # number of rollouts per problem for fitting a value, as in a group of training
+FIT_SAMPLES = 8  # number of rollouts per problem for fitting a value, like a group in training
 ANSWER = "answer"
 FILES = ("responses.jsonl", "rollouts.jsonl", "truth.jsonl")  # one per stage
 
@@ -37,14 +37,14 @@ class Plan:
 
     Args:
         num_problems: number of measured problems.
-        num_samples: number of responses of each.
-        num_rollouts: K, completions of each prefix.
+        num_samples: number of responses of each problem.
+        num_rollouts: K, the number of completions of each prefix.
         fit_rollouts: sizes of the fits, in rollouts of other problems; a larger fit includes the rollouts of smaller
             ones.
-        temperature: of all samples.
+        temperature: sampling temperature.
         max_completion_length: limit of a response with its completion, in tokens.
         shortest: least number of tokens of an episode, for the upper bound of the cost.
-        seed: of the choice of problems and of the samples.
+        seed: seed for choosing problems and for sampling.
     """
 
     num_problems: int = 64
@@ -75,14 +75,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Study:
-    """The samples.
+    """The samples of a study, with the truth.
 
     Attributes:
-        requests: one per response; those of a problem are adjacent.
-        truth: for each response and boundary, the mean reward of K completions; NaN = the rewards of all failed.
-        halves: two tables like the truth, from every second one of the K scored completions, and from the others.
-        lessons: rollouts of other problems.
-        lesson_outcomes: their rewards; None = failed.
+        requests: one request per response; the responses of a problem are adjacent.
+        truth: for each response and boundary, the mean reward of K completions; NaN = all K rewards failed.
+        halves: two tables like `truth`: one from every second of the scored completions, one from the others.
+        lessons: rollouts of other problems, for fitting values.
+        lesson_outcomes: the rewards of `lessons`; None = failed.
         probabilities: True = all rewards are within 0 … 1.
     """
 
@@ -96,7 +96,7 @@ class Study:
 
 @dataclass(frozen=True)
 class _Source:
-    """The sampler, the reward function, and the folder of the files."""
+    """Samples and scores completions, and writes them to the files of a folder."""
 
     sampler: Sampler
     reward: Reward
@@ -134,9 +134,9 @@ class _Source:
 
         Args:
             asked: each prefix as a response and the boundary at which it is cut.
-            num_samples: number of completions of each.
+            num_samples: number of completions of each prefix.
             stage: one of `RESPONSES`, `ROLLOUTS`, `TRUTH`.
-            settings: of the file.
+            settings: the settings of the file: all that its samples depend on.
         Returns:
             For each prefix its samples, with `reward` (None = failed) and, except for the truth, `token_ids`.
         """
@@ -167,8 +167,8 @@ def choose(problems: Iterable[Any], others: Iterable[Any] | None, plan: Plan) ->
     larger fit includes those of a smaller one.
 
     Args:
-        problems: of the test split.
-        others: of another split. None: fit to problems of the same split that are not measured.
+        problems: problems of the test split.
+        others: problems of another split, for fitting. None = fit to problems of the test split that are not measured.
         plan: the numbers of problems, and the seed.
     Raises:
         ValueError: if there are too few problems.
@@ -232,12 +232,12 @@ def collect(
         measured: the measured problems, rows with a `prompt` and the columns that the reward function reads.
         to_fit: problems for fitting, in the same form; as many are used as needed.
         plan: how much is sampled, and how.
-        segmenter: cuts responses.
-        folder: of the files.
-        settings: everything that samples depend on, except the problems and the plan. "segmentation" says how responses
-            are cut.
+        segmenter: cuts responses into episodes.
+        folder: folder of the files.
+        settings: everything that samples depend on, except the problems and the plan. The entry "segmentation" has the
+            settings of the segmenter.
     Raises:
-        ValueError: if the files have other settings, or all rewards failed or are the same.
+        ValueError: if the files have other settings, if all rewards failed, or if all are equal.
     """
     of_files = _settings_of_files(measured, to_fit, plan, settings)
     source = _Source(sampler, reward, plan, folder)
