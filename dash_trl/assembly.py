@@ -94,8 +94,9 @@ def knows_log_probs(trainer: Any) -> bool:
 def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
     """Return the values of the trainer's attributes to set while TRL computes the loss; see `trl_settings`.
 
-    TRL corrects for the difference between sampler and policy only with `use_vllm`. In training, DASH also corrects
-    with `loss_type="decoupled_ppo"`, and if this process samples the next window while it waits for rewards.
+    TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
+    therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
+    window while it waits for rewards.
 
     Args:
         trainer: a `DASHTrainer`.
@@ -192,7 +193,7 @@ def new_order(trainer: Any, sampler: Any) -> EpochOrder:
 
     Args:
         trainer: a `DASHTrainer`.
-        sampler: TRL's sampler of prompts.
+        sampler: TRL's `RepeatSampler`, which orders the prompts.
     """
 
     def chosen(epoch: int) -> Sequence[int] | None:
@@ -224,7 +225,9 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         return torch.full((rows, 2), weights_of(trainer))
 
     def versions_of_turns(rows: int) -> Tensor:
-        sync_weights(trainer)  # if every row failed before its first turn, nothing has sent vLLM the weights
+        # If every row failed before its first turn, nothing has sent vLLM the current weights. Then `versions` would
+        # return the version of older weights.
+        sync_weights(trainer)
         return versions(rows)
 
     def use_environments(instances: list[Any]) -> None:
@@ -434,7 +437,10 @@ def new_log_probs(trainer: Any) -> LogProbs:
 
 
 def new_collector(trainer: Any, rewards: Rewards) -> Collector:
-    """Build the `Collector`, which turns prompts into windows that are ready for training, with its sampler and log."""
+    """Build the `Collector`, which turns prompts into windows that are ready for training.
+
+    Its `LogProbs`, `Sampler` and `WindowLog` are built here, too.
+    """
     args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
     log_probs = new_log_probs(trainer)
 

@@ -115,7 +115,7 @@ class Checkpoints:
             epoch: `TrainerState.epoch`.
             max_steps: `TrainerState.max_steps`.
             step: number of the micro-step at which a resumed run continues; see `SavedRun`.
-            skipped_steps: number of optimizer steps skipped so far.
+            skipped_steps: number of optimizer steps skipped so far because their gradient was not finite.
             window: the window in use. `None`: a resumed run does not need this window.
             samples_again: True = a resumed run samples the window in use again. Then the states from before the running
                 optimizer step are saved, because they belong to the time before this window was sampled.
@@ -137,8 +137,8 @@ class Checkpoints:
                 taken from the current epoch).
             ignore_data_skip: Transformers' option; see `why_a_new_window`.
         Returns:
-            (saved run, number of optimizer steps skipped so far). The saved run is `None` if this run cannot continue
-            in the saved window; a warning then gives the reason.
+            (saved run, number of optimizer steps skipped before the checkpoint). The saved run is `None` if this run
+            cannot continue in the saved window; a warning then gives the reason.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """

@@ -119,7 +119,8 @@ def load_math_dataset(
             removed. If a solution has no ``\boxed{}``, a last sentence with the answer is added. This sentence has a
             box if the prompt asks for a box.
         problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
-        answer_column: name of the column with the gold answers. None = the columns of `ANSWER_COLUMNS` that exist.
+        answer_column: name of the column with the gold answers. None = in each row, the first column of
+            `ANSWER_COLUMNS` that has an answer in it.
     Returns:
         A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
         (in the form of the prompt), in the order of the source.
@@ -333,7 +334,10 @@ def plain(value):
 
 
 def _scripts(value: Any) -> list[str]:
-    """Returns the scripts in a cell of a table, which contains one text or a list of texts, without empty scripts."""
+    """Returns the scripts in a cell of a table, except those that are empty or test nothing.
+
+    The cell contains one text or a list of texts.
+    """
     values = [value] if isinstance(value, str) else list(value if value is not None else [])
     return [one for one in values if isinstance(one, str) and one.strip() and not _NO_INPUTS.search(one)]
 
@@ -344,7 +348,8 @@ _NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script f
 def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
     """Returns the name of the function that the first test calls; None if there is none.
 
-    A function that the solution defines is preferred; otherwise, builtin functions do not count.
+    If the test calls several functions, the first that the solution defines is meant. If it defines none of them, the
+    first that is not a builtin function is meant.
     """
     try:
         calls = [node.func for node in ast.walk(ast.parse(tests[0])) if isinstance(node, ast.Call)] if tests else []

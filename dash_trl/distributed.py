@@ -125,7 +125,11 @@ class Ranks:
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks, as a CPU tensor in the dtype of `values` (MPS has no float64)."""
+        """Return the sum of a tensor over the ranks, as a CPU tensor in the dtype of `values`.
+
+        Args:
+            values: the tensor of this rank, not in float64, which MPS does not have.
+        """
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def least(self, number: int) -> int:
@@ -154,7 +158,7 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # for DeepSpeed, the flag suffices
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its backward gets `sync_gradients`
     with nullcontext() if deepspeed else accelerator.no_sync(model):
         yield
     state._set_sync_gradients(synchronise)

@@ -132,8 +132,9 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         rewards_come_later: True = a `RewardRunner` computes all rewards, so the trainer can sample while it waits for
             the rewards.
     Raises:
-        ValueError: if `async_level` is above 0, and the sampler needs the trainer or its device, or generate would
-            sample from another distribution than the model's.
+        ValueError: if `async_level` is above 0, and one of these holds: a `rollout_func` samples, which needs the
+            trainer; the trainer's process samples, but `async_level` is above 1 or `rewards_come_later` is False; or
+            transformers' generate would sample from another distribution than the model's, for example with `top_p`.
     """
     if args.async_level == 0:
         return
@@ -198,7 +199,7 @@ def check_correction(args: DASHConfig) -> None:
 def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Raises a `ValueError` if a callback has a rollout event, such as `on_rewards`, but is not a `DASHCallback`.
 
-    The trainer calls rollout events only of a `DASHCallback`.
+    The trainer would never call this event. A method whose name closely resembles a rollout event counts as one, too.
 
     Args:
         callbacks: instances or classes of callbacks.
@@ -224,7 +225,7 @@ def check_another_run(have_trained: bool, deepspeed: bool) -> None:
 
 
 def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that a run with `reward_pipeline` needs no window as a whole.
+    """Checks that nothing in a run with `reward_pipeline` needs all groups of a window at once.
 
     With this option, the trainer scores a few groups of a window and trains on them, while the rewards of other groups
     are not known yet. Rewards, losses, overridden methods and callbacks must allow that.

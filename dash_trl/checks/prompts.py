@@ -111,7 +111,8 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
     Returns:
         The result of `rollout_func`.
     Raises:
-        ValueError: if the result lacks rows, tokens or log-probs, or if its fields have different lengths.
+        ValueError: if the result lacks rows, tokens or log-probs that are needed, if its log-probs or its `env_mask` do
+            not have the lengths of the completions, or if the `env_mask` has numbers other than 0 and 1.
     """
     output = rollout_func(prompts, trainer)
     for name in ("prompt_ids", "completion_ids"):

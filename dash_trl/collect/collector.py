@@ -226,7 +226,9 @@ class Collector:
         return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
-        """Start the rewards of rows of later windows that were sampled since the last call.
+        """Start the rewards of later windows' rows that were sampled since the last call.
+
+        For callbacks that watch groups, `on_group_sampled` is called for the groups of these rows.
 
         The trainer calls this method between model passes.
         """
@@ -405,14 +407,14 @@ class Collector:
     def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:
         """Put the survivors of all rounds in a random order. The result has the form of `_kept`'s result.
 
-        `GenerationWindow.lengths` must have the same number M of rows for every rank, but ranks may have different
-        numbers of survivors. So M is the largest of these numbers, but at least `least`. Rows without a survivor have
+        `GenerationWindow.lengths` must have the same number M of places for every rank, but ranks may have different
+        numbers of survivors. So M is the largest of these numbers, but at least `least`. Places without a survivor get
         the lengths 0, like dropped rows.
 
         Args:
             rollouts: this rank's rows of all rounds.
             rows: int64, indices of this rank's survivors.
-            least: smallest M: the number of rows of a window on a rank.
+            least: lower bound of M: the number of rows of a window on a rank.
         """
         places = max(-self._ranks.least(-len(rows)), least)
         lengths = torch.zeros(places, 4, dtype=torch.long)
@@ -443,7 +445,9 @@ class Collector:
         """
         lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)
         lengths = lengths[order]
-        survivors = order[lengths[:, 1] > 0]  # a masked row (TRL masks truncated ones) has no completion token
+        # Column 1 counts completion tokens. It is also 0 for a masked row (`RowSettings.mask_truncated`), so such a row
+        # is no survivor, even if the filter keeps it.
+        survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 4)
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:

@@ -14,8 +14,8 @@ from trl.trainer.utils import nanstd
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.distributed import Ranks
 
-# The run ends if tools or environments failed on all rows of this number of windows in a row. If all rows of the first
-# window failed, the run ends at once, as with reward functions.
+# The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
+# of the first window, the run ends at once, as it does if a reward function raises on every row of the first batch.
 BROKEN_AFTER = 3
 
 
@@ -85,7 +85,8 @@ class WindowLog:
         self._ranks, self._figures, self._total = ranks, figures, total
         self._tables, self._extra, self._metrics = tables, extra, metrics
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
-        self._failed_in_a_row = BROKEN_AFTER - 1  # windows in a row in which every row failed; see `BROKEN_AFTER`
+        # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
+        self._failed_in_a_row = BROKEN_AFTER - 1
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
@@ -94,7 +95,8 @@ class WindowLog:
             sampled: this rank's rows.
             truncated: [B] bool, True = the completion is truncated.
         Raises:
-            RuntimeError: on all ranks, if tools or environments failed on every row of the last windows.
+            RuntimeError: on all ranks, if tools or environments failed on every row of the first window, or of the last
+                `BROKEN_AFTER` windows.
         """
         own = sampled.own_tokens
         completions = torch.tensor([len(ids) for ids in sampled.completion_ids] if own is None else list(map(sum, own)))

@@ -49,7 +49,10 @@ class Sampler(Protocol):
         """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
 
     def look(self) -> None:
-        """Pass to `on_rows` the rows of later windows that were sampled since the last call, without waiting."""
+        """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows.
+
+        `on_rows` gets the rows; if callbacks watch groups, `on_group_sampled` gets them, too.
+        """
 
     def log(self) -> None:
         """Log figures of the sampler. It is called once per window."""
@@ -104,7 +107,7 @@ class ByFunction:
 class InProcess:
     """Samples in this process, with Transformers or colocated vLLM.
 
-    With `async_level`, it samples the next windows while rewards are awaited.
+    With `async_level=1`, it samples the next window while rewards are awaited.
 
     Args:
         generate: function that takes tokenized prompts and returns token ids, and log-probs or `None`.
@@ -113,8 +116,8 @@ class InProcess:
         on_rows: see the docstring of the module.
         timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
         log_probs: function that takes prompt ids and completion ids and computes the log-probs of the sampled tokens.
-            It is called if `generate` returns no log-probs. `None`: the loss does not need log-probs that `generate`
-            does not return.
+            It is called if `generate` returns no log-probs. `None`: the rows then stay without log-probs, because the
+            loss does not need them.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class InProcess:
 
 
 class OnServers:
-    """Samples on vLLM servers. It samples all windows ahead whose prompts it has been given.
+    """Samples on vLLM servers. Each window whose prompts it has been given is sampled ahead.
 
     Args:
         pool: a `VLLMPool`.

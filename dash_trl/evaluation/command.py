@@ -5,7 +5,7 @@
     python -m dash_trl.evaluation outputs/gsm8k Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --num_samples 16 --k 1 8 16 --temperature 0.6 --use_vllm
 
-    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2              # or use servers; models of one shape
+    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2   # or use servers: all models must have one shape
     python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
 Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. To continue an interrupted
