@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, open_sampler
 from dash_trl.evaluation.command import labels, main
+from dash_trl.toy import toy_model
 from tests.tiny import read_rows, save_tiny_model, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -121,10 +122,12 @@ def test_a_lora_adapter_is_merged(tiny_model):
 
 
 def test_toy_as_a_command(monkeypatch, capsys):
-    arguments = ["toy", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
+    """The README's line after `make demo`: the toy model before and after training. Here nothing was trained."""
+    shutil.copytree(toy_model(), "outputs/toy")
+    arguments = ["toy", "outputs/toy", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
     monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
     runpy.run_module("dash_trl.evaluation", run_name="__main__")
-    figures = figures_in()
+    figures = json.loads(Path("out/toy.json").read_text())
     assert 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
     settings, *rows = read_rows(Path("out/toy.jsonl"))
     assert settings["settings"]["dataset_name"] == "toy" and len(rows) == 16
@@ -134,8 +137,10 @@ def test_toy_as_a_command(monkeypatch, capsys):
         f"The answer is {row['answer']}" == sample["text"].split("\n")[-1] for row in rows for sample in row["samples"]
     ]
     assert rewards == list(map(float, right))
-    shown = re.search(r"^toy +(\S+) ", capsys.readouterr().out, re.M)[1]
-    assert shown == f"{100 * figures['accuracy']:.1f}"
+    printed = capsys.readouterr().out
+    assert re.search(r"^toy +(\S+) ", printed, re.M)[1] == f"{100 * figures['accuracy']:.1f}"
+    assert f"first prompt: {rows[0]['prompt'][0]['content']!r}" in printed
+    assert "outputs-toy − toy, paired by problem: accuracy +0.0" in printed
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
 

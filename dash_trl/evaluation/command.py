@@ -2,7 +2,7 @@
 
     python -m dash_trl.evaluation toy                                      # the tiny model of `make demo`, offline
 
-    python -m dash_trl.evaluation outputs/gsm8k Qwen/Qwen2.5-0.5B-Instruct \\
+    python -m dash_trl.evaluation Qwen/Qwen2.5-0.5B-Instruct outputs/gsm8k \\
         --dataset_name openai/gsm8k --dataset_config main --num_samples 16 --k 1 8 16 --temperature 0.6 --use_vllm
 
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2   # or use servers: all models must have one shape
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from datasets import Dataset
@@ -34,6 +35,7 @@ from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_
 from dash_trl.monitoring import plot_pass_at_k
 
 logger = logging.getLogger(__name__)
+SHOWN = 500  # characters of a prompt that the command prints
 
 
 @dataclass
@@ -105,6 +107,8 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             reward.check_columns(job.problems.column_names)
         if arguments.vllm_server_urls and any(job.left for job in jobs):
             check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
+        # A wrong template gives figures that can be believed.
+        print(f"first prompt: {shown(jobs[0].problems[0]['prompt'])}")
         results, compared = {}, []
         first: list[Any] | None = None
         for job in jobs:
@@ -163,6 +167,11 @@ def labels(models: Sequence[str]) -> list[str]:
         if len(set(short)) == len(short):
             return short
     raise ValueError(f"The models {list(models)} are the same: name each once.")
+
+
+def shown(prompt: str | list[dict[str, Any]]) -> str:
+    """Returns a prompt, or the last message of a conversation, as one line of at most `SHOWN` characters."""
+    return shorten(repr(prompt if isinstance(prompt, str) else prompt[-1]["content"]), SHOWN, placeholder=" …")
 
 
 def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:

@@ -155,16 +155,16 @@ class TaskArguments(Task):
         return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments with a dataset. If no dataset is given, the toy model gets the toy problems.
+        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
 
         Raises:
-            ValueError: if no dataset is given for another model.
+            ValueError: if no dataset is given and the toy model is not among the models.
         """
         if self.dataset_name is not None:
             return self
-        if others := [model for model in models if model != TOY]:
+        if TOY not in models:
             raise ValueError(
-                f"There is no dataset for {others[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
+                f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
                 f"--dataset_config main), a local path, or {TOY}."
             )
         return replace(self, dataset_name=TOY)
