@@ -57,7 +57,8 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     raise ValueError(
         f"resume_from_checkpoint={value!r} names no checkpoint: {str(folder.absolute())!r} has neither a "
         f"{TRAINER_STATE_NAME} nor a folder {PREFIX_CHECKPOINT_DIR}-N with one. Give a checkpoint, the output_dir of "
-        "the run, or true for this output_dir; or leave it out, to begin anew."
+        "the run, or true for this output_dir; or leave it out, to begin anew. A run saves checkpoints if it has "
+        "save_strategy='steps' and save_steps."
     )
 
 

@@ -168,7 +168,8 @@ class DASHConfig(GRPOConfig):
     advantage_estimator: str = field(
         default="grpo",
         metadata={
-            "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`.",
+            "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
+            "'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk'.",
             "choices": ["grpo", *OUTCOME_ESTIMATORS],
         },
     )

@@ -25,6 +25,7 @@ SHARED = (
 )
 PRIVATE = ("vllm_server_urls", "vllm_weight_dir")  # addresses and folders do not belong on the hub
 BEHIND = "### Framework versions"  # the settings are inserted before this heading of TRL's card
+UNNAMED = "[None](https://huggingface.co/None)"  # what TRL's card links if the model came from a folder
 
 
 def with_settings_of_run(card: str, args: DASHConfig, processes: int) -> str:
@@ -44,5 +45,5 @@ def with_settings_of_run(card: str, args: DASHConfig, processes: int) -> str:
     names = [*SHARED, *(one.name for one in own if getattr(args, one.name) != one.default)]
     rows = [f"| `{name}` | {getattr(args, name)} |" for name in dict.fromkeys(names)]
     table = "\n".join([f"| dash_trl {__version__} | {processes} processes |", "|---|---|", *rows])
-    before, heading, behind = card.partition(BEHIND)
+    before, heading, behind = card.replace(UNNAMED, "a local model").partition(BEHIND)
     return f"{before}### Settings\n\n{table}\n\n{heading}{behind}"

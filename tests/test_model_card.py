@@ -9,6 +9,7 @@ def test_the_card_of_a_run_cites_dash_and_names_its_settings(tiny_model, tmp_pat
     settings = {"loss_type": "dr_grpo", "gradient_filter_threshold": 0.1, "save_strategy": "steps", "save_steps": 1}
     trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
     card = (tmp_path / "README.md").read_text()  # written with the checkpoint
+    assert "fine-tuned version of a local model" in card and "huggingface.co/None" not in card
     assert "2505.17218" in card and "huang2025effective" in card and "dash" in card.partition("---\n\n")[0]
     rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| `"))
     assert rows["`loss_type`"] == "dr_grpo" and rows["`gradient_filter_threshold`"] == "0.1"

@@ -64,7 +64,7 @@ class EmptyWindows:
         self._remedies = {
             "filter/dropped_constant": "have no signal, mostly because all rewards of their group are equal: are the "
             "problems too easy or too hard, is num_generations too small, the reward constant, or every completion cut "
-            "off at max_completion_length?",
+            "off at max_completion_length? If earlier windows had signal, is learning_rate too large?",
             "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
