@@ -23,7 +23,8 @@ def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet
         extra: name of an extra. Only the requirements that this extra adds are returned. Empty: the requirements
             without extras.
     Returns:
-        Name of each required package → its range; empty if `package` is not installed.
+        Name of each required package → its range; empty if `package` is not installed. Requirements with extras, such
+        as `trl[vllm]`, are left out.
     """
     try:
         asked = [Requirement(one) for one in requires(package) or ()]

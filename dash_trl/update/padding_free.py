@@ -6,9 +6,9 @@ predicts the first token of a completion c, so it is computed again before each 
     packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
     positions     0 … P−2         P−1 P P+1 …       P−1 P …
 
-If the model uses FlashAttention, FlashAttention's varlen kernels restrict attention to the row. If the model uses SDPA,
-`tree_attention` does. Transformers' attention interface calls both. Nothing is computed for padding, and attention
-costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
+The function that transformers' attention interface calls restricts the attention of each token to the token's own row:
+FlashAttention with its varlen kernels, or `tree_attention` if the model uses SDPA. Nothing is computed for padding, and
+attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Number of tokens; see `ModelPasses.min_shared`. Sharing a short prompt takes more time than it saves, because a branch
 # needs attention in two parts and computes the last prompt token again. Speed relative to passes without sharing,
-# groups of 8: 0.97 with prompts of 8 tokens, 1.09 and 1.12 with 16, 1.20 and 1.20 with 32
+# groups of 8: 0.97 with prompts of 8 tokens, 1.09 to 1.12 with 16, 1.20 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
 COMMON_PROMPT_TOKENS = 12  # length of the shared prompt with which `packing_flaw` tests a model
@@ -85,7 +85,8 @@ def enable_padding_free(model: PreTrainedModel) -> str | None:
     The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
     apart. This function replaces the attention function that this process has registered under the name of the model's
     attention ("sdpa", "flash_attention_2", …) by a function that can handle trees. For passes without trees, both
-    functions do the same. The model is not changed: with a new name in its config, its pickle would need this package.
+    functions do the same. The function gets no new name: the model's config would have to contain this name, and then
+    a pickle of the model could be used only with this package.
 
     Args:
         model: a transformers model.
@@ -341,8 +342,8 @@ class ModelPasses:
             row one by one. So it needs a graph for each number of rows, and gives up after 8 graphs. With
             FlashAttention, one graph is enough for any number of rows.
         share_prompts: see `DASHConfig`.
-        router_losses: True = the loss has a term over all tokens that the model computes. The term would count a shared
-            prompt only once.
+        router_losses: True = the loss includes the MoE auxiliary loss, which depends on all tokens of a pass. If rows
+            shared a prompt, this loss would count the prompt once instead of once per row.
     Attributes:
         flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
@@ -409,8 +410,8 @@ class ModelPasses:
     ) -> None:
         """Test packed passes of the models, and warn if passes must be padded or cannot share prompts.
 
-        Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP, and only after the models are
-        prepared for training.
+        Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP. Call it after the models are
+        prepared for training, not before.
 
         Args:
             wrapped: the policy as the training loop calls it, with its wrappers.
@@ -511,7 +512,7 @@ class ModelPasses:
 
     @contextmanager
     def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Make `log_probs` use the layout of `inputs` within the context.
+        """Context manager: within its `with` block, `log_probs` uses the layout of `inputs`.
 
         TRL calls `log_probs` with the ids and the mask only, so the layout cannot be an argument.
 

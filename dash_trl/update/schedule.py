@@ -32,7 +32,8 @@ class Segment:
         micro_steps: number of micro-steps of the segment.
         passes: micro-steps × ranks.
         all_rows: number of rows, dropped rows included.
-        all_tokens: number of loss tokens, including the loss tokens of dropped rows.
+        all_tokens: the segment's portion of the window's loss tokens, dropped rows included. It is not counted: each
+            micro-step of the window is given the same number of tokens.
         kept_rows: number of survivors.
         kept_tokens: number of loss tokens of the survivors.
     """
@@ -50,7 +51,8 @@ class Pass:
     """A model pass over one micro-batch.
 
     Attributes:
-        micro_batch: the rows of the pass, as positions in the generation window.
+        micro_batch: the rows of the pass, as positions in the window; for a pass of `Schedule.plan_part`, as positions
+            in the part.
         segment: the segment of the micro-batch; the weight of the pass in the loss depends on its counts.
         tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
     """
@@ -92,7 +94,9 @@ class Schedule:
         self.rows_per_step = rows_per_step
         self.pack = pack
         self.optimizer_step = range(0)
-        self._uncut = 0  # first micro-step of the optimizer step; if the step was cut short, of the step before the cut
+        # First micro-step of this optimizer step; if optimizer steps just before it were cut short with micro-steps
+        # left to run, the first micro-step of the earliest of these.
+        self._uncut = 0
         self.ran_model = False
         self.segments: dict[int, Segment] = {}
         self._global_step, self._completed = -1, 0
@@ -203,7 +207,7 @@ class Schedule:
         return self._planned[step], planned
 
     def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
-        """Return the rows of `lengths` up to the last row of these micro-steps, with 0 for rows that have run."""
+        """Return `lengths` up to the last row of `micro_steps` micro-steps from `step` on; 0 for rows that have run."""
         columns = self._columns_of_step(lengths)
         first = step % self.steps_per_generation * columns
         if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
@@ -212,7 +216,10 @@ class Schedule:
         return left[:, : first + micro_steps * columns]
 
     def _columns_of_step(self, lengths: Tensor) -> int:
-        """Return the number of rows of `lengths` per micro-step: `rows_per_step`, or more if a rank has more rows."""
+        """Return the number of rows of `lengths` per micro-step.
+
+        It is `rows_per_step`, or more if dynamic sampling has left one rank more of the window's rows than another.
+        """
         return -(-lengths.shape[1] // self.steps_per_generation)
 
     def has_whole_share(self, step: int) -> bool:
@@ -224,15 +231,16 @@ class Schedule:
         return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
 
     def share(self, step: int) -> range:
-        """Return the micro-steps of this optimizer step that use the window of `step`.
+        """Return the micro-steps of this optimizer step that use the window of `step`; their rows are the step's share.
 
-        If the previous optimizer step was cut short, its micro-steps are included.
+        If the previous optimizer step was cut short with micro-steps left to run, its micro-steps that use this window
+        are included.
         """
         begin = step - step % self.steps_per_generation
         return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
 
     def ends_window(self, step: int) -> bool:
-        """Whether this is the last micro-step of the window in use."""
+        """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
         return (step + 1) % self.steps_per_generation == 0
 
     def plan_part(
@@ -271,7 +279,8 @@ class Schedule:
             lengths: [R, M, 4] of the rows that are left to run.
             num_items_in_batch: see `passes`.
             micro_steps: number of micro-steps to plan.
-            whole: [R, ·, 4], lengths of all rows of the segment, also of rows that ran before a cut.
+            whole: [R, ·, 4], lengths of all rows of the segment, also of rows that ran before the previous optimizer
+                step was cut short. In `plan_part`: of all rows of the part.
             last: see `plan_part`.
         """
         share, ranks = self.share(step), len(lengths)

@@ -154,8 +154,9 @@ class _BranchAttention(torch.autograd.Function):
     The kernel is called once for the attention of all branch tokens to the trunk (without a mask), and once per branch
     for the attention of its tokens to each other (causal). The arguments of a call are a block. A branch token is in
     two blocks, so it gets two outputs, each with the log-sum-exp of its scores. The result is the weighted sum of the
-    two outputs; the two log-sum-exps determine the weights. The backward kernel takes the output and the log-sum-exp of
-    the result for each block, and returns the gradient of the block.
+    two outputs; the two log-sum-exps determine the weights. In the backward pass, the kernel is called once per block.
+    It is given the output and the log-sum-exp of the result, not those of the block, and returns the block's
+    contribution to the gradient.
     """
 
     @staticmethod

@@ -263,7 +263,7 @@ class AsyncCalls:
             lane.closed = True
             lane.out.set()  # ends the watcher
             lane.loop.close()
-            calls += list(lane.running)  # calls on a blocked loop, and calls that were cancelled before they began
+            calls += list(lane.running)  # calls on a blocked loop, and calls whose task was cancelled before it began
         for call in calls:
             call.finish(error=GivenUp("the runner was closed"))
 

@@ -26,8 +26,8 @@ class Call:
     Args:
         function: the function; a coroutine function for a backend that awaits it.
         arguments: name → value.
-        timeout: seconds from the start of the call, not from its submission. After this time the call ends with
-            `Overdue`.
+        timeout: seconds from the start of the call, not from its submission. After this time the call ends with a
+            `TimeoutError`: with `Overdue` on threads and event loops.
         done: function that is called once with this call when the call has its outcome, on any thread. It must be quick
             and must not raise.
         stop: event that cancels the call. Once it is set, a backend does not start the call and need not give it an

@@ -31,14 +31,14 @@ from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
 
-# A worker gets this many calls in advance, or fewer calls that take about this many seconds together. So the worker
-# does not wait for its next call, and few calls wait behind a call that takes long.
+# A worker gets calls in advance until it has `ROWS_AHEAD` calls, or calls that take about `SECONDS_AHEAD` together. So
+# the worker does not wait for its next call, and few calls wait behind a call that takes long.
 ROWS_AHEAD = 32
 SECONDS_AHEAD = 0.01
 # Limit for the start of a worker, and for loading a function. Both import modules, and do not count towards a timeout.
 START_SECONDS = 300.0
-# After this many consecutive failed starts of workers, all waiting calls fail, unless a worker is ready. A call fails
-# after this many workers have ended before they had begun it.
+# After this many consecutive failed starts of workers, all waiting calls fail, unless a worker is ready. A call also
+# fails after this many workers have ended when the call was their next one, for example while they loaded its function.
 STARTS = 3
 NEWEST = 0.1  # weight of the newest call in the moving average of the seconds that a function's calls take
 
@@ -81,7 +81,8 @@ class Row:
         function: the call's function.
 
     Attributes:
-        losses: number of workers that ended before they had begun the call. In `ray_calls`: number of lost tasks.
+        losses: number of workers that ended when this call was the next one that they would have begun. In `ray_calls`:
+            number of lost tasks.
     """
 
     def __init__(self, call: Call, function: Packed):

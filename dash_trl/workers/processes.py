@@ -276,7 +276,10 @@ class _State:
         return reporting
 
     def remember(self) -> None:
-        """Store the current state, which `restore` restores. Called after a function is loaded, which may change it."""
+        """Store the current state, which `restore` restores.
+
+        Called before the calls of a batch and after their function is loaded, because loading may change the state.
+        """
         if _variables() != self._known:
             self._environment, self._known = os.environ.copy(), dict(_variables())
         if "folder" in self._touched:

@@ -46,15 +46,17 @@ LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only; in spite of its name, also on Linux
 }
-QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cluster has no free CPU for us
+# If no task ends, and no call is submitted, for this time plus `START_SECONDS` plus the timeouts of a task's calls, the
+# cluster probably has no free CPU for this run: all calls fail.
+QUIET_SECONDS = 900.0
 
 
 class RayCalls(RemoteCalls):
     """`Backend` that makes calls on a Ray cluster.
 
     If this process is connected to a cluster, the backend uses this cluster. Otherwise it connects to the cluster at
-    the address in the environment variable `RAY_ADDRESS`. If the variable is not set, the backend starts a local Ray
-    with this process's share of the CPUs, which ends with the process. The nodes of a cluster need dash_trl and the
+    the address in the environment variable `RAY_ADDRESS`. If the variable is not set, the backend starts a local Ray,
+    which gets this process's share of the CPUs and ends with this process. The nodes of a cluster need dash_trl and the
     modules that the functions import. A Ray task uses one CPU.
 
     Args:
