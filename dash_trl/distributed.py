@@ -147,7 +147,7 @@ class Ranks:
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """Context in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
+    """`with` block in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
 
     Use this context for all passes of a micro-step except the last.
 

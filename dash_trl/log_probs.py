@@ -280,7 +280,7 @@ class CorrectionInPass:
 
     @contextmanager
     def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
-        """Context in which TRL computes the loss of a pass, and `see` is called with the pass's log-probs.
+        """`with` block in which TRL computes the loss of a pass, and `see` is called with the pass's log-probs.
 
         Args:
             inputs: the inputs of the loss.

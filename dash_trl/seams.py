@@ -25,7 +25,7 @@ from dash_trl.update import ScaledCoefficient
 
 @contextmanager
 def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the trainer within the context, and restore them after it.
+    """Set attributes of the trainer within the `with` block, and restore them after it.
 
     Args:
         trainer: a `GRPOTrainer`.
@@ -45,7 +45,9 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def regularized(trainer: Any, scale: float) -> Iterator[None]:
-    """Within the context, multiply TRL's entropy bonus and router loss by a factor. TRL logs the unscaled coefficients.
+    """Within the `with` block, multiply TRL's entropy bonus and router loss by a factor.
+
+    TRL logs the unscaled coefficients.
 
     Args:
         trainer: a `GRPOTrainer`.
@@ -201,7 +203,7 @@ def to_training_mode(trainer: Any) -> None:
 
 @contextmanager
 def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
-    """Within the context, collect the rewards of an evaluation.
+    """Within the `with` block, collect the rewards of an evaluation.
 
     Args:
         trainer: a `GRPOTrainer`.

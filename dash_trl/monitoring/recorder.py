@@ -70,7 +70,7 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
-        """Add the seconds within the context to a phase, which is logged per optimizer step as `time/<phase>`.
+        """Add the seconds within the `with` block to a phase, which is logged per optimizer step as `time/<phase>`.
 
         Args:
             phase: name of the phase.

@@ -170,7 +170,7 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
 
 @contextmanager
 def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
-    """Within the context, limits the completions of the trainer's sampler to this number of tokens."""
+    """Within the `with` block, limits the completions of the trainer's sampler to this number of tokens."""
     if trainer.use_vllm:
         owner, name = trainer.vllm_generation, "max_completion_length"
     else:
@@ -206,7 +206,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
 
 @contextmanager
 def _unlogged(trainer: Any) -> Iterator[None]:
-    """Within the context, drops the figures that reward functions log, which would distort the figures of training."""
+    """Within the `with` block, drops the figures that reward functions log: they would distort those of training."""
     names = ("_pending_extra_logs", "_pending_metrics")
     before = {name: getattr(trainer, name) for name in names}
     vars(trainer).update({name: defaultdict(list) for name in names})

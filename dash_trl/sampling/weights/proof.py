@@ -89,7 +89,7 @@ def shift_adapter(parameters: NamedTensors) -> Iterator:
 
 @contextmanager
 def shifted_outputs(model: nn.Module) -> Iterator[None]:
-    """Context in which the model computes as if `SHIFT` were added to its B matrices.
+    """`with` block in which the model computes as if `SHIFT` were added to its B matrices.
 
     Each output of B grows by `SHIFT` · Σ of B's inputs.
 
@@ -144,7 +144,7 @@ def is_adapter(module: Any) -> bool:
 
 @contextmanager
 def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
-    """Context in which the model computes as if its linear layers' and embeddings' parameters were scaled by `scale`.
+    """`with` block in which the model computes as if linear layers' and embeddings' parameters were scaled by `scale`.
 
     If the parameters of a linear layer are scaled, its output is scaled by the same factor. So the context scales the
     outputs instead of the parameters, which works with any sharding. A layer that PEFT adapts contains linear layers:
