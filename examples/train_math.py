@@ -42,7 +42,6 @@ from dash_trl.monitoring import (
     RewardProgressCallback,
     RunPictureCallback,
     TimeLimitCallback,
-    plot_run,
     tracker_defaults,
 )
 from dash_trl.rewards import load_reward
@@ -150,6 +149,7 @@ def main(
     train_dataset, eval_dataset = load_problems(task, args, tokenizer)
 
     metrics = Path(args.output_dir) / "metrics.jsonl"
+    drawing = RunPictureCallback(metrics)
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=task.reward(),
@@ -158,7 +158,7 @@ def main(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[
-            *(timer, MetricsFileCallback(metrics), RunPictureCallback(metrics)),
+            *(timer, MetricsFileCallback(metrics), drawing),
             *(make_callbacks(script, *own) if make_callbacks else ()),
         ],
         tools=task.tools(),
@@ -172,10 +172,7 @@ def main(
     train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.is_toy)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
-        try:
-            print(f"plot:    {plot_run(metrics, metrics.with_name('run.png'), title=Path(args.output_dir).name)}")
-        except ValueError as error:  # a run that ended before its first log
-            print(f"plot:    none. {error}")
+        print(f"plot:    {drawing.picture or 'none: the run ended before its first log'}")
         if not (args.report_to or tracker_defaults()):
             print("tracker: none. `pip install trackio` shows the curves and the completions in a browser.")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit

@@ -132,16 +132,26 @@ def test_messages_stay_messages(monkeypatch):
     assert logged[0].messages == prompt + completion and logged[0].metadata == {"sum": 1.0, "advantage": 0.5}
 
 
-@pytest.mark.parametrize(("begun", "logged"), [(True, [{"reward": 1.0}]), (False, [{"reward": 1.0}]), (True, [])])
-def test_the_picture_waits_for_a_run_and_for_logs(monkeypatch, tmp_path, begun, logged):
-    """W&B may be disabled, and training may end before its first log."""
+@pytest.mark.parametrize(
+    ("reports", "begun", "logged"),
+    [
+        (True, True, [{"reward": 1.0}]),
+        (True, False, [{"reward": 1.0}]),
+        (True, True, []),
+        (False, True, [{"reward": 1}]),
+    ],
+)
+def test_the_picture_waits_for_a_run_and_for_logs(monkeypatch, tmp_path, reports, begun, logged):
+    """There may be no tracker, W&B may be disabled, and training may end before its first log."""
     wandb = SimpleNamespace(__name__="wandb", run=begun or None, Image=str, log=lambda logs: pictures.append(logs))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    pictures, args = [], SimpleNamespace(report_to=["wandb"], output_dir=str(tmp_path))
+    pictures, args = [], SimpleNamespace(report_to=["wandb"] if reports else [], output_dir=str(tmp_path))
     write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **log} for log in logged])
     callback = RunPictureCallback(tmp_path / "metrics.jsonl")
     callback.on_log(args, SimpleNamespace(is_world_process_zero=True), None, {"train_runtime": 1.0})
-    assert pictures == [{"picture": str(tmp_path / "run.png")}] * (begun and len(logged))
+    assert pictures == [{"picture": str(tmp_path / "run.png")}] * (begun and reports and len(logged))
+    assert callback.picture == (tmp_path / "run.png" if logged else None)
+    assert (tmp_path / "run.png").is_file() == bool(logged)
 
 
 def test_nothing_leaves_the_machine_and_no_server_is_left(tracked):

@@ -67,28 +67,31 @@ def _messages(role: str, said: str | list[dict[str, Any]]) -> list[dict[str, Any
 
 
 class RunPictureCallback(TrainerCallback):
-    """Logs the picture of `plot_run` to Trackio and W&B when training ends.
+    """Draws the picture of `plot_run` when training ends, and logs it to Trackio and W&B.
 
     Args:
         metrics: path of the file that a `MetricsFileCallback` writes. That callback must come earlier in the list of
-            callbacks, so that the file has the last log.
+            callbacks, so that the file has the last log. The picture is `run.png` beside this file.
+    Attributes:
+        picture: path of the picture; None until training has ended, and if it ended before its first log.
     """
 
     def __init__(self, metrics: str | Path):
         self.metrics = Path(metrics)
+        self.picture: Path | None = None
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         ends = "train_runtime" in logs  # the last log. on_train_end would be too late: Trackio's run is closed by then
-        trackers = [import_module(name) for name in TAKE_PICTURES if name in args.report_to]
-        if not (ends and trackers and state.is_world_process_zero):
+        if not (ends and state.is_world_process_zero):
             return
+        title = Path(args.output_dir).name
         try:
-            picture = plot_run(self.metrics, self.metrics.with_name("run.png"), title=Path(args.output_dir).name)
+            self.picture = plot_run(self.metrics, self.metrics.with_name("run.png"), title=title)
         except ValueError:  # the run ended before its first log
             return
-        for tracker in trackers:
+        for tracker in [import_module(name) for name in TAKE_PICTURES if name in args.report_to]:
             if tracker.__name__ == "wandb" and tracker.run is None:  # W&B is switched off by WANDB_DISABLED
                 continue
-            tracker.log({"picture": tracker.Image(str(picture))})
+            tracker.log({"picture": tracker.Image(str(self.picture))})
