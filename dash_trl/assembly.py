@@ -92,7 +92,7 @@ def knows_log_probs(trainer: Any) -> bool:
 
 
 def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
-    """Return the values of the trainer's attributes to set while TRL computes the loss; see `trl_settings`.
+    """Return the settings that replace attributes of the trainer while TRL computes the loss; see `trl_settings`.
 
     TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
     therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next

@@ -67,11 +67,11 @@ class DASHConfig(GRPOConfig):
             Drop rows with little signal before any model pass. A row is one completion with its prompt. It is dropped
             if its largest absolute advantage is 0 or below this threshold, or if it has no reward, because a reward
             function failed or none applies to it. `0.0` drops only rows without a reward, and rows whose advantages are
-            all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). If all rewards
-            are 0 or 1, a threshold of 0.1 drops no row with a nonzero advantage in groups of up to 9 rows with
-            `scale_rewards="none"`, and of up to 99 rows with `"group"`. If rewards are uniform on 0 … 1 and groups have
-            8 rows, 0.1 drops 23 % of the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off.
-            The logged `kl` and `entropy` cover only the rows that are kept; TRL's cover all rows.
+            all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0
+            or 1, a threshold of 0.1 drops the same rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`)
+            or at most 99 rows (`"group"`). If rewards are uniform on 0 … 1 and groups have 8 rows, 0.1 drops 23 % of
+            the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off. The logged `kl` and `entropy`
+            cover only the rows that are kept; TRL's cover all rows.
         filter_denominator (`str`, defaults to `"all"`):
             Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. Dropping
             a row then has the same effect on the policy gradient as setting its advantages to 0, as in the paper.
@@ -112,10 +112,9 @@ class DASHConfig(GRPOConfig):
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option has verl's name). A group consists of all completions of one prompt, and
             has signal if `gradient_filter_threshold` keeps one of them. If some groups of a window have no signal,
-            further prompts are sampled until the window is full of groups with signal, or until `max_num_gen_batches`
-            times as many groups as a window has were sampled. Training uses the groups with signal that were sampled
-            first. `1`: off. Needs `max_steps`; see
-            docs/howto/dynamic-sampling.md.
+            further prompts are sampled until the window is full of groups with signal, or until the number of sampled
+            groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
+            sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
         max_skipped_epochs (`int`, defaults to `0`):
             An epoch may skip a prompt if its groups had no signal in recent epochs. This option is the largest number
             of consecutive epochs that skip the same prompt. `0`: no prompt is skipped. Needs `max_steps`; see
@@ -301,7 +300,7 @@ class DASHConfig(GRPOConfig):
                 raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}.")
 
     def _refuse(self, reasons: dict[str, str], other: str) -> None:
-        """Raise an error if an option that the setting `other` would ignore is not left at its default.
+        """Raise an error if an option in `reasons` differs from its default, because `other` would ignore the option.
 
         Args:
             reasons: option → why `other` ignores it.

@@ -25,7 +25,7 @@ SHARED = (
 )
 PRIVATE = ("vllm_server_urls", "vllm_weight_dir")  # addresses and folders do not belong on the hub
 BEHIND = "### Framework versions"  # the settings are inserted before this heading of TRL's card
-UNNAMED = "[None](https://huggingface.co/None)"  # what TRL's card links if the model came from a folder
+UNNAMED = "[None](https://huggingface.co/None)"  # TRL's card has this link if the model came from a folder
 
 
 def with_settings_of_run(card: str, args: DASHConfig, processes: int) -> str:

@@ -123,9 +123,9 @@ class ByGroup:
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
-    For every window, the trainer's `_calculate_rewards` is called. It calls `of_all`, which calls TRL's method of the
-    same name. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see every
-    window. If rewards are awaited by group, this call comes after the last group.
+    For every window, the trainer's `_calculate_rewards` is called. It calls `of_all`, which calls TRL's
+    `_calculate_rewards`. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see
+    every window. If rewards are awaited by group, this call comes after the last group.
 
     Args:
         ranks: the ranks of the run.
@@ -134,9 +134,9 @@ class Rewards:
         names: the names of the reward functions.
         num_generations: number of rows of a group in training.
         group_size: function that returns the group size in the current mode: training or evaluation.
-        early: True = start the functions on rows as soon as the rows are sampled. This requires that each function
-            scores each completion by itself. Rewards of environments are exempt, because they are known when a row
-            ends.
+        early: True = start the functions on rows as soon as the rows are sampled, if every function scores each
+            completion by itself. Otherwise `early` has no effect. Rewards of environments do not count here, because
+            they are known when a row ends.
         calculate: the trainer's `_calculate_rewards`. It takes this rank's rows and returns [N, F].
         groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
             from the window.
@@ -167,8 +167,8 @@ class Rewards:
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
         """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
 
-        All ranks call this method at the same point. If the functions were not started early, this method starts them
-        (by group), or they are called when the caller iterates over `Awaited.parts` (together).
+        All ranks call this method at the same point. If the functions were not started early, they start in this call
+        if the rewards are awaited by group, and otherwise when the caller iterates over `Awaited.parts`.
 
         Args:
             window: number of the generation batch; see `Prompts.number`.

@@ -39,7 +39,8 @@ _THOUGHT_TAG = re.compile("</?think>")
 # tokens.
 LOGITS_TOKENS = 32
 
-FLOOR = -10.0  # smaller log-probs of an answer's tokens are raised to this number, so that no U becomes huge
+# Smaller log-probs of an answer's tokens are raised to this number, so that no difference of two values becomes huge.
+FLOOR = -10.0
 
 # Under ZeRO-3 and FSDP, a pass is a collective. So a rank with fewer passes than other ranks runs more passes with this
 # tree, whose result is dropped.
@@ -148,7 +149,8 @@ class AnswerLogProbValue:
 
     - The force prompt and the answer are tokenised together, so that the answer has the tokens that the model would
       write.
-    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed, so that no U becomes huge.
+    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed, so that no difference of two values
+      becomes huge.
     - With several accepted answers, V is min(0, logsumexp of the means of the answers).
 
     The mean over tokens makes long and short answers comparable. But V is then not log P(answer): exp(V) is the
@@ -162,8 +164,8 @@ class AnswerLogProbValue:
         closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``. Its tokens are scored, too. Without a
             closing, a policy that would write "42" also gets a high V for the answer "4".
         space: unit of V: "log" for the mean log-prob, or "probability" for its exponential.
-        max_tokens_per_pass: token budget of one model pass. A completion counts as the number of its tokens, including
-            prompt, force prompts and answers, or as 32 tokens for each scored token if that is more. A completion
+        max_tokens_per_pass: token budget of one model pass. Each completion uses up the tokens that are computed
+            for it (prompt, completion, force prompts and answers), or 32 per scored token if that is more. A completion
             above the budget gets a pass of its own.
     Raises:
         ValueError: if `space` is unknown, or if the force prompt contains a control character that Python made from a
@@ -382,9 +384,9 @@ class ServerValue(AnswerLogProbValue):
 
     The requests of a group start as soon as the group is sampled, while other groups are still sampled. So the values
     are computed with the weights that the servers have at that time. The servers compute each prefix of a completion
-    separately, while a tree pass of `AnswerLogProbValue` computes the completion only once. So use this class if there
-    are many servers and the trainer is the bottleneck. The servers' `--max-model-len` must have room for the force
-    prompt and the answer after the longest completion.
+    separately. This is more work than a tree pass of `AnswerLogProbValue`, which computes the completion only once. It
+    is faster only if there are many servers and the trainer is the bottleneck. The servers' `--max-model-len` must have
+    room for the force prompt and the answer after the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:

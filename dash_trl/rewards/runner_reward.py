@@ -19,7 +19,8 @@ def scores_alone(reward: Any) -> bool:
         reward: one of TRL's `reward_funcs`.
 
     Returns:
-        True for a function of a runner that does not have TRL's form.
+        True for a `RunnerReward` whose function scores one completion per call. False for a function of TRL's form,
+        and for a function without a runner.
     """
     return isinstance(reward, RunnerReward) and not reward.form.batch
 
@@ -37,7 +38,8 @@ class RunnerReward(WatchedReward):
     Attributes:
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
             prompt.
-        score: function that calls a per-sample function and reads its score.
+        score: what the runner calls for one row, if the function is per-sample: calls `form.function` and returns its
+            score.
     """
 
     def __init__(self, form: RewardForm, runner: Any, number: int):
@@ -46,8 +48,8 @@ class RunnerReward(WatchedReward):
         self.group_size: Callable[[], int] = lambda: 1
         here = scored_async if form.asynchronous else scored
         self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
-        # Names of text notes, which are columns of the table of completions. A column that was written once is written
-        # for every batch, because all columns of the table must have the same length.
+        # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
+        # length, so after the first batch with a text note, its column is written for every later batch, too.
         self._texts: set[str] = set()
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:

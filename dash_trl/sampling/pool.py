@@ -38,7 +38,7 @@ URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
 LOOK_AGAIN = 1.0  # seconds between probes of servers that do not answer at the start
-START_TOGETHER = 1.0  # longest time in seconds for which a batch waits until suspects are checked
+START_TOGETHER = 1.0  # seconds; a new batch waits at most this long for the checks of suspect servers
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
 
@@ -69,7 +69,7 @@ class Chain:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
         versions: the weight version at two times: when the first request was given to its server, and when the last
             request was completed. Both are −1 until a request is completed.
-        sequences: number of rows that the chain samples.
+        sequences: always 1, because a chain samples one row; `Job` has the same attribute.
     """
 
     run: Callable[[Ask], Awaitable[None]]
@@ -631,9 +631,9 @@ class ServerPool:
                 else:
                     logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
-            # Jobs may be waiting, and an idle server may have restarted since it loaded the weights.
+            # Idle servers are probed again, because they may have restarted since they loaded the weights.
             self.fleet.look_around(self._sent)
-            self._wake.set()
+            self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 

@@ -1,7 +1,7 @@
-"""HTTP client of one vLLM server. It samples, computes log-probs, loads weights, and checks every answer.
+"""HTTP client of one vLLM server. It requests samples, log-probs and weight loads, and checks every answer.
 
 A failure becomes one of two errors. `ServerError` means that this server failed. Repeating the request is safe, and
-another server may succeed. `ValueError` means that the server refused the request itself. Any server would refuse it.
+another server may succeed. `ValueError` means that the request or the set-up is wrong. Repeating it does not help.
 """
 
 import asyncio
@@ -224,7 +224,7 @@ class VLLMServer:
         return report
 
     async def sees(self, folder: str) -> bool:
-        """Return whether all workers see one of the trainer's folders at the same path as the trainer.
+        """Return whether all workers find a folder of the trainer under the path that the trainer uses for it.
 
         Args:
             folder: path of the folder.

@@ -24,7 +24,7 @@ from typing import Any
 from dash_trl.workers.calls import Call, GivenUp, Overdue, Pace, forks
 
 MOST_ABANDONED = 64  # limit of abandoned threads, which use memory; at this limit, calls wait until a thread returns
-PATIENCE = 3  # if no abandoned thread returns for this many timeouts of a waiting call, calls end with `GivenUp`
+PATIENCE = 3  # at the limit, a call waits this multiple of its timeout; if no thread returns, calls end with `GivenUp`
 
 
 class _Thread:
@@ -33,8 +33,8 @@ class _Thread:
     Attributes:
         calls: queue from which the thread takes calls; the item None ends the thread.
         held: list with the current call; empty between calls. The thread and the watcher both try to remove the call
-            from the list, and the one that succeeds sets the outcome of the call. This needs no lock, for which up to
-            256 threads would wait.
+            from the list, and the one that succeeds sets the outcome of the call. So no lock is needed; up to
+            256 threads would have to wait for it.
         deadline: time at which the timeout of the current call ends, in seconds of the monotonic clock.
         ended: number of calls that the thread has finished.
         closed: True = the thread may start no more calls.
@@ -57,7 +57,8 @@ class ThreadCalls:
 
     Attributes:
         abandoned: number of abandoned threads that have not returned. If there are `MOST_ABANDONED` of these threads,
-            no call starts until one of them returns. If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
+            no call starts until one of them returns. If none returns while a call waits for `PATIENCE` × its timeout,
+            calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -196,7 +197,7 @@ class ThreadCalls:
             with self._lock:
                 pause = self._shortest
                 for one in list(self._threads):
-                    held = one.held  # read before the deadline, which may already belong to the next call
+                    held = one.held  # first, so that a new call is never compared with the deadline of the last call
                     deadline = one.deadline
                     if not held:
                         continue

@@ -32,9 +32,9 @@ MOST = 0.5  # largest size of the changes, as a fraction of all weights; above i
 class DifferenceWeights(FileWeights):
     """Sends the changed weights over HTTP. If this is not possible, it sends all weights.
 
-    The first version has all weights, but is sent in the same way as later changes. So the log-prob check of the first
-    sync shows whether a server computes with weights that are changed in place. A server may instead compute with
-    copies of the weights, which do not change (vLLM does so for MLA).
+    The first version, too, is sent as changes, although these are all weights. So the log-prob check of the first sync
+    shows whether changes reach the weights that a server computes with. They do not if the server computes with copies
+    of its weights (vLLM does so for MLA).
 
     Args:
         directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
@@ -46,7 +46,7 @@ class DifferenceWeights(FileWeights):
         self._held: dict[str, Tensor] = {}  # weights of version `_tag`, on the CPU
         self._tag: str | None = None  # None: `_held` does not hold a complete version
         self._first: str | None = None  # tag of the first version
-        # tag of the version that the changes in `_parts` turn into version `_tag`; None: send all weights
+        # tag of the version before `_tag`; a server that holds it needs only `_parts`. None: send all weights
         self._base: str | None = None
         self._parts: list[dict[str, str]] = []  # messages with the changes
         self._writing = asyncio.Lock()
