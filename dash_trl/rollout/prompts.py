@@ -24,7 +24,7 @@ class EpochOrder(Sampler):
         sampler: TRL's sampler.
         epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
         chosen: function that takes an epoch and returns the indices of its prompts, in order. Their number is a
-            multiple of the prompts in a generation batch. If it returns `None`, all prompts come in TRL's order.
+            multiple of the prompts in a generation batch. If it returns `None`, the order is TRL's.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-With dynamic sampling, a window takes its first prompts when it begins, and more prompts in each further round. A
+With dynamic sampling, a window begins with its first prompts, and takes more prompts in each further round. A
 `PromptReader` gives every window the prompts of one generation batch. A queue replaces the reader if a window's number
 of prompts depends on the samples (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
 
@@ -88,7 +88,7 @@ class PromptQueue:
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
     def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """Return, for each micro-step of the optimizer step that begins, the rows with which its window begins.
+        """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
 
         Args:
             epoch_iterator: Transformers' iterator, which is not read.

@@ -102,7 +102,7 @@ class Backlog:
         job.versions = job.versions[0], self.fleet.version
 
     def failed(self, job: Job, error: str, now: float, *, gone: bool = False) -> None:
-        """Record that a server failed a job. The job waits again, for another server.
+        """Record that a server failed a job. The job waits again, for another server if there is one.
 
         Args:
             job: a running job.
@@ -115,7 +115,7 @@ class Backlog:
         self._return(job, url)
 
     def lost(self) -> list[Job]:
-        """Take jobs back from dead servers. The jobs wait again, for other servers.
+        """Take jobs back from dead servers. The jobs wait again.
 
         Returns:
             The jobs that were taken back.

@@ -25,10 +25,10 @@ from enum import StrEnum
 FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
-# Limit of sequences in flight on one server, over all ranks: vLLM's largest default batch. Jobs beyond it wait in our
-# backlog.
+# Limit of sequences in flight on one server, over all ranks: vLLM's largest default batch. More sequences would wait in
+# vLLM's queue; instead, their jobs wait in our backlog.
 SEQUENCES_PER_SERVER = 1024
-JOBS = 512  # most in flight of one process; each has a connection, and Linux allows a process twice as many open files
+JOBS = 512  # most in flight of one process; each has a connection. Linux's default limit is 1024 open files per process
 
 
 class State(StrEnum):

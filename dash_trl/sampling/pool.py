@@ -182,7 +182,7 @@ class ServerPool:
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = -math.inf  # when the last weight sync ended
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
-        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may load weights
+        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -505,7 +505,7 @@ class ServerPool:
     def _give_up(self) -> None:
         """Fail the batches for which no server has been usable for `server_timeout` seconds.
 
-        The time counts from the start of the batch, or from the end of the last weight sync if that was later.
+        The time before the start of the batch and before the end of the last weight sync does not count.
         """
         if self._sending or self.backlog.running:
             return

@@ -174,7 +174,7 @@ class VLLMServer:
             return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
-        """Return the version tag that the last weight sync gave the server, see `Snapshot`."""
+        """Return the version tag that the server was given last, see `Snapshot`."""
         info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
         with _readable(info):
             return info["weight_version"]

@@ -595,7 +595,7 @@ def called_here(value: Any) -> Any:
     Without the wrapper, the type would be sent by name, and the tests would call their own `list`, not the program.
 
     Args:
-        value: a value of the program. Everything but a built-in type is returned unchanged.
+        value: a value of the program. It is returned unchanged if it is no built-in type, or a built-in exception.
     """
     is_own = isinstance(value, type) and value.__module__ == "builtins" and not issubclass(value, BaseException)
     return functools.partial(value) if is_own else value
@@ -722,7 +722,7 @@ def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
 
 
 class Count(AbstractContextManager[Any]):
-    """Context manager that counts the test in its body as passed or failed, and suppresses the test's exception.
+    """Context manager that counts the test in its body as passed or failed, and suppresses its `Exception`.
 
     If the program's process has ended, the test counts as failed even if its body raised nothing: the test may have
     caught the `SolutionError` because it expects some error of the program.

@@ -36,7 +36,7 @@ time of all its processes.
 
 When the trainer ends, even by SIGKILL, its sockets close. The starter and the supervisors then end, and all processes
 in their namespaces are killed. Without namespaces, the launcher then removes the programs' files. If the launcher was
-killed, the next launcher removes them.
+killed, the next launcher without namespaces removes them.
 """
 
 import ctypes
@@ -160,7 +160,8 @@ def enter_user_namespace(flags: int, proc: int) -> None:
 def make_root() -> None:
     """Replace the root folder of this mount namespace.
 
-    The new root folder is read-only, and contains only `readable_paths`, `DEVICES` and an empty /tmp.
+    The new root folder is read-only, and contains only `readable_paths`, `DEVICES` and /tmp. In /tmp there is nothing
+    but readable paths.
     """
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     paths = readable_paths()
@@ -437,7 +438,7 @@ class Place:
         """Create the folder of one side of a job, and enter new namespaces if `alone`. The supervisor calls this.
 
         Returns:
-            Path of the folder, the only one in which the program may write.
+            Path of the folder, in which the program starts and may write.
         """
         if not self.alone:
             return tempfile.mkdtemp(dir=self.folder)
@@ -503,7 +504,8 @@ class Place:
     def cpu_of_all(self, process: str, spent: dict[str, float]) -> float:
         """Return the sum of the CPU seconds of a process and all its descendants.
 
-        A descendant that has ended counts with its CPU seconds at the last call during which it was running.
+        A descendant that has ended counts with its CPU seconds at the last call during which it was running. If it has
+        started and ended between two calls, it does not count.
 
         Args:
             process: id of the process in `proc`.
@@ -675,7 +677,7 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
     - `ended`: exit code, or the negative number of the signal.
     - `cpu`: CPU seconds.
     - `excess`: description of the exceeded limit; None if `Place.excess` found none.
-    - `delay`: `Place.run_delay` if the process was killed after more than `LONG` seconds; else None.
+    - `delay`: `Place.run_delay` if the supervisor killed the process after more than `LONG` seconds; else None.
 
     Args:
         place: confines the process.
@@ -916,7 +918,7 @@ def main() -> None:
     except OSError as error:
         send(channel, json.dumps({"error": str(error)}).encode())
         return
-    gc.freeze()  # a garbage collection in a fork would write to all pages that it shares with the starter
+    gc.freeze()  # else a garbage collection in a fork would write to all pages that it shares with the starter
     send(channel, json.dumps({"error": None}).encode())
     serve(place, channel)
 

@@ -155,7 +155,8 @@ class Conversations:
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
         """Adds a turn of the policy to a row and runs the tools that the turn calls.
 
-        If the row ends with this turn, the method also gets the reward of the row's environment.
+        If the row ends with this turn without a failure, and `begin` has leased or made its environment, the method
+        also calls `get_reward` of the environment, if the environment has it.
 
         Args:
             row: the row.

@@ -6,10 +6,9 @@ Ways of sending weights::
                        └──► NCCLWeights: buckets ──► a thread per server broadcasts them
 
 The version that a server reports is only a tag: it does not depend on the server's weights. So every weight sync
-compares the checksum of the weights that the server's workers hold with the trainer's. Even if the
-workers hold the right weights, they may compute with a second copy that was not updated. So the first weight sync of a
-run sends weights that are changed in a known way, and checks that the servers' log-probs change accordingly
-(`proof.py`).
+compares the checksum of the weights that the server's workers hold with the trainer's. Even if the workers hold the
+right weights, they may compute with a second copy that was not updated. So the first weight sync of a run sends weights
+that are changed in a known way, and checks that the servers' log-probs change accordingly (`proof.py`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable
