@@ -108,7 +108,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t.
 
-    The divisor is the sum of the weights, so the first averages are not too small.
+    The divisor is the sum of the weights, so the first averages are not biased towards 0.
 
     Args:
         values: the numbers x_i.

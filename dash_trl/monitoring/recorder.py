@@ -11,8 +11,8 @@ import torch
 PHASES = ("generate", "reward", "logprobs", "train")
 # The trainer waits for servers. These seconds are also counted in "generate".
 WAITING = ("wait_for_rollouts", "wait_for_weights")
-# Dynamic sampling samples prompts in rounds until enough groups have signal. This phase is all rounds after the first.
-# Its seconds are also counted in "generate" and "reward".
+# Dynamic sampling samples prompts in rounds, until enough groups have signal or `max_num_gen_batches` is reached. This
+# phase is all rounds after the first. Its seconds are also counted in "generate" and "reward".
 ROUNDS = ("dynamic_sampling",)
 # With `reward_pipeline` only. "wait_for_rewards" is the time in which the trainer has no scored group to train on.
 # "wait_for_ranks" is part of it: the time in which a rank waits for the slowest rank.

@@ -67,13 +67,14 @@ def _messages(role: str, said: str | list[dict[str, Any]]) -> list[dict[str, Any
 
 
 class RunPictureCallback(TrainerCallback):
-    """Draws the picture of `plot_run` when training ends, and logs it to Trackio and W&B.
+    """Draws the picture of `plot_run` when training ends, and logs it to Trackio and W&B if the run reports to them.
 
     Args:
         metrics: path of the file that a `MetricsFileCallback` writes. That callback must come earlier in the list of
             callbacks, so that the file has the last log. The picture is `run.png` beside this file.
     Attributes:
-        picture: path of the picture; None until training has ended, and if it ended before its first log.
+        picture: path of the picture. None until training has ended, if it ended before its first log, and on all
+            processes but the main process.
     """
 
     def __init__(self, metrics: str | Path):

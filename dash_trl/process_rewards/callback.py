@@ -549,8 +549,8 @@ def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[
         trainer: the `DASHTrainer`.
     Returns:
         Log-probs [B, T] and entropies [B, T]; both are 0 outside the loss tokens. If the sampler reports log-probs,
-        these are returned, with NaN for tokens whose log-prob was not reported, and None instead of the entropies.
-        Otherwise both come from a forward pass of the policy.
+        these are returned for all rows, with NaN for tokens whose log-prob was not reported, and None instead of the
+        entropies. Otherwise both come from a forward pass of the policy over the needed rows, and are 0 in other rows.
     """
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
     if sampled is None:

@@ -65,7 +65,8 @@ class Episodes:
     def slices(self) -> list[slice]:
         """Returns one slice of tokens per episode, and one for the final answer.
 
-        The n + 1 slices cover the completion without gaps. The last slice is empty if there is no final answer.
+        The n + 1 slices cover the completion without gaps. If no final answer was found, the last slice has only the
+        special tokens at the end of the completion, such as the end-of-sequence token, and is empty without them.
         """
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]

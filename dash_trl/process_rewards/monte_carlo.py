@@ -30,7 +30,7 @@ class _Prefix:
 
     Attributes:
         rank: the rank that the completion belongs to.
-        row: index of the request on this rank.
+        row: index of the request among the requests of the rank `rank`.
         boundary: token position in the completion at which the prefix ends.
         room: the largest number of tokens that may be sampled after the prefix.
         request: the request that contains the completion.
@@ -55,9 +55,9 @@ class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
     This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
-    trainer's sampler makes the rollouts. A prefix and its continuation together are no longer than a completion of the
-    trainer. vLLM servers get all prefixes at once. Other samplers get at most as many rows at a time as a window of the
-    trainer has, or K rows on each rank if that is more.
+    trainer's sampler makes the rollouts. Without its prompt, a prefix together with its continuation is no longer than
+    a completion of the trainer. vLLM servers get all prefixes at once. Other samplers get at most as many rows at a
+    time as a window of the trainer has, or K rows on each rank if that is more.
 
     The trainer's reward functions and reward weights score the rollouts. Unscored rollouts are left out of the mean. If
     all rollouts of a prefix are unscored, the value of the prefix is missing. Figures that reward functions log about

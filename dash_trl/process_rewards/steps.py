@@ -48,7 +48,8 @@ class StepValue:
             scores so far, so a completion with more episodes may get a larger V. False = a score is V after its
             episode. The process reward of the first episode is then 0, because the prompt alone has no score.
     Raises:
-        ValueError: if `score` is not a function; during training, if a completion does not get one score per episode.
+        ValueError: if `score` is not a function; during training, if `score` does not return one list or None per
+            completion, or if a list does not have one score per episode.
     """
 
     space = "reward"

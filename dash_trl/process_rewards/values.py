@@ -384,9 +384,9 @@ class ServerValue(AnswerLogProbValue):
 
     The requests of a group start as soon as the group is sampled, while other groups are still sampled. So the values
     are computed with the weights that the servers have at that time. The servers compute each prefix of a completion
-    separately. This is more work than a tree pass of `AnswerLogProbValue`, which computes the completion only once. It
-    is faster only if there are many servers and the trainer is the bottleneck. The servers' `--max-model-len` must have
-    room for the force prompt and the answer after the longest completion.
+    separately. This is more work than a tree pass of `AnswerLogProbValue`, which computes the completion only once.
+    `ServerValue` is faster only if there are many servers and the trainer is the bottleneck. The servers'
+    `--max-model-len` must have room for the force prompt and the answer after the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:

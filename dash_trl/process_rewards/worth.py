@@ -8,7 +8,7 @@ by the jackknife, which leaves out one group at a time (Tukey 1958), and Student
 computed without the outcomes of this window; otherwise the figures are biased.
 
 Only the inner boundaries b_1 … b_{n−1} count. V_0 is the same for all rollouts of a prompt. V_n belongs to the prefix
-right before the final answer, which already decides the outcome.
+right before the final answer, and this prefix already decides the outcome.
 
 Letters: N rows (the G completions of a prompt are adjacent), K boundaries per row, M = N / G groups.
 """

@@ -33,7 +33,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
     Many threads may call a `CodeReward` at once. The attribute `count` of the sandbox limits the number of programs
-    that run at a time.
+    that run at a time; for a `Sandbox`, it is this process's share of the CPUs by default.
 
     Args:
         sandbox: the sandbox that runs programs: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a

@@ -81,7 +81,8 @@ class EarlyRewards:
             window: the number of the window.
 
         Returns:
-            The request; its functions may still run. None if `begin` was not called for the window.
+            The request; its functions may still run. None if `begin` was not called for the window, or `wanted` is
+            False.
         """
         one = self._windows.pop(window, None)
         return None if one is None else one.request

@@ -1,7 +1,7 @@
 r"""Brings answers to one spelling and splits answers into parts. It compares no values; `math.py` does that.
 
-`answers.py` limits the length of a completion's answer before it calls these functions. The exception
-is `to_latex`, which also gets longer parts of a completion, but takes time linear in the length of the text.
+`answers.py` limits the length of a completion's answer before it calls these functions. The exception is
+`to_latex`, which also gets longer parts of a completion, but takes time linear in the length of the text.
 """
 
 import re
