@@ -154,6 +154,13 @@ def test_the_picture_waits_for_a_run_and_for_logs(monkeypatch, tmp_path, reports
     assert (tmp_path / "run.png").is_file() == bool(logged)
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(tmp_path, caplog):
+    callback = RunPictureCallback(tmp_path / "none.jsonl")
+    args = SimpleNamespace(report_to=[], output_dir=str(tmp_path))
+    callback.on_log(args, SimpleNamespace(is_world_process_zero=True), None, {"train_runtime": 1.0})
+    assert callback.picture is None and "There is no picture of the run" in caplog.text
+
+
 def test_nothing_leaves_the_machine_and_no_server_is_left(tracked):
     """Trackio would ask the Hub for the user's name."""
     assert tracked[-1] == [] and constants.HF_HUB_OFFLINE

@@ -4,6 +4,7 @@ Transformers and TRL already send figures and the table of completions to a trac
 (`log_traces`), a picture of the run (`RunPictureCallback`), and arguments for such a run (`tracker_defaults`).
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,6 +16,7 @@ from transformers.integrations import is_trackio_available
 
 from dash_trl.monitoring.plots import plot_run
 
+logger = logging.getLogger(__name__)
 TAKE_PICTURES = ("trackio", "wandb")  # trackers that accept a picture in `log({"picture": Image(path)})`
 
 
@@ -91,6 +93,9 @@ class RunPictureCallback(TrainerCallback):
         try:
             self.picture = plot_run(self.metrics, self.metrics.with_name("run.png"), title=title)
         except ValueError:  # the run ended before its first log
+            return
+        except OSError as error:
+            logger.warning(f"There is no picture of the run: {error}. Is a MetricsFileCallback({self.metrics}) before it?")
             return
         for tracker in [import_module(name) for name in TAKE_PICTURES if name in args.report_to]:
             if tracker.__name__ == "wandb" and tracker.run is None:  # W&B is switched off by WANDB_DISABLED
