@@ -95,7 +95,7 @@ class RunPictureCallback(TrainerCallback):
         except ValueError:  # the run ended before its first log
             return
         except OSError as error:
-            logger.warning(f"There is no picture of the run: {error}. Is a MetricsFileCallback({self.metrics}) before it?")
+            logger.warning(f"There is no picture of the run: {error}. It needs a MetricsFileCallback before it.")
             return
         for tracker in [import_module(name) for name in TAKE_PICTURES if name in args.report_to]:
             if tracker.__name__ == "wandb" and tracker.run is None:  # W&B is switched off by WANDB_DISABLED
