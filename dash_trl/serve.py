@@ -53,7 +53,7 @@ STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY_SECONDS = 600.0  # a large model may have to be loaded from a slow disk, and compiled
 CPU_CACHE_GIB = "1"  # size of the KV cache; by default vLLM takes most of a CPU machine's memory
 # Number of sequences that a server on a CPU samples at once, equal to vLLM's default on a GPU. vLLM's default on a CPU,
-# 128, is less than the rows of a window in preemptive sampling, so that some rows would have to wait.
+# 128, may be less than the rows of a window in preemptive sampling, so that some rows would have to wait.
 CPU_SEQUENCES = 256
 # No proxy is used, because the servers are on this machine: a proxy would look for 127.0.0.1 on the proxy's machine.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
