@@ -209,7 +209,8 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
     Args:
         trainer: a `DASHTrainer`.
         rewards: the rewards of the run, which may begin while rows are sampled.
-        log_probs: computes the log-probs of completions that this process samples ahead.
+        log_probs: computes log-probs of completions, if this process samples the next window while it waits for
+            rewards, and the sampler does not report log-probs.
     """
     decode, timed = partial(decoded, trainer._tokenizer), trainer.recorder.timed
     on_rows = rewards.early.take if rewards.early.wanted else None
@@ -330,7 +331,7 @@ def new_rounds(trainer: Any) -> Rounds:
 
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
         # Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
-        # completion of a single token, and drops it.
+        # completion of a prompt with a single token, and drops the completion.
         idle = not contexts and not on_servers(trainer)
         if idle:
             contexts = [[trainer._tokenizer.eos_token_id]]
@@ -370,7 +371,7 @@ def evaluated_turns(
 
 
 def new_rewards(trainer: Any, base: Any) -> Rewards:
-    """Build the `Rewards`, which compute and log the rewards of a run.
+    """Build the `Rewards`, which compute the rewards of a run and count failures.
 
     Args:
         trainer: a `DASHTrainer`.

@@ -168,7 +168,8 @@ def load_code_dataset(
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
     The problems come from the first column of `TEXT_COLUMNS` that exists, and the solutions from the first column of
-    `PROGRAM_COLUMNS` that exists. The tests of a row come from the first column of `TEST_COLUMNS` that has tests in it.
+    `PROGRAM_COLUMNS` that exists. The tests of a row come from the first column of `TEST_COLUMNS` that has tests in it,
+    but the three columns of CodeContests are used together.
 
     Args:
         name_or_path: see `load_math_dataset`.
@@ -281,7 +282,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
             inputs, outputs = [_as_text(one) for one, _ in pairs], [_as_text(one) for _, one in pairs]
         if not fields.get("inputs") and isinstance(problem, str) and problem.strip():
             problem = problem.rstrip() + (f"{BEGINS}{starter.rstrip()}" if starter else READS if inputs else "")
-            starter = None  # only completions of HumanEval continue the starter code
+            starter = None  # completions do not continue the starter code of such problems
     return {
         "problem": problem,
         "tests": tests or None,
@@ -318,7 +319,7 @@ def _call_test(name: str, function: str, arguments: Any, expected: Any) -> str:
         name: name that the program must define: the function or, for a method, the class `Solution`.
         function: name of the function or method.
         arguments: the arguments, as a list or as LiveCodeBench's text.
-        expected: the expected result, in the same form.
+        expected: the expected result, as a value or as LiveCodeBench's text.
     """
     if isinstance(arguments, str):  # in LiveCodeBench: JSON with one argument per line
         arguments, expected = [json.loads(line) for line in arguments.split("\n")], json.loads(expected)

@@ -185,7 +185,10 @@ class LogProbs:
         return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
 
     def log(self, survivors: Survivors) -> None:
-        """Log the difference between the sampler's and the old log-probs of a window, and the ratios that correct it.
+        """Log figures about the sampler's log-probs of a window: how they differ from the old ones, and the ratios.
+
+        This needs ratios that were computed before training; see `log_step` for the others. If the old log-probs are
+        the sampler's, the share of rows is logged for which a pass had to compute unknown log-probs.
 
         Args:
             survivors: the survivors of a whole window.

@@ -1,7 +1,7 @@
 """Functions that use internals of TRL, Transformers and accelerate, such as TRL's loss settings or TRL's step counter.
 
-All such uses are in this module, except overridden methods and attributes that are only read. Each function has a
-contract test on a plain `GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes the internals.
+Such uses belong in this module; to override a method or to read an attribute is no such use. Contract tests on a plain
+`GRPOTrainer` (`tests/test_seams.py`) fail if a new TRL changes the internals that they check.
 """
 
 import os

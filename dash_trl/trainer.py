@@ -519,7 +519,7 @@ class DASHTrainer(GRPOTrainer):
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
         """Run tool calls and further turns of an evaluation, with the time limits of training.
 
-        Like in training, all ranks take part in each round of turns.
+        The turns are sampled in rounds, and all ranks take part in each round, on vLLM servers, too.
         """
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
 

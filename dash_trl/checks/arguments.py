@@ -284,7 +284,8 @@ def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
             )
 
 
-# TRL samples with these methods in training. `dash_trl.collect` samples instead, so an override would have no effect.
+# TRL samples with these methods. In training, `dash_trl.collect` samples instead, so an override would have no effect
+# there.
 NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 

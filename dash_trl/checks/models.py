@@ -35,7 +35,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
                 "network and your access."
             ) from error
         name = (config.architectures or [""])[0]
-        kind = getattr(transformers, name, None)  # None: the model's class is not in transformers (remote code)
+        # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
+        kind = getattr(transformers, name, None)
     else:
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper

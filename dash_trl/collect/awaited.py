@@ -63,8 +63,9 @@ class Awaited(Protocol):
         """Wait for the rewards, and yield them as they come.
 
         Yields:
-            The indices of some of this rank's rows, which are whole groups; the rewards of these rows, [rows, F]; and
-            True if the running optimizer step needs no further part of this window, else False (`Part.ends_step`).
+            The indices of this rank's rows in the part (whole groups, or all rows); the rewards of these rows, [rows,
+            F]; and True if the running optimizer step needs no further part of this window, else False
+            (`Part.ends_step`).
         """
 
     def report(self) -> Tensor:

@@ -127,8 +127,8 @@ class Collector:
         log_probs: computes the log-probs that the loss needs.
         recorder: logs figures and seconds.
         log: writes the figures and tables that TRL logs about a window.
-        tokenize: TRL's `_tokenize_prompts`, a function that takes prompts. `None`: prompts are tokenized later, by a
-            `rollout_func` or after environments are reset.
+        tokenize: function that takes prompts and returns the tuple of TRL's `_tokenize_prompts`. `None`: prompts are
+            tokenized later, by a `rollout_func` or after environments are reset.
         upcoming: function that returns the prompts of the next windows that may be sampled ahead: for each of these
             windows, a list of this rank's rows of the dataset.
         ahead: decides how far sampling runs ahead of training.
@@ -186,7 +186,8 @@ class Collector:
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
         """Sample the next window and start its rewards. Iterating over the result waits for the rewards.
 
-        With dynamic sampling, the window is sampled only when the caller iterates over the result.
+        With dynamic sampling, this method only announces the prompts. Sampling and rewards follow when the caller
+        iterates over the result.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.

@@ -23,7 +23,8 @@ from dash_trl.update import NO_LOG_PROB
 class Prompts:
     """The prompts of a generation batch, which is a window or, with dynamic sampling, one round of a window.
 
-    There is one row per completion to sample, so each prompt appears `num_generations` times.
+    There is one row per completion that this rank samples, so a prompt appears `num_generations` times, or
+    fewer times if its group is spread over ranks.
 
     Attributes:
         number: number of the batch, from 0, in the order in which batches are announced.

@@ -177,7 +177,7 @@ class InProcess:
 
 
 class OnServers:
-    """Samples on vLLM servers. Each window whose prompts it has been given is sampled ahead.
+    """Samples on vLLM servers: all windows whose prompts are known, including windows that have not begun.
 
     Args:
         pool: a `VLLMPool`.
@@ -250,7 +250,7 @@ class OnServers:
             self._pool.show_finished()
 
     def log(self) -> None:
-        """Log the number of healthy servers, and the sums over ranks of retried requests and waiting groups."""
+        """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
         healthy, *counts = self._pool.metrics()
         retried, queued = self._add(torch.tensor(counts)).tolist()
         self._figures({"servers/healthy": healthy, "async/queued_groups": queued})

@@ -136,7 +136,7 @@ class _Windows:
         )
 
     def taken(self, window: int) -> None:
-        """Give the reward functions, which are called next, the environments of a window's rows."""
+        """Give the rows of a window and their environments to the reward functions, which are called next."""
         rows = self._rows[window]
         self._taken.add(window)
         self._use([row.environment for row in rows])

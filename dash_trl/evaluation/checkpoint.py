@@ -82,7 +82,7 @@ class Checkpoint:
         return model.to(device).eval()
 
     def load_here(self) -> Any:
-        """Loads the model on a GPU in its own dtype, or on a CPU in float32, because half precision is slow there."""
+        """Loads the model on a GPU in its own dtype, on a CPU in float32 (there, half precision is slow or missing)."""
         on_gpu = torch.cuda.is_available()
         return self.load("auto" if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
 

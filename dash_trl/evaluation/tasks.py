@@ -95,7 +95,7 @@ class Task:
         Args:
             chat: True = make each prompt a conversation, for a tokenizer with a chat template. The prompts of toy
                 problems are always conversations.
-            split: name of the split. None: `dataset_test_split`.
+            split: a split, or a part of it, such as "train[:100]". None: `dataset_test_split`.
             completion: True = add a column with solutions, for supervised fine-tuning.
         """
         split = split or self.dataset_test_split
