@@ -1,7 +1,7 @@
 """Advantage estimators: pure functions that compute advantages from the rewards of whole groups.
 
 `group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS`
-contains the estimators that TRL's GRPOTrainer does not offer. Its keys are the names of these estimators in verl.
+contains estimators that TRL's GRPOTrainer does not offer. Its keys are the names of these estimators in verl.
 
 Letters: N rows (the G rows of a group are adjacent), F reward functions, G group size, M = N / G groups.
 """
@@ -111,7 +111,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Without the best row, the best reward of the group would be r_second. So r_best − r_second is the contribution of
     the best row. If two rows share the best reward, all advantages are 0. With rewards of 0 and 1, a group has signal
-    if exactly one of its rows has the reward 1.
+    only if exactly one of its rows has the reward 1.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.

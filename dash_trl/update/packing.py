@@ -151,7 +151,7 @@ def balanced_bins(
 ) -> list[list[list[int]]]:
     """Fill bins with nearly equal token sums (longest processing time first, Graham 1969).
 
-    As long as `max_rows` has no effect, the fullest bin has at most 4/3 of the tokens that it would have in the best
+    As long as `max_rows` has no effect, the fullest bin has at most 4/3 of the tokens of the fullest bin in the best
     distribution. If no bin has room for a whole unit, the unit is split, so that `count` bins are enough.
 
     Args:

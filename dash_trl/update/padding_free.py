@@ -408,7 +408,7 @@ class ModelPasses:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """Test packed passes of the models, and warn if passes must be padded or cannot share prompts.
+        """Test packed passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
 
         Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP. Call it after the models are
         prepared for training, not before.

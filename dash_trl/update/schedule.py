@@ -1,4 +1,4 @@
-"""Decides which model passes each micro-step runs. The schedule is a state machine: it uses no clock and no model.
+"""Decides which model passes each micro-step runs, as a state machine without a clock, a model or a collective.
 
 Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (after fewer at the end of an epoch). A
 new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *segment* is a run of micro-steps

@@ -25,7 +25,7 @@ from dash_trl.workers.calls import Backend, Call, GivenUp, Overdue, Pace, forks
 CLOSE_SECONDS = 5.0  # how long `EventLoop.close` waits for a loop that a coroutine blocks
 MOST_BLOCKED_LOOPS = 8  # when calls have blocked this many loops, waiting calls end with `GivenUp`
 MOST_DEAF = 64  # while this many tasks continue after their cancellation, no further call starts
-PATIENCE = 3  # if none of the cancelled tasks ends for this many timeouts, waiting calls end with `GivenUp`
+PATIENCE = 3  # at this limit, if no cancelled task ends for this many timeouts, waiting calls end with `GivenUp`
 LOOK_SECONDS = 1.0  # between two checks whether the loop still answers; checks are made while calls run or wait
 LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
 

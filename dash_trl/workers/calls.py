@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-# Seconds. If no call of this process ends for this time plus the timeout of a call, missing outcomes count as lost. The
-# time is longer than workers and Ray take to start.
+# Seconds, to which callers add the timeouts of their calls. If no call of this process ends for so long, missing
+# outcomes count as lost. Workers and Ray start in less than `LAST_SECONDS`.
 LAST_SECONDS = 1800.0
 # Time at which the last call ended, in seconds of the monotonic clock. It is not an attribute of the class `Call`,
 # because each assignment to a class attribute empties Python's caches for the class.
@@ -173,7 +173,7 @@ def lost(patience: float) -> RuntimeError:
 
 
 class Pace:
-    """Limits the rate at which the calls of all threads start, by equal intervals between their starts.
+    """Limits the rate at which the calls of all threads start, by a least interval between two starts.
 
     Args:
         rate: largest number of starts per second.

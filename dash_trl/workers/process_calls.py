@@ -279,7 +279,7 @@ class Pool:
         self._lock = threading.Lock()  # for `_waiting` and `_closing`, which other threads also change
         self._waiting: deque[Row] = deque()
         self._closing = False
-        # A byte to the sender wakes the thread.
+        # The thread waits at the receiver. A byte that is sent with the sender wakes it.
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)

@@ -2,7 +2,7 @@
 
 The path of a call (a `Row` in the code)::
 
-    submit ──► waiting calls ──► a Ray task with some calls, on any node ──► a worker process on this node, see `Pool`
+    submit ──► waiting calls ──► a Ray task with some calls, on any node ──► a worker process on that node, see `Pool`
                     ▲               │   ◄── the outcomes of all its calls ───┘
                     └── retried ◄───┴── the task is lost with its node
 

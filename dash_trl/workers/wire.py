@@ -102,7 +102,9 @@ def dump(value: Any) -> bytes:
 
 
 def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
-    """Call a function in a worker, and return its outcome. If the function raises an error, the outcome contains it.
+    """Call a function in a worker, and return its outcome. Never raises, whatever the function raises or returns.
+
+    If the function raises an error, or returns a value that cannot be sent, the outcome contains the error.
 
     Args:
         function: the function.
