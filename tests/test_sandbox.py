@@ -22,6 +22,8 @@ from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ALLOWED_CHILDRE
 from tests.attacks import CHILDREN, FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends
 
+ROOT = Path(__file__).resolve().parents[1]
+
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # folders are removed a hundred times faster there
 SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
@@ -331,15 +333,32 @@ def test_what_tells_a_busy_machine_from_a_sleeping_program():
     assert not is_idle(60.0, None, 0.0) and not is_idle(60.0, 0.0, None)
 
 
+def shown() -> str:
+    """Shell commands that hide closed folders above Python and this checkout, and put these two into their place."""
+    inside = {Path(sys.base_prefix): "/mnt/0", ROOT: "/mnt/1"}
+    closed = {path: next((top for top in reversed(path.parents) if not opened(top)), None) for path in inside}
+    hidden = [path for path in inside if closed[path]]
+    return "".join(
+        [
+            *(["mount -t tmpfs none /mnt; "] if hidden else []),
+            *(f"mkdir {inside[path]}; mount --bind '{path}' {inside[path]}; " for path in hidden),
+            *(f"mount -t tmpfs -o mode=755 none '{top}'; " for top in {closed[path] for path in hidden}),
+            *(f"mkdir -p '{path}'; mount --bind {inside[path]} '{path}'; " for path in hidden),
+        ]
+    )
+
+
+def opened(folder: Path) -> bool:
+    """Whether other users may look into a folder."""
+    return folder.stat().st_mode & 0o005 == 0o005
+
+
 def as_user(script: str, user: int | None) -> list[str]:
-    """What a script prints, as this user. (To a Python in root's home a way is made.)"""
+    """What a script prints, as this user. (A Python or a checkout in a folder that is closed to others is shown.)"""
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}"]
     if os.geteuid() == 0:
-        python, top = sys.base_prefix, "/" + sys.base_prefix.split("/")[1]
-        way = f"mount --bind {python} /mnt; mount -t tmpfs -o mode=755 none {top}; mkdir -p {python}; "
-        way = "" if os.stat(top).st_mode & 0o005 == 0o005 else f"{way}mount --bind /mnt {python}; "
         become = f"setpriv --reuid {user} --regid {user} --clear-groups --inh-caps=-all " if user else ""
-        command = ["unshare", "--mount", "sh", "-ec", f'{way}exec {become}"$@"', "sh", *command]
+        command = ["unshare", "--mount", "sh", "-ec", f'{shown()}exec {become}"$@"', "sh", *command]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
