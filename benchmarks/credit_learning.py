@@ -1,8 +1,8 @@
 """Tests whether credit per episode learns faster than the outcome alone, on long chains of small sums.
 
-    python benchmarks/credit_learning.py --runs slips.jsonl --json slips.json                          # ~60 minutes
-    python benchmarks/credit_learning.py --runs confident.jsonl --json confident.json --task confident  # ~150 minutes
-    python benchmarks/credit_learning.py --runs forced.jsonl --methods "centered_return, forced answer"
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --json slips.json    # ~60 minutes
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # ~150 minutes
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --methods "centered_return, forced answer"
 
 A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; an optimizer step has 128 rows in groups
 of 8. There are two tasks: *slips*, in which errors are unlikely tokens, and *confident*, in which errors are likely
@@ -31,7 +31,7 @@ within their groups before the fit, so V contains no information on the rows of 
 "without own tokens" values a prefix without its last episode, so a token's credit does not depend on its own log-prob.
 
 With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
-interrupted, or split over processes with different `--seeds`.
+interrupted, or split over processes with different `--seeds`. `benchmarks/credit_runs.jsonl` has the runs made so far.
 """
 
 import json
