@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from datasets import Dataset
@@ -107,7 +106,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             reward.check_columns(job.problems.column_names)
         if arguments.vllm_server_urls and any(job.left for job in jobs):
             check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
-        # A wrong template gives figures that can be believed.
+        # The user sees a wrong template here. In the figures it only looks like a weak model.
         print(f"first prompt: {shown(jobs[0].problems[0]['prompt'])}")
         results, compared = {}, []
         first: list[Any] | None = None
@@ -170,8 +169,8 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def shown(prompt: str | list[dict[str, Any]]) -> str:
-    """Returns a prompt, or the last message of a conversation, as one line of at most `SHOWN` characters."""
-    return shorten(repr(prompt if isinstance(prompt, str) else prompt[-1]["content"]), SHOWN, placeholder=" …")
+    """Returns a prompt, or the last message of a conversation, as one line: its first `SHOWN` characters."""
+    return repr((prompt if isinstance(prompt, str) else prompt[-1]["content"])[:SHOWN])
 
 
 def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:
