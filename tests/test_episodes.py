@@ -1,5 +1,6 @@
 """Episodes: boundaries are token positions, whatever the text; nothing is lost and nothing comes twice."""
 
+import itertools
 import re
 
 import pytest
@@ -119,6 +120,15 @@ def test_the_final_answer_is_no_episode():
     for answer in ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72"):
         text = f"So x is 4. The answer is 5? No. {answer}"  # however short an episode may be
         assert cut(text)[0][-1].strip() == answer
+
+
+def test_an_answer_within_a_thought_is_not_the_final_one():
+    """Truncated in the thought, or with an answer that no expression finds: the rest is cut into episodes, too."""
+    thought = "So the answer is 12. But wait, I forgot one. " + 20 * "Then we add 3 and 4. "
+    pieces, bounds = cut(thought, max_episode_tokens=64)
+    assert bounds[-1] == len(TOKENIZER(thought)["input_ids"]) and len(bounds) > 4 and pieces[-1] == ""
+    assert max(after - before for before, after in itertools.pairwise(bounds)) <= 64
+    assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
 
 
 @pytest.mark.parametrize("end", [True, False])

@@ -163,7 +163,7 @@ def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
     def reward(completion_ids, **kwargs):
         return [1.0] * 8 + [math.nan, 0.0, 0.0, 0.0] * 2
 
-    process = callback(value=Counting(" = ", space="probability"), estimator="gae")
+    process = callback(value=Counting(" = ", space="probability"), estimator="gae", skip_solved=True)
     trainer, rollouts, update = train(tiny_model, tmp_path, process, reward=reward)
     assert asked == [6] and update > 0 and trainer.state.log_history[0]["filter/dropped_unscored"] == 0.125
     assert not rollouts.advantages[:8].any() and not rollouts.advantages[8::4].any()
@@ -228,6 +228,14 @@ def test_rows_that_are_not_valued(skip, expected):
     """Groups of equal positive rewards, unscored rows, and rows without a token."""
     rewards = [[1.0], [1.0], [1.0], [math.nan], [0.0], [0.0], [-1.0], [-1.0]]
     assert skipped(rewards, [1.0], [3] * 7 + [0], skip_solved=skip) == expected
+
+
+def test_solved_groups_are_valued_where_the_baseline_is_not_their_own():
+    """With V = 0.5, gae pays 0.5 for a right row whether its group is solved or not, and takes 0.5 for a wrong one."""
+    assert {name: callback(estimator=name, value=MonteCarloValue()).skip_solved for name in ESTIMATORS} == {
+        name: name not in ("gae", "reinforce_plus_plus") for name in ESTIMATORS
+    }
+    assert skipped([[1.0], [1.0], [1.0], [0.0]], [1.0], estimator="gae", value=MonteCarloValue()) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("reward", "solved"), [(None, [1, 0, 0]), (1.0, [1, 1, 0]), (2.0, [0, 0, 0])])
@@ -410,7 +418,8 @@ def test_servers_that_are_missing_are_said():
 def test_accepted_answers():
     assert accepted_answers({"answer": "so 3\n#### 1,200"}, "answer") == ("1,200",)
     assert accepted_answers({"answer": ["a", " b", "", None]}, "answer") == ("a", "b")
-    assert accepted_answers({"answer": 7}, "answer") == ("7",)
+    assert accepted_answers({"answer": 7}, "answer") == accepted_answers({"answer": 7.0}, "answer") == ("7",)
+    assert accepted_answers({"answer": 7.5}, "answer") == ("7.5",)
     with pytest.raises(ValueError, match=r"but not 'gold'.*ProcessRewardCallback\(answer_column=.*--value outcome"):
         accepted_answers({"answer": 7}, "gold")
     assert accepted_answers({"answer": None}, "answer") == accepted_answers({"answer": math.nan}, "answer") == ()

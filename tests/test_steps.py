@@ -28,6 +28,14 @@ def request(tokenizer, prompt: str, *steps: str, **example) -> ValueRequest:
     )
 
 
+def test_sums_of_scores_have_not_the_unit_of_the_outcome():
+    """With them, gae and anchored values would take from a right completion what its good steps have earned."""
+    for settings in ({"estimator": "gae"}, {"anchored": True}):
+        with pytest.raises(ValueError, match="same unit|unit of the outcome"):
+            ProcessRewardCallback(StepValue(lambda **given: []), **settings)
+        ProcessRewardCallback(StepValue(lambda **given: [], rewards=False), **settings)
+
+
 def values(value: StepValue, requests, tokenizer) -> list[list[float]]:
     ranks = Ranks(SimpleNamespace(process_index=0, num_processes=1))
     return value(requests, SimpleNamespace(_tokenizer=tokenizer, ranks=ranks))

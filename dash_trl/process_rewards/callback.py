@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # such an estimator, because it trains on one part of the window after the other.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
+# Estimators with a baseline from the same group, so that a group whose completions are all alike teaches nothing.
+GROUP_BASELINE = (*PER_GROUP, "grpo", "deepseek_process", "prime_rloo", "rloo", "reinforce_plus_plus_baseline")
 CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
 
 
@@ -109,9 +111,11 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: see `Segmenter`.
         answer_column: name of the dataset column with the accepted answer, which is a text, a number or a list of
             these. The column is needed only if the value estimator needs answers.
-        skip_solved: True = compute no values for solved groups, because the policy cannot learn from them. A group is
-            solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
-            estimator that learns still learns from solved groups.
+        skip_solved: True = compute no values for solved groups, whose rows then keep their outcome advantages. A group
+            is solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
+            estimator that learns still learns from solved groups. None = True if the baseline of the credit estimator
+            comes from the group (`GROUP_BASELINE`), so that the policy cannot learn from such a group. With "gae",
+            "reinforce_plus_plus" or an estimator of your own, solved groups may have advantages: None = False.
         solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
             for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
             completion (their reward is not NaN). None is right if the highest reward of each function is 1.
@@ -136,7 +140,7 @@ class ProcessRewardCallback(DASHCallback):
         min_episode_tokens: int = 16,
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
-        skip_solved: bool = True,
+        skip_solved: bool | None = None,
         solved_reward: float | None = None,
         anchored: bool | None = None,
     ):
@@ -157,8 +161,9 @@ class ProcessRewardCallback(DASHCallback):
         if estimator == "gae" and not in_its_unit:
             raise ValueError(
                 "estimator='gae' compares values with the outcome, so both must have the same unit: pass "
-                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(). A value estimator "
-                "of your own needs the attribute space = 'probability' or 'reward'."
+                "value=AnswerLogProbValue(space='probability'), MonteCarloValue(), OutcomeValue() or "
+                "StepValue(..., rewards=False). A value estimator of your own needs the attribute "
+                "space = 'probability' or 'reward'."
             )
         can_be_anchored = in_its_unit and estimator not in WITHOUT_UTILITIES
         if anchored and not can_be_anchored:
@@ -205,7 +210,8 @@ class ProcessRewardCallback(DASHCallback):
             "min_episode_tokens": min_episode_tokens,
             "final_answer": final_answer,
         }
-        self.answer_column, self.skip_solved, self.solved_reward = answer_column, skip_solved, solved_reward
+        self.answer_column, self.solved_reward = answer_column, solved_reward
+        self.skip_solved = estimator in GROUP_BASELINE if skip_solved is None else skip_solved
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._weight = 0.0  # the weight of the process part in this window, if process_weight is "auto"
@@ -588,6 +594,8 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
                 "text or a number, or a list of these: make such a column with dataset.map, and name it with "
                 "ProcessRewardCallback(answer_column=...)."
             )
+    # A table with an empty cell has floats in this column: 42.0 is the answer 42.
+    answers = [int(one) if isinstance(one, float) and one.is_integer() else one for one in answers]
     texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers]
     return tuple(text for text in texts if text)
 

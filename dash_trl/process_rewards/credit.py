@@ -35,7 +35,7 @@ from torch import Tensor
 from dash_trl.update import check_tensor
 
 # Unit of V (`ValueEstimator.space`) → default of `CreditSettings.scale_floor`.
-FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01}
+FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01, "score": 0.01}
 ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
 STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
 VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening

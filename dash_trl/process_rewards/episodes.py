@@ -125,7 +125,8 @@ class Segmenter:
             between it and the previous boundary, or between it and the final answer or the end of the turn.
         final_answer: regular expression for the beginning of the final answer. The last match counts, with one
             exception: if no word or fewer than `min_episode_tokens` tokens separate two matches, the earlier match
-            counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed".
+            counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed". A match that
+            is followed by more than `max_episode_tokens` tokens does not count, because it stands within a thought.
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -221,7 +222,7 @@ class Segmenter:
             if begins[-1] - begins[-2] >= self._shortest and _WORD.search(text, before.end(), last.start()):
                 break
             begins.pop()
-        end = begins[-1] if begins else written
+        end = begins[-1] if begins and written - begins[-1] <= self._longest else written
         if callable(self._markers):
             cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         else:

@@ -47,12 +47,14 @@ class StepValue:
         rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
             scores so far, so a completion with more episodes may get a larger V. False = a score is V after its
             episode. The process reward of the first episode is then 0, because the prompt alone has no score.
+    Attributes:
+        space: "reward", if a score is V. "score", if V is a sum of scores, which does not have the unit of the outcome:
+            then `estimator="gae"` and anchored values are refused.
     Raises:
         ValueError: if `score` is not a function; during training, if `score` does not return one list or None per
             completion, or if a list does not have one score per episode.
     """
 
-    space = "reward"
     needs_answers = False
 
     def __init__(self, score: ScoreSteps, *, rewards: bool = True):
@@ -62,6 +64,7 @@ class StepValue:
                 "**columns) that returns a list with one number per step for each completion."
             )
         self.score, self.rewards = score, rewards
+        self.space = "score" if rewards else "reward"
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         return trainer.ranks.agree(lambda: self._values(requests, trainer._tokenizer))

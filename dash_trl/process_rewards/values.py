@@ -101,7 +101,7 @@ class ValueEstimator(Protocol):
     """
 
     space: str
-    """The unit of V: "log", "probability", or "reward"."""
+    """The unit of V: "log", "probability", "reward", or "score" if V has another unit than the outcome."""
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         """Returns one list per request with one value per boundary; NaN = missing.
