@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.evaluation import LocalSampler, accuracy, bootstrap_interval, evaluate, figures_of, pass_at_k
+from dash_trl.evaluation import LocalSampler, Sampler, accuracy, bootstrap_interval, evaluate, figures_of, pass_at_k
 from dash_trl.evaluation.figures import comparison, differences, remarks, table
 from dash_trl.rewards import RewardRunner
 
@@ -301,3 +301,16 @@ def test_where_nothing_was_scored_there_is_no_figure():
     figures = figures_of([samples(None, None)], [1])
     assert figures["accuracy"] is None and figures["pass_at"] == {"1": [None, None, None]} and figures["marked"]
     assert table({"a": figures}, [1]).splitlines()[1].split() == ["a", "–*", "–*", "10", "0.0%", "100.0%"]
+
+
+def test_the_chat_template_gets_the_arguments_of_training(tiny_model):
+    class Echo(Sampler):
+        def _draw(self, prompts, draw, left):
+            yield from ((index, [prompts[index]]) for index in left)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} = {% endif %}"
+    prompts = [[{"role": "user", "content": "1 + 1"}]]
+    for settings, prompt in ((None, "1 + 1"), ({"enable_thinking": False}, "1 + 1 = ")):
+        ((_, (sample,)),) = Echo(tokenizer, []).sample(prompts, chat_template_kwargs=settings)
+        assert sample.text == prompt

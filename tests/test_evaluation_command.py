@@ -247,6 +247,7 @@ OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
     ("arguments", "message"),
     [
         ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
+        ((*OURS, "--chat_template_kwargs", "enable_thinking"), "chat_template_kwargs='enable_thinking' is no JSON"),
         ((*OURS, "--k", 0), r"k=\[0\] with num_samples=16"),
         ((*OURS, "--temperature", 0), "greedy decoding"),
         ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
@@ -297,6 +298,7 @@ def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, rew
         file.write_bytes(was)
 
     refused("temperature", "--temperature", 0.5)
+    refused("chat_template_kwargs", "--chat_template_kwargs", '{"enable_thinking": false}')
     refused("batch_size", "--per_device_eval_batch_size", 3)
     refused_with("reward_file", reward, reward.read_bytes() + b"\n")
     refused_with("problems", problems, problems.read_bytes().replace(b'"12"', b'"13"'))

@@ -189,6 +189,7 @@ def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: in
             max_completion_length=length,
             seed=arguments.seed,
             done=done,
+            chat_template_kwargs=arguments.chat_template_kwargs,
         ):
             job.records.add(index, row)
             bar.update()

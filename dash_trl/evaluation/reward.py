@@ -142,7 +142,8 @@ def evaluate(
         reward_func: see `Reward`.
         k: values of k for pass@k; at most `num_samples`.
         batch_size: number of rows that are sampled together; the samples depend on it.
-        sampling: `num_samples`, `temperature`, `max_completion_length` and `seed`; see `Sampler.sample`.
+        sampling: `num_samples`, `temperature`, `max_completion_length`, `seed` and `chat_template_kwargs`; see
+            `Sampler.sample`.
     Raises:
         ValueError: if there are several reward functions, or if one needs a column that does not exist.
     """

@@ -10,7 +10,7 @@ Letters: P prompts, S samples of each.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         max_completion_length: int = MAX_COMPLETION_LENGTH,
         seed: int = 0,
         done: Collection[int] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
         """Samples completions of prompts. Prompts are returned in the order in which they are done.
 
@@ -102,10 +103,12 @@ class Sampler(AbstractContextManager["Sampler"]):
             seed: seed of all random numbers.
             done: indices of prompts to leave out. To continue an interrupted run, pass the same prompts, and the
                 indices of the prompts that are finished: the samples of the other prompts do not depend on `done`.
+            chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`. Pass those of
+                training (TRL's option of this name), or the model gets other prompts than in training.
         Returns:
             An iterator over pairs: the index of a prompt, and the S completions of this prompt.
         """
-        ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
+        ids = [prompt_ids(prompt, self.tokenizer, chat_template_kwargs) for prompt in prompts]
         return self.continuations(ids, Draw(num_samples, temperature, max_completion_length, seed), done=done)
 
     def continuations(
@@ -142,11 +145,12 @@ class Sampler(AbstractContextManager["Sampler"]):
         self.close()
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the token ids of a prompt. The chat template formats a prompt that is a conversation."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    settings = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
+    return tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:

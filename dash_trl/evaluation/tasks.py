@@ -141,6 +141,10 @@ class TaskArguments(Task):
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
     )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
     use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
     vllm_server_urls: list[str] | None = field(
@@ -149,6 +153,17 @@ class TaskArguments(Task):
     per_device_eval_batch_size: int = field(
         default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(given := self.chat_template_kwargs, str):
+            try:
+                self.chat_template_kwargs = dict(json.loads(given))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
+                    "'{\"enable_thinking\": false}'."
+                ) from error
 
     @property
     def backend(self) -> str:
@@ -184,6 +199,7 @@ class TaskArguments(Task):
             "seed": self.seed,
             "sampler": self.backend,
             **({"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}),
+            **({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}),
             "max_completion_length": self.length(task),
             **task.reward_settings(),
         }

@@ -175,7 +175,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
             shortest=segmentation["min_episode_tokens"],
             seed=arguments.seed,
         )
-        measured, to_fit = choose(_unseen(problems, candidates, tokenizer), others, plan)
+        measured, to_fit = choose(_unseen(problems, candidates, tokenizer, arguments), others, plan)
         if arguments.vllm_server_urls:
             check_shapes([checkpoint], arguments.vllm_server_urls)
         settings = {
@@ -196,12 +196,16 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
     print(f"\n{table(found)}\n\nfigures: {figures}\nplot:    {picture}")
 
 
-def _unseen(problems: Any, candidates: Sequence[Candidate], tokenizer: Any) -> list[Any]:
+def _unseen(
+    problems: Any, candidates: Sequence[Candidate], tokenizer: Any, arguments: ValueQualityArguments
+) -> list[Any]:
     """Returns the problems from which no checkpoint's value has learned, since it would predict the others too well."""
     values = [one.value for one in candidates if isinstance(one.value, OutcomeValue) and not one.sizes]
-    rows = list(problems)
+    rows, template = list(problems), arguments.chat_template_kwargs
     left = [
-        row for row in rows if not any(value.learned_from(prompt_ids(row["prompt"], tokenizer)) for value in values)
+        row
+        for row in rows
+        if not any(value.learned_from(prompt_ids(row["prompt"], tokenizer, template)) for value in values)
     ]
     if len(left) < len(rows):
         logger.info(f"{len(rows) - len(left)} problems are left out: the checkpoint's value has learned from them.")

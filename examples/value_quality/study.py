@@ -109,7 +109,9 @@ class _Source:
         """Samples `num_samples` responses of each problem; returns them and their rewards, None = failed."""
         asked = [
             ValueRequest(
-                prompt_ids=tuple(prompt_ids(row["prompt"], self.sampler.tokenizer)),
+                prompt_ids=tuple(
+                    prompt_ids(row["prompt"], self.sampler.tokenizer, settings.get("chat_template_kwargs"))
+                ),
                 completion_ids=(),
                 boundaries=(0,),
                 answers=accepted_answers(row, ANSWER) if ANSWER in row else (),
