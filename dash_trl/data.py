@@ -49,6 +49,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ ONLY_SPLIT = "train"  # the split of a single file or a saved `Dataset`, named a
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
 MBPP_PLUS, MBPP_PLUS_SEED = ("train", "test"), 0
+SENTENCE_WORDS = 6  # a gold answer of as many words that ends with a full stop is taken for a sentence
 EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
@@ -138,9 +140,11 @@ def load_math_dataset(
         template = PROMPT_TEMPLATES[DEFAULT_TEMPLATE]
     prompts: list[Any] = [make_prompt(problem, template, chat) for problem in dataset[problems_from]]
     _require_all(prompts, dataset, f"a problem in {problems_from!r}", source)
-    answers: list[Any] = [find_answer(row, answers_from) for row in dataset.select_columns(answers_from)]
+    read = partial(find_answer, columns=answers_from, named=answer_column is not None)
+    answers: list[Any] = list(map(read, dataset.select_columns(answers_from)))
     where = " or ".join(map(repr, answers_from))
     _require_all(answers, dataset, f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)", source)
+    _warn_of_sentences(answers, where, source)
 
     loaded = {"prompt": prompts, "answer": answers}
     if completion:
@@ -473,18 +477,19 @@ def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
-def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+def find_answer(row: Mapping[str, Any], columns: Sequence[str], *, named: bool = False) -> str | None:
     """Returns the gold answer of a row, from the first column that has an answer; None if no column has one.
 
     Args:
         row: the row.
         columns: names of the columns, the preferred column first.
+        named: True = the user has named the column. Then a column `solution` may hold answers without a mark.
     """
     for column in columns:
         value = row[column]
         if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's list of answers
             value = _DOLLAR.sub("", ", ".join(map(str, value)))
-        answer = final_answer(value, marked=column.lower() == "solution")
+        answer = final_answer(value, marked=column.lower() == "solution" and not named)
         if answer:
             return answer
     return None
@@ -500,6 +505,8 @@ def final_answer(value: Any, *, marked: bool = False) -> str | None:
     Returns:
         The answer; None if there is none.
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # a table with an empty cell has floats in this column: 42.0 is the answer 42
     text = "" if value is None else str(value).strip()
     hashes = last_hashes(text)
     if hashes is not None:
@@ -625,6 +632,17 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str
         raise ValueError(
             f"{len(missing)} of {len(values)} rows of {source!r} lack {what}; the first is row {missing[0]}: "
             f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Remove these rows and load the copy that save_to_disk writes."
+        )
+
+
+def _warn_of_sentences(answers: Sequence[str], where: str, source: str) -> None:
+    """Warns of gold answers that are sentences, since hardly any completion has the same sentence as its answer."""
+    found = [i for i, one in enumerate(answers) if one.endswith(".") and len(one.split()) >= SENTENCE_WORDS]
+    if found:
+        logger.warning(
+            f"{len(found)} of {len(answers)} gold answers in {where} of {source!r} are sentences; the first is row "
+            f"{found[0]}: {answers[found[0]][:EXCERPT_CHARS]!r}. A completion is correct only if its answer is this "
+            "text: mark the answer in it by #### or \\boxed{}, or name another column with answer_column."
         )
 
 

@@ -43,6 +43,8 @@ def own_cache(tmp_path, monkeypatch):
         ("72", False, "72"),
         (72, False, "72"),
         (0, False, "0"),
+        (42.0, False, "42"),
+        (0.5, False, "0.5"),
         (r"\left( 3, \frac{\pi}{2} \right)", False, r"\left( 3, \frac{\pi}{2} \right)"),
         (r"not \boxed{1} but \boxed{\frac{1}{\sqrt{2}}}.", True, r"\frac{1}{\sqrt{2}}"),
         ("prose", True, None),
@@ -66,6 +68,21 @@ def test_final_answer(value, marked, answer):
 )
 def test_the_answer_of_a_row(row, answer):
     assert find_answer(row, ["answer", "solution"]) == answer
+
+
+def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
+    rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "Find 17*2.", "solution": "34"}])
+    assert load_math_dataset(rows, answer_column="solution")["answer"][:] == ["34"]
+    with pytest.raises(ValueError, match="lack a gold answer in 'solution'"):
+        load_math_dataset(rows)
+
+
+def test_gold_answers_that_are_sentences_are_named(tmp_path, caplog):
+    prose = "He is in 5th place, so 4 people crossed the line before him."
+    rows = [{"prompt": "p", "answer": one} for one in ("4", prose, f"{prose} #### 4")]
+    load_math_dataset(write_rows(tmp_path / "a.jsonl", rows))
+    (record,) = caplog.records
+    assert "1 of 3 gold answers" in record.message and "row 1: 'He is in 5th place" in record.message
 
 
 TEMPLATE = "Q: {problem} Use \\boxed{}."
