@@ -15,7 +15,7 @@ from torch import Tensor
 from dash_trl.collect import Part
 from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import GenerationWindow, Window
-from dash_trl.update import MicroBatch, ModelPasses, Pass, Schedule, loss_scale, plan_segment
+from dash_trl.update import MicroBatch, ModelPasses, Pass, Schedule, loss_scale, plan_segment, regularizer_weight
 
 
 class MicroBatches:
@@ -90,19 +90,23 @@ class MicroBatches:
     def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
         """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
 
+        The whole loss of the pass is multiplied by `loss_scale`. A regularizer, which should have the weight of
+        `regularizer_weight`, is therefore multiplied by `regularizer_scale`, the ratio of the two weights.
+
         Args:
             window: the window of the rows.
             one: the pass.
         """
         _, inputs = self._of(window, one.micro_batch)
+        tokens, segment = one.tokens[self._rank], one.segment
         scale = loss_scale(
-            self._loss_type,
-            self._filter_denominator,
-            rows=one.micro_batch.size,
-            tokens=one.tokens[self._rank],
-            segment=one.segment,
+            self._loss_type, self._filter_denominator, rows=one.micro_batch.size, tokens=tokens, segment=segment
         )
-        return {**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale, "pass": one}
+        weights = {
+            "loss_scale": scale,
+            "regularizer_scale": regularizer_weight(tokens, segment) / scale if scale else 0.0,
+        }
+        return {**inputs, **weights, "num_items_in_batch": window.num_items_in_batch, "pass": one}
 
     def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `window.rollouts`, and the inputs of their pass."""

@@ -52,6 +52,7 @@ from dash_trl.checks import (
     check_subclass,
     check_tied_adapter,
     checked_rollouts,
+    context_of,
 )
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -82,7 +83,6 @@ from dash_trl.update import (
     checked_advantages,
     group_advantages,
     outcome_advantages,
-    regularizer_weight,
     to_device,
 )
 
@@ -324,27 +324,28 @@ class DASHTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
+    def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss of a pass, multiplied by the weight of the pass in the optimizer step."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * inputs["loss_scale"] if self.model.training else loss
+
     def _compute_loss(self, model, inputs) -> Tensor:
-        """Compute TRL's loss, multiplied by the weight of this pass in the optimizer step."""
+        """Compute TRL's loss. Entropy bonus and router loss get the weight `regularizer_scale`."""
         training = self.model.training
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
                 return super()._compute_loss(model, inputs)
-            one, scale = inputs["pass"], inputs["loss_scale"]
-            # Entropy bonus and router loss should have the weight `weight`, but the whole loss is multiplied by
-            # `scale`. So their coefficients are multiplied by `weight / scale`.
-            weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
-            per_token = inputs["advantages"].dim() == 2
+            of_pass, per_token = (inputs["pass"], inputs["loss_scale"]), inputs["advantages"].dim() == 2
             with (
                 self._passes.laid_out(inputs),
-                regularized(self, weight / scale if scale else 0.0),
-                self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
+                regularized(self, inputs["regularizer_scale"]),
+                self._pass_metrics.observe(self.recorder.metrics, *of_pass, per_token=per_token),
                 self._off_policy.observe(inputs),
                 self._collector.log_probs.in_pass.observe(
                     inputs, window=self._micro_steps.schedule.share(self._step).start
                 ),
             ):
-                return super()._compute_loss(model, inputs) * scale
+                return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
@@ -403,7 +404,7 @@ class DASHTrainer(GRPOTrainer):
     @property
     def context_length(self) -> int | None:
         """The number of tokens of the model's context; `None` if the model's configuration does not have it."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self.model.config)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         """Call TRL's method. An error on one rank is raised on all ranks."""

@@ -383,6 +383,23 @@ def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings
 
 
 @pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"generation_kwargs": {"suppress_tokens": [3]}},
+            r"generation_kwargs has \['suppress_tokens'\], which vLLM's se",
+        ),
+        ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
+    ],
+)
+def test_what_servers_would_ignore_or_spoil_is_refused(settings, message, tiny_model):
+    with pytest.raises(ValueError, match=message):
+        check_arguments(tiny_model, config(**SERVER, **settings), prompts(16), None, None, {})
+    settings = {**settings, "vllm_importance_sampling_mode": "token_mask"}
+    check_arguments(tiny_model, config(**settings), prompts(16), None, None, {})  # transformers samples
+
+
+@pytest.mark.parametrize(
     "settings, refused",
     [
         ({"modules_to_save": ["embed_tokens"]}, True),
@@ -480,6 +497,8 @@ def test_rollouts_of_a_users_function(mistake):
     )
     with pytest.raises(ValueError, match=said):
         checked_rollouts(lambda *_: {**right, "logprobs": None, **changed}, ["a", "b"], trainer)
+    with pytest.raises(ValueError, match=r"without \['logprobs'\]: return all three"):
+        checked_rollouts(lambda *_: right, ["a", "b"], trainer)
     known = {**right, "logprobs": [[-1.0], [-1.0, float("nan")]], "env_mask": [[1], [0, 1]]}
     assert checked_rollouts(lambda *_: known, ["a", "b"], trainer) == known
 

@@ -11,7 +11,7 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.update.losses import ScaledCoefficient, regularizer_weight
 from dash_trl.update.schedule import Segment
 from tests.test_isolation import BLIND
-from tests.tiny import ScriptedReward, parameters, run, save_tiny_model
+from tests.tiny import ScriptedReward, assert_same_update, parameters, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
@@ -68,6 +68,57 @@ def test_the_entropy_bonus(tiny_model, tmp_path, loss_type, budget):
     assert logged[1]["loss"] - logged[0]["loss"] == pytest.approx(-0.5 * entropy.item(), abs=1e-4)
     assert logged[1]["entropy"] == pytest.approx(entropy.item(), abs=1e-4)
     assert logged[1]["entropy_coef"] == 0.5 and type(with_it.entropy_coef) is float
+
+
+def token_log_probs(trainer, model, inputs) -> torch.Tensor:
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = inputs["completion_ids"].shape[1]
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, length)[0] * inputs["completion_mask"]
+
+
+class RowMeans:
+    """A subclass's own loss in place of TRL's: a mean over rows."""
+
+    def _compute_loss(self, model, inputs):
+        lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1)
+        rows = -inputs["advantages"] * token_log_probs(self, model, inputs).sum(dim=1) / lengths
+        return rows.mean() / self.current_gradient_accumulation_steps
+
+
+@pytest.mark.parametrize("budget", [None, *BUDGETS])
+def test_a_loss_of_ones_own_has_trls_weight(tiny_model, tmp_path, budget):
+    settings, ours = {"loss_type": "grpo"}, {"max_tokens_per_microbatch": budget}
+    trl = run(type("Own", (RowMeans, GRPOTrainer), {}), tiny_model, tmp_path, **settings)
+    dash = run(type("Own", (RowMeans, DASHTrainer), {}), tiny_model, tmp_path, **ours, **settings)
+    assert_same_update(parameters(tiny_model), parameters(trl.model), parameters(dash.model))
+
+
+class Penalised(DASHTrainer):
+    """Adds the mean of −log π over the tokens that are trained on."""
+
+    def _compute_loss(self, model, inputs):
+        mean = -token_log_probs(self, model, inputs).sum() / inputs["completion_mask"].sum().clamp(min=1)
+        term = inputs["regularizer_scale"] * mean / self.current_gradient_accumulation_steps
+        return super()._compute_loss(model, inputs) + term
+
+
+@pytest.mark.parametrize(("loss_type", "budget"), [("dapo", 30), ("grpo", 30), ("dapo", 4000), ("bnpo", None)])
+def test_a_term_of_ones_own_is_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
+    start, recorder = parameters(tiny_model), Recorder()
+    settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
+    without, with_it = (run(one, tiny_model, tmp_path, **settings) for one in (DASHTrainer, Penalised))
+    added = update_of(with_it, start) - update_of(without, start)
+    model, rollouts = AutoModelForCausalLM.from_pretrained(tiny_model), recorder.rollouts
+    log_probs = []
+    for row in torch.nonzero(rollouts.advantages)[:, 0].tolist():
+        prompt = rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()]
+        completion = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()]
+        logits = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        log_probs.append(logits.log_softmax(dim=-1).gather(1, completion[:, None]).flatten())
+    torch.cat(log_probs).mean().backward()
+    expected = torch.cat([value.grad.flatten() for value in model.parameters()])
+    assert (added - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_the_entropy_controller_is_trls(tiny_model, tmp_path):

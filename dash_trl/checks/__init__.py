@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         check_pipeline,
         check_subclass,
     )
-    from dash_trl.checks.models import check_model, check_tied_adapter
+    from dash_trl.checks.models import check_model, check_tied_adapter, context_of
     from dash_trl.checks.prompts import (
         check_first_step,
         check_prompt,

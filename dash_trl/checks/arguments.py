@@ -70,6 +70,7 @@ def check_arguments(
     check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
+    check_server_options(args)
     check_model(model, args, others.get("peft_config"))
 
 
@@ -121,6 +122,32 @@ HARMLESS = ("cache_implementation", "cache_config", "use_cache", "disable_compil
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
 # listed, because log-probs are computed at the same temperature.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+
+# Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31).
+SERVER_OPTIONS = (
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_detection",
+    "repetition_penalty",
+    "response_format",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "structured_outputs",
+    "temperature",
+    "thinking_token_budget",
+    "top_k",
+    "top_p",
+    "vllm_xargs",
+)
 
 
 def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
@@ -174,6 +201,8 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 def check_correction(args: DASHConfig) -> None:
     """Warns if TRL's importance sampling correction has no effect, or gives most rows weights near 0.
 
+    Raises a `ValueError` if the correction would give rows a ratio of 0 of which `loss_type="vespo"` takes the log.
+
     The correction has no effect with `loss_type="aipo"`. Weights near 0 arise if sampling options such as `top_p`
     change vLLM's distribution, and the mode of the correction multiplies the ratios of all tokens of a row.
     """
@@ -182,9 +211,16 @@ def check_correction(args: DASHConfig) -> None:
             "vllm_importance_sampling_correction=True, TRL's default, has no effect with loss_type='aipo', which "
             "itself weights tokens by their ratio to the sampler. Set it to False to silence this warning."
         )
+    mode = args.vllm_importance_sampling_mode
+    if args.loss_type == "vespo" and (args.use_vllm or args.async_level) and args.vllm_importance_sampling_correction:
+        # TRL checks this only if vLLM samples in the trainer's process.
+        if mode not in ("token_truncate", "token_mask"):
+            raise ValueError(
+                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO takes the logarithm of the "
+                "ratio, and this mode would give long sequences the ratio 0. Use 'token_truncate' or 'token_mask'."
+            )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
-    mode = args.vllm_importance_sampling_mode
     corrected = args.vllm_importance_sampling_correction and args.loss_type not in OFF_POLICY_LOSSES
     if truncated and args.use_vllm and corrected and mode.startswith("sequence"):
         logger.warning(
@@ -193,6 +229,16 @@ def check_correction(args: DASHConfig) -> None:
             "the ratios of all its tokens: a ratio of 0.98 per token gives 0.00004 for 500 tokens. Leave these options "
             "out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' "
             "(docs/concepts/staleness.md)."
+        )
+
+
+def check_server_options(args: DASHConfig) -> None:
+    """Raises a `ValueError` if `generation_kwargs` has options that vLLM's servers would ignore."""
+    unknown = sorted({*(args.generation_kwargs or {})} - {*SERVER_OPTIONS})
+    if unknown and args.use_vllm and args.vllm_mode == "server":
+        raise ValueError(
+            f"generation_kwargs has {unknown}, which vLLM's servers ignore, so completions would be sampled without "
+            f"them. Leave them out, or use vLLM's options: {', '.join(SERVER_OPTIONS)}."
         )
 
 

@@ -55,6 +55,22 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         )
 
 
+def context_of(config: Any) -> int | None:
+    """Returns the number of tokens of a model's context; None if its configuration does not have it.
+
+    Model cards of Qwen extend the context by YaRN with `rope_parameters` only; `max_position_embeddings` remains.
+
+    Args:
+        config: the model's configuration.
+    """
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") != "yarn":
+        return length
+    return max(length, int(rope["factor"] * rope.get("original_max_position_embeddings", length)))
+
+
 def check_tied_adapter(model: Any) -> None:
     """Checks that an adapter does not untie tied embeddings, because vLLM has one weight for embeddings and LM head.
 

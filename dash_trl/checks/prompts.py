@@ -115,6 +115,11 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
             not have the lengths of the completions, or if the `env_mask` has numbers other than 0 and 1.
     """
     output = rollout_func(prompts, trainer)
+    if missing := [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]:
+        raise ValueError(
+            f"rollout_func returned {sorted(output)} without {missing}: return all three. 'logprobs' may be None, if "
+            "the loss does not need the sampler's log-probs."
+        )
     for name in ("prompt_ids", "completion_ids"):
         if len(output[name]) != len(prompts) or not all(map(len, output[name])):
             raise ValueError(
