@@ -331,12 +331,15 @@ def new_rounds(trainer: Any) -> Rounds:
 
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
         # Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
-        # completion of a prompt with a single token, and drops the completion.
-        idle = not contexts and not on_servers(trainer)
-        if idle:
-            contexts = [[trainer._tokenizer.eos_token_id]]
+        # completion of a prompt with a single token, and drops the completion. If a model is split over several ranks,
+        # TRL takes as many of their completions as this rank has prompts, so all ranks need equally many.
+        rows, wanted = len(contexts), 0
+        if not on_servers(trainer):
+            is_split = trainer.use_vllm and trainer.args.vllm_tensor_parallel_size > 1
+            wanted = -trainer.ranks.least(-rows) if is_split else 1
+        contexts = [*contexts, *[[trainer._tokenizer.eos_token_id]] * (wanted - rows)]
         ids, log_probs = trainer._generate_single_turn(contexts, None, {}, trainer.num_generations if first else 1)
-        return ([], None) if idle else (ids, log_probs)
+        return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 
     return Rounds(trainer.ranks, trainer._conversations, generate)
 
@@ -533,6 +536,7 @@ def new_passes(trainer: Any) -> ModelPasses:
     return ModelPasses(
         [model.get_base_model() if is_peft_model(model) else model for model in models],
         virtual_tokens=getattr(adapter, "is_prompt_learning", False),
+        invoked_adapter=bool(getattr(adapter, "alora_invocation_tokens", None)),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
         # The backend is set by `torch_compile` or by accelerate's own configuration.

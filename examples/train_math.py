@@ -232,6 +232,16 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy problems have no such "
             "options. Add these two, or remove them."
         )
+    adapter = [
+        one.name
+        for one in fields(model_args)
+        if one.name.startswith(("lora_", "use_rslora", "use_dora")) and getattr(model_args, one.name) != one.default
+    ]
+    if adapter and not model_args.use_peft:
+        raise ValueError(
+            f"{adapter} have no effect without --use_peft, and all weights would be trained: add --use_peft, or remove "
+            "them."
+        )
     asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
     if asked and not evaluates(args):
         raise ValueError(

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
+from dash_trl.assembly import new_rounds
 from dash_trl.collect import Sampled, decoded, is_truncated, length_figures, reward_figures, to_rollouts
 from dash_trl.monitoring import Recorder
 from tests.tiny import EOS, prompts, run, tiny_tokenizer
@@ -216,3 +217,28 @@ def test_some_rows_are_decoded_as_trl_decodes_all(style, trainer, monkeypatch):
     first = {"text": texts[0], "chat": [{"role": "assistant", "content": texts[0]}]}
     parsed = [{"role": "assistant", "reasoning_content": "the sum", "content": "it is 0"}]
     assert expected[0] == first.get(style, parsed)
+
+
+def test_ranks_that_share_an_engine_ask_for_equally_many_rows():
+    """TRL cuts a rank's completions out of those of all its ranks by the number of this rank's own prompts."""
+    asked = []
+
+    def generate(contexts, *others):
+        asked.append(len(contexts))
+        return [[7] for _ in contexts], [[-1.0] for _ in contexts]
+
+    trainer = SimpleNamespace(
+        use_vllm=True,
+        vllm_mode="colocate",
+        args=SimpleNamespace(vllm_tensor_parallel_size=2),
+        ranks=SimpleNamespace(least=lambda number: min(number, -3)),  # another rank has 3 rows
+        num_generations=2,
+        _tokenizer=SimpleNamespace(eos_token_id=EOS),
+        _conversations=None,
+        _generate_single_turn=generate,
+    )
+    rounds = new_rounds(trainer)
+    assert [len(rounds._generate([[5]] * rows, False)[0]) for rows in (0, 1, 5)] == [0, 1, 5]
+    trainer.args.vllm_tensor_parallel_size = 1
+    assert [len(rounds._generate([[5]] * rows, False)[0]) for rows in (0, 1)] == [0, 1]
+    assert asked == [3, 3, 5, 1, 1]

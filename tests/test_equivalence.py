@@ -26,9 +26,11 @@ from tests.tiny import (
     prompts,
     relative_difference,
     run,
+    tiny_tokenizer,
 )
 
 TOLERANCE = 1e-5
+END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
 OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch", "share_prompts")
 
 
@@ -295,6 +297,7 @@ def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: 
             target_modules=["v_proj", "down_proj"],
             feedforward_modules=["down_proj"],
         ),
+        adapter("aLoRA", LoraConfig, False, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=END_OF_PROMPT),
         adapter("prompt tuning", PromptTuningConfig, False, num_virtual_tokens=4),
         adapter("prefix tuning", PrefixTuningConfig, False, num_virtual_tokens=4),
         adapter(

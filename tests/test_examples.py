@@ -321,6 +321,11 @@ THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
             [*MODEL, *DATA, "--dataset_test_split", "dev"],
             "no effect, since nothing is evaluated: add --ev",
         ),
+        (
+            Mathematics,
+            [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
+            r"\['lora_r', 'use_dora'\] have no effect without",
+        ),
         (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
         (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
         (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),

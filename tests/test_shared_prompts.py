@@ -140,11 +140,18 @@ def test_dropout_is_seen(config, drawn):
 
 
 def passes(**settings) -> ModelPasses:
-    plain = {"virtual_tokens": False, "continuous_batching": False, "noisy_embeddings": False, "compiled": False}
-    defaults = {"share_prompts": None, "router_losses": False}
+    flags = (
+        "virtual_tokens",
+        "invoked_adapter",
+        "continuous_batching",
+        "noisy_embeddings",
+        "compiled",
+        "router_losses",
+    )
+    defaults = {"share_prompts": None, **dict.fromkeys(flags, False)}
     torch.manual_seed(0)
     models = settings.pop("models", None) or [ARCHITECTURES["qwen2"]()]
-    return ModelPasses(models, **{**plain, **defaults, **settings})
+    return ModelPasses(models, **{**defaults, **settings})
 
 
 @pytest.mark.parametrize(

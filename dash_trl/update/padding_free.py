@@ -335,6 +335,8 @@ class ModelPasses:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
         virtual_tokens: True = prompt tuning puts virtual tokens before each prompt. Padding lies between the virtual
             tokens and the prompt, so the width of the padding changes the result.
+        invoked_adapter: True = an aLoRA adapter is active from its last invocation in a row on. In a packed row, all
+            samples before the last invocation would run without the adapter.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
         noisy_embeddings: True = NEFTune adds noise to the embeddings. The size of the noise depends on the length of
             the row.
@@ -356,6 +358,7 @@ class ModelPasses:
         models: Sequence[Any],
         *,
         virtual_tokens: bool,
+        invoked_adapter: bool,
         continuous_batching: bool,
         noisy_embeddings: bool,
         compiled: bool,
@@ -370,6 +373,8 @@ class ModelPasses:
             self.padded_because = "NEFTune's noise depends on the length of a row"
         elif virtual_tokens:
             self.padded_because = "every sample has virtual tokens before it"
+        elif invoked_adapter:
+            self.padded_because = "an aLoRA adapter is active from its last invocation in a row on"
         elif compiled and not self.flash:
             self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows (leave it off)"
         else:
