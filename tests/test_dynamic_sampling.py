@@ -142,6 +142,54 @@ class Seen(DASHCallback):
         rollouts.advantages = rollouts.advantages.unsqueeze(1) * torch.linspace(0.5, 1.5, rollouts.loss_mask.shape[1])
 
 
+class SometimesMasked(DASHCallback):
+    """Takes a token out of the loss, and makes a mask only in rounds in which it stands."""
+
+    def __init__(self, token: int):
+        self.token, self.made = token, list[bool]()
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+        found = rollouts.completion_ids == self.token
+        self.made.append(bool(found.any()))
+        if found.any():
+            rollouts.tool_mask = (~found).long()
+
+
+def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
+    """A mask and a column of the table of completions: in the first round only, or in a later one."""
+    reward, seen = ScriptedReward(constant=0.5), set()
+
+    def noted(prompts, completion_ids, log_extra, **kwargs):
+        notes = [str(row.count(token)) if token in row else None for row in completion_ids]
+        if any(notes):
+            log_extra("note", notes)
+        return reward(prompts=prompts, completion_ids=completion_ids)
+
+    for token in range(4, 24):
+        rollouts, masked = ByPrompt(), SometimesMasked(token)
+        trainer = run(
+            DASHTrainer,
+            tiny_model,
+            tmp_path,
+            rollouts=rollouts,
+            reward=noted,
+            callbacks=[masked],
+            max_num_gen_batches=8,
+            max_steps=1,
+            log_completions=True,
+        )
+        asked = [prompt for one in rollouts.rounds for prompt in one for _ in range(GROUP)]
+        rows = [completion(prompt, i % GROUP) for i, prompt in enumerate(asked)]
+        if any(masked.made):
+            expected = [str(row.count(token)) if token in row else None for row in rows]
+            assert list(trainer._logs["extra"]["note"]) == expected
+        window = trainer._micro_steps._window.whole.rollouts
+        counted = window.completion_mask if window.tool_mask is None else window.completion_mask * window.tool_mask
+        assert not (window.completion_ids[counted.bool()] == token).any()
+        seen.add((masked.made[0], any(masked.made[1:])))
+    assert {(False, True), (True, False)} <= seen
+
+
 def test_callbacks_see_each_round(tiny_model, tmp_path):
     """Credit per token, in rounds of other widths."""
     seen, rollouts = Seen(), ByPrompt()

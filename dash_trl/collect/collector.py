@@ -12,7 +12,7 @@ Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks,
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -358,7 +358,13 @@ class Collector:
                 self._sampler.begin(prompts.number, [prompts])
                 rounds.append(self._round(prompts))
         begun = [one.begun for one in rounds]
-        self._log_sampled(joined([one.sampled for one in begun]), torch.cat([one.truncated for one in begun]))
+        sampled = [one.sampled for one in begun]
+        if any(one.own_tokens is not None for one in sampled):  # a `rollout_func` may return a mask in some rounds only
+            sampled = [
+                replace(one, own_tokens=one.own_tokens or [[1] * len(ids) for ids in one.completion_ids])
+                for one in sampled
+            ]
+        self._log_sampled(joined(sampled), torch.cat([one.truncated for one in begun]))
         signal = [one.signal for one in rounds]
         trained, whole = places_in_window(signal, dynamic.room)
         rollouts = joined(widened([one.credited for one in rounds], self._settings().pad_token_id))
@@ -381,6 +387,7 @@ class Collector:
     def _round(self, prompts: Prompts) -> _Round:
         begun = self._begin(prompts, by_group=False)
         ((_, rewards, _),) = begun.awaited.parts()
+        self._log.end_round(len(rewards))
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
         filtered = self._filtered(credited)
         signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()

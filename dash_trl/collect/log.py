@@ -87,6 +87,7 @@ class WindowLog:
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
+        self._rows, self._columns = 0, set()  # of the rounds of this window, if it is sampled in rounds
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
@@ -123,6 +124,18 @@ class WindowLog:
             frequency = {"call": made / len(failed), "failure": in_vain / made if made else 0.0}
             self._figures({f"tools/{name}_frequency": value for name, value in frequency.items()})
 
+    def end_round(self, rows: int) -> None:
+        """Complete the columns that reward functions have logged in some rounds of a window only.
+
+        Args:
+            rows: number of this rank's rows in the round whose rewards have come.
+        """
+        self._rows += rows
+        for name, values in self._extra.items():
+            missing = [None] * (self._rows - len(values))
+            self._extra[name] = [*values, *missing] if name in self._columns else [*missing, *values]
+        self._columns = set(self._extra)
+
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor
     ) -> None:
@@ -151,6 +164,7 @@ class WindowLog:
             self._figures({name: sum(values) / len(values)})
         self._extra.clear()
         self._metrics.clear()
+        self._rows, self._columns = 0, set()
 
     def _gathered(self, values: Sequence[Any]) -> list[Any]:
         return [one for rank in self._ranks.gather_object(list(values)) for one in rank]

@@ -313,10 +313,18 @@ Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
 def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
     """Pad batches to a common width of prompts and a common width of completions, before `joined`.
 
+    If only some batches have a `tool_mask`, because a callback or a `rollout_func` made it when it was needed, the
+    others get one that leaves all tokens in the loss.
+
     Args:
         batches: the batches, at least one.
         pad_token_id: token id of the padding.
     """
+    if any(one.tool_mask is not None for one in batches):
+        batches = [
+            replace(one, tool_mask=torch.ones_like(one.completion_mask)) if one.tool_mask is None else one
+            for one in batches
+        ]
     prompt = max(one.prompt_ids.shape[1] for one in batches)
     completion = max(one.completion_ids.shape[1] for one in batches)
 
