@@ -359,11 +359,25 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
         structured_outputs_regex=None,
         generation_kwargs={},
         pool=ServerPool([fakes().url]),
+        ranks=SimpleNamespace(rank=0),
     )
     vllm._sampling = lambda: VLLMPool._sampling(vllm)
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
     jobs = VLLMPool._jobs(vllm, rows, 4)
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
+    assert "seed" not in VLLMPool._sampling(vllm)
+    vllm.generation_kwargs = {"seed": 5}
+    first = VLLMPool._sampling(vllm)["seed"]
+    vllm.ranks.rank = 1  # the two ranks may share a group, and vLLM counts a request's seeds from this one
+    assert first == 5 and VLLMPool._sampling(vllm)["seed"] > first + 1000
+
+
+def test_a_later_turn_of_an_evaluation_fits_into_the_context():
+    """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
+    vllm = SimpleNamespace(max_completion_length=8, context=20)
+    assert VLLMPool._room(vllm, [[0] * 12, [0] * 15, [0] * 20]) == [None, 5, None]
+    vllm.context = None
+    assert VLLMPool._room(vllm, [[0] * 15]) == [None]
 
 
 # ------------------------------------------------------------------------------------- the pool, while weights are sent

@@ -304,6 +304,14 @@ def test_of_several_adapters_none_goes_alone():
     assert "the active adapters are" in obstacle(adapted, LORA)
     other = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     assert "this is IA3" in obstacle(other, LORA)
+    named = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]), adapter_name="policy")
+    assert "none is 'default'" in obstacle(named, LORA)
+
+
+def test_an_adapter_beside_other_trained_parameters_does_not_go_alone():
+    adapted = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
+    adapted.base_model.model.model.norm.requires_grad_()
+    assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(adapted, LORA)
 
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):

@@ -175,6 +175,8 @@ class ServerSampler(Sampler):
                 "top_k": 0,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
                 "temperature": draw.temperature,
                 "max_tokens": draw.room(index),
                 "stop_token_ids": self.end_tokens,

@@ -45,6 +45,7 @@ from dash_trl.sampling.weights import (
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
+SEEDS_OF_RANK = 1 << 20  # distance between the seeds of two ranks; more than a rank has rows
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
@@ -126,7 +127,7 @@ class VLLMPool(VLLMGeneration):
         images: list | None,
         num_generations: int,
         profiler: Any = None,
-        max_tokens: Sequence[int] | None = None,
+        max_tokens: Sequence[int | None] | None = None,
     ) -> tuple:
         """Sample completions, with the interface of TRL's `VLLMGeneration.generate`.
 
@@ -148,6 +149,7 @@ class VLLMPool(VLLMGeneration):
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
+            max_tokens = self._room(prompts) if max_tokens is None else max_tokens
             done = jobs = self._jobs(prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
@@ -224,7 +226,7 @@ class VLLMPool(VLLMGeneration):
         return batch.jobs, self.pool.collect(batch)
 
     def _jobs(
-        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None = None
+        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int | None] | None = None
     ) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
         limits = [None] * len(prompts) if max_tokens is None else max_tokens
@@ -236,10 +238,23 @@ class VLLMPool(VLLMGeneration):
         ]
         return self.pool.completions(groups, self._sampling())
 
+    def _room(self, prompts: list[list[int]]) -> list[int | None]:
+        """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
+
+        Such prompts are the later turns of an evaluation with tools. None: the prompt has no limit of its own, because
+        the completion fits, or because the prompt alone is too long, which the server reports.
+        """
+        most, context = self.max_completion_length, self.context
+        left = [most if context is None else context - len(ids) for ids in prompts]
+        return [one if 0 < one < most else None for one in left]
+
     def _sampling(self) -> dict[str, Any]:
         """Return vLLM's sampling parameters."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
+            # Without these, a server takes the penalties of the model's generation_config.
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -248,7 +263,10 @@ class VLLMPool(VLLMGeneration):
         }
         if self.structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        return {**sampling, **self.generation_kwargs}
+        sampling |= self.generation_kwargs
+        if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
+            sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK
+        return sampling
 
     def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
         """Request the log-prob of every token but the first, by the servers' weights; `scores` waits for the result.

@@ -52,6 +52,8 @@ def obstacle(model: Any, config: dict[str, Any]) -> str | None:
     Returns:
         The reason, as the end of a log message; None if the adapter can be sent alone.
     """
+    if NAME not in model.peft_config:
+        return f"the adapters are {list(model.peft_config)}, and none is {NAME!r}"
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
@@ -65,6 +67,10 @@ def obstacle(model: Any, config: dict[str, Any]) -> str | None:
         return "it also adapts the embeddings or the output layer, which is not tested with vLLM"
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}"
+    parts = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
+    others = [name for name, one in model.named_parameters() if one.requires_grad and not any(map(name.count, parts))]
+    if others:
+        return f"other parameters are trained, too, such as {others[0]}"
     served = config.get("lora_config") or {}
     if served.get("max_lora_rank", 0) < adapter.r:
         return (

@@ -86,7 +86,8 @@ class DifferenceWeights(FileWeights):
         return snapshot
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
-        assert snapshot.tag == self._tag, "the weights in memory are another version"
+        if snapshot.tag != self._tag:  # only the main process holds the weights
+            raise ServerError("it waits until the main process has given it the current weights")
         if self._base is not None and await server.weight_tag() == self._base:
             if await self._changed(server, snapshot):
                 return
