@@ -254,6 +254,9 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     other.tag = "default"
     assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert [url for url, _ in loads[4:]] == [other.url]
+    fake.tag = "another-1"
+    with pytest.raises(WeightMismatch, match=f"{fake.url} was given weights by another run .version 'another-1'"):
+        pool.complete(prompts(8, 1), SAMPLING)
 
 
 @pytest.mark.parametrize(

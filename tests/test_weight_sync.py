@@ -88,7 +88,16 @@ def answers(servers, ask):
     return dict(zip([server.url for server in servers], asyncio.run(ask_all()), strict=True))
 
 
-class Server:
+class Tagged:
+    """Says which weights it was given."""
+
+    given, tag = None, "default"
+
+    async def weight_tag(self) -> str:
+        return self.tag
+
+
+class Server(Tagged):
     """Reads the file as a server would, and answers its checksum, or `answer`."""
 
     url = "http://a"
@@ -329,7 +338,7 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
 # -------------------------------------------------------------------------------------------------------------- NCCL
 
 
-class NCCLServer:
+class NCCLServer(Tagged):
     """With the face of TRL's client, which needs CUDA: keeps what it is sent; what is broken fails, or hangs."""
 
     def __init__(self, name: str, broken: str = ""):
@@ -401,16 +410,13 @@ def test_the_client_of_trl_sends_the_key_with_every_request(fakes, monkeypatch):
     assert fake.asked == {"/v1/models": 1, "/init_weight_transfer_engine": 1}
 
 
-class Returning:
+class Returning(Tagged):
     """A server that came back."""
 
     url = "http://a"
 
     def __init__(self, tag: str):
         self.tag, self.calls = tag, []
-
-    async def weight_tag(self):
-        return self.tag
 
     async def resume(self):
         self.calls.append("resume")

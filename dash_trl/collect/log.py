@@ -87,7 +87,9 @@ class WindowLog:
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
-        self._rows, self._columns = 0, set()  # of the rounds of this window, if it is sampled in rounds
+        # Of the rounds of this window, if it is sampled in rounds.
+        self._rows = 0
+        self._columns: set[str] = set()
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,11 @@ OnGroup = Callable[[Prompts, int, list[list[int]]], None]  # (generation batch, 
 Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a context whose seconds are logged
 
 
-class Sampler(Protocol):
-    """Interface of all samplers. All ranks call a method at the same point; `look` and `forget` are the exceptions."""
+class Sampler:
+    """Base of all samplers. Unless a sampler says otherwise, a method does nothing.
+
+    All ranks call a method at the same point; `look` and `forget` are the exceptions.
+    """
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         """Begin a generation batch: a window, or another round of a window. The next `take` returns its rows.
@@ -44,6 +47,7 @@ class Sampler(Protocol):
         Args:
             prompts: the generation batch that the last `begin` has begun.
         """
+        raise NotImplementedError
 
     def meanwhile(self) -> None:
         """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
@@ -61,7 +65,7 @@ class Sampler(Protocol):
         """Drop the prompts and rows of all windows that were not taken yet."""
 
 
-class ByFunction:
+class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead.
 
     Args:
@@ -75,8 +79,6 @@ class ByFunction:
         self, function: Callable[[list[Any]], dict[str, Any]], *, decode: Decode, versions: Versions, timed: Timed
     ):
         self._function, self._decode, self._versions, self._timed = function, decode, versions, timed
-
-    def begin(self, window: int, new: Sequence[Prompts]) -> None: ...
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -95,16 +97,8 @@ class ByFunction:
             columns=columns,
         )
 
-    def meanwhile(self) -> None: ...
 
-    def look(self) -> None: ...
-
-    def log(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-
-class InProcess:
+class InProcess(Sampler):
     """Samples in this process, with Transformers or colocated vLLM.
 
     With `async_level=1`, it samples the next window while rewards are awaited.
@@ -167,16 +161,12 @@ class InProcess:
             self._on_rows(window, 0, sampled.prompts, sampled.completion_ids, completions)
         return sampled
 
-    def look(self) -> None: ...
-
-    def log(self) -> None: ...
-
     def forget(self) -> None:
         self._known.clear()
         self._sampled.clear()
 
 
-class OnServers:
+class OnServers(Sampler):
     """Samples on vLLM servers: all windows whose prompts are known, including windows that have not begun.
 
     Args:
@@ -242,8 +232,6 @@ class OnServers:
         completions = self._decode(prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[window][own] = completions
         self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
-
-    def meanwhile(self) -> None: ...
 
     def look(self) -> None:
         if self._on_rows is not None or self._on_group is not None:

@@ -83,6 +83,7 @@ class VLLMServer:
 
     Attributes:
         adapter: name of the LoRA adapter that requests use; None: requests use the model itself.
+        given: the version tag that this client set last; None: it has given the server no weights.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
@@ -90,6 +91,7 @@ class VLLMServer:
         self.timeout = timeout
         self._session = session
         self.adapter: str | None = None
+        self.given: str | None = None
         self._headers = key_header(url)
         self._model: str | None = None
 
@@ -274,6 +276,7 @@ class VLLMServer:
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
+        self.given = tag
         await self._request(
             "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
         )

@@ -22,7 +22,7 @@ from dash_trl.sampling.checksum import tensor_checksum
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.proof import is_adapter
-from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, WeightMismatch
+from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, WeightMismatch, held_tag
 
 NAME = "default"  # name of the adapter that TRL trains
 # Options that an adapter's configuration must not set: vLLM refuses them or computes something else.
@@ -124,7 +124,7 @@ class AdapterWeights(FileWeights):
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         assert snapshot.path is not None
         tag = self._tags.pop(server.url, None)
-        if tag is None or await server.weight_tag() != tag:  # a first load, a restart, or weights of another run
+        if tag is None or await held_tag(server) != tag:  # a first load, or a restart
             base = (await server.weight_report()).checksum
             if base not in (None, self.base):
                 raise WeightMismatch(

@@ -22,7 +22,7 @@ from dash_trl.sampling.changes import Change, changes, pack
 from dash_trl.sampling.checksum import tensor_checksum
 from dash_trl.sampling.server import ServerError, VLLMServer, WeightReport
 from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
+from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, held_tag
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class DifferenceWeights(FileWeights):
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         if snapshot.tag != self._tag:  # only the main process holds the weights
             raise ServerError("it waits until the main process has given it the current weights")
-        if self._base is not None and await server.weight_tag() == self._base:
+        if await held_tag(server) == self._base:
             if await self._changed(server, snapshot):
                 return
         if snapshot.tag == self._first or not await server.sees(str(self.run)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, holds
+from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, held_tag, holds
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,7 @@ class FileWeights:
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         """Let a server load a version, and verify the server's report."""
         assert snapshot.path is not None
+        await held_tag(server)
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, holds
+from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, held_tag, holds
 from dash_trl.workers import Feeder
 
 BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds three buckets: one is filled, one waits, one is sent
@@ -119,6 +119,7 @@ class NCCLWeights:
     async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
         """End the weight update on a server, and verify its report. If the server has failed, do nothing."""
         if server.url not in failed:
+            await held_tag(server)
             await server.end_weight_update(snapshot.tag)
             snapshot.verify(await server.weight_report(), server.url)
 

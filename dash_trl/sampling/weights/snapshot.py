@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dash_trl.sampling.server import VLLMServer, WeightReport
 
+FRESH = "default"  # the tag of a server that was given no weights since it started
 NamedTensors = Iterable[tuple[str, Tensor]]
 OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]  # `ServerPool.on_each` for some servers
 
@@ -61,6 +62,25 @@ class Snapshot:
             )
 
 
+async def held_tag(server: VLLMServer) -> str:
+    """Return the version tag of a server's weights.
+
+    Args:
+        server: the server.
+
+    Raises:
+        WeightMismatch: if this run has given the server weights, and another run has given it weights since then.
+    """
+    tag, given = await server.weight_tag(), server.given
+    if given is not None and tag != FRESH and tag.rpartition("-")[0] != given.rpartition("-")[0]:
+        raise WeightMismatch(
+            f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}), so it may "
+            "have sampled from another policy. Give each run, and each evaluation beside a run, servers of its own "
+            "(vllm_server_urls), and start this run again from its last checkpoint."
+        )
+    return tag
+
+
 async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
     """Return whether a server holds a version. If so, resume the server, which may still be paused.
 
@@ -71,7 +91,7 @@ async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
         server: the server.
         snapshot: the version.
     """
-    if await server.weight_tag() != snapshot.tag:
+    if await held_tag(server) != snapshot.tag:
         return False
     await server.resume()  # if the last `resume` was lost, the server would stay paused
     return True
