@@ -121,7 +121,7 @@ def test_it_says_first_what_it_takes(tmp_path, capsys):
     assert "The paper trained 3 of them in 52.4 h" in table3
     assert "-m dash_trl.serve Qwen/Qwen2.5-0.5B --servers 2" in table3 and "--num_processes 4" in table3
     assert "They take 4 GPUs" in table4 and "--num_processes 2" in table4
-    assert "9 trainings and 20 evaluations of a model are missing: about" in said("table3")
+    assert "15 trainings and 32 evaluations of a model are missing: about" in said("table3")
     assert "--time_limit SECONDS_OF_DASH" in said("all", "--seeds", "0")
     assert not list(tmp_path.iterdir())
 

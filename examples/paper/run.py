@@ -56,7 +56,7 @@ from dash_trl.workers import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SEEDS = {"toy": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, which the authors used
+SEEDS = {"toy": (0, 1, 2, 3, 4), "paper": (42,)}  # 42 is Transformers' default, which the authors used
 QUICK_STEPS = 2
 METRICS = "metrics.jsonl"  # the log of a training
 # The environment of `make demo`, and offline.
@@ -474,7 +474,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--scale", choices=list(SEEDS), default="toy")
     parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; at the paper's scale 42")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 3 4; at the paper's scale 42")
     parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, as a test")
     parser.add_argument("--dry_run", action="store_true", help="print the time or GPUs, and the commands; run nothing")
     arguments = parser.parse_args(argv)
