@@ -17,14 +17,22 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, ProcessorMixin, Qwen2VLConfig, T5Config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen2VLConfig,
+    T5Config,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.checks import arguments
 from dash_trl.checks.arguments import check_arguments, check_async
-from dash_trl.checks.models import check_model
+from dash_trl.checks.models import check_model, context_of
 from dash_trl.checks.prompts import check_dataset, checked_rollouts
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights.file import FileWeights
@@ -469,6 +477,14 @@ def test_continuous_batching_keeps_the_attention_of_the_model(trainer):
 
 def test_what_is_right_passes(tiny_model):
     assert build(tiny_model, settings={"beta": 0.1})._passes.padding_free
+
+
+def test_the_context_of_a_model():
+    """Model cards extend it by YaRN and leave `max_position_embeddings` as it is."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    for rope, length in ((None, 32), ({"rope_type": "default", "rope_theta": 1e4}, 32), (yarn, 128)):
+        assert context_of(Qwen2Config(max_position_embeddings=32, rope_parameters=rope)) == length
+    assert context_of(Qwen2Config(max_position_embeddings=256, rope_parameters=yarn)) == 256
 
 
 IDS = [[5], [6, 7]]

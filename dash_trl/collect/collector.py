@@ -350,13 +350,13 @@ class Collector:
         self, dynamic: DynamicSampling, prompts: Prompts, find_log_probs: Callable[[GenerationWindow], None]
     ) -> Iterator[Part]:
         """Sample rounds until the window has enough groups with signal or reaches its limit; yield it as one part."""
-        rounds = [self._round(prompts)]
+        rounds = [self._round(prompts, before=0)]
         with self._recorder.timed("dynamic_sampling"):
             while groups := dynamic.next([one.signal for one in rounds]):
                 assert self._more is not None, "`more` is given with `dynamic`"
                 prompts = self._prompts(self._more(groups))
                 self._sampler.begin(prompts.number, [prompts])
-                rounds.append(self._round(prompts))
+                rounds.append(self._round(prompts, before=sum(len(one.keep) for one in rounds)))
         begun = [one.begun for one in rounds]
         sampled = [one.sampled for one in begun]
         if any(one.own_tokens is not None for one in sampled):  # a `rollout_func` may return a mask in some rounds only
@@ -384,10 +384,11 @@ class Collector:
         dynamic.note(signal)
         yield part
 
-    def _round(self, prompts: Prompts) -> _Round:
+    def _round(self, prompts: Prompts, before: int) -> _Round:
+        """Sample, score and filter a round; `before` is the number of this rank's rows in the earlier rounds."""
         begun = self._begin(prompts, by_group=False)
         ((_, rewards, _),) = begun.awaited.parts()
-        self._log.end_round(len(rewards))
+        self._log.end_round(before, len(rewards))
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
         filtered = self._filtered(credited)
         signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()

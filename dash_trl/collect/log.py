@@ -87,9 +87,7 @@ class WindowLog:
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
-        # Of the rounds of this window, if it is sampled in rounds.
-        self._rows = 0
-        self._columns: set[str] = set()
+        self._columns: set[str] = set()  # columns that reward functions have logged in the earlier rounds of a window
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
@@ -126,16 +124,17 @@ class WindowLog:
             frequency = {"call": made / len(failed), "failure": in_vain / made if made else 0.0}
             self._figures({f"tools/{name}_frequency": value for name, value in frequency.items()})
 
-    def end_round(self, rows: int) -> None:
+    def end_round(self, before: int, rows: int) -> None:
         """Complete the columns that reward functions have logged in some rounds of a window only.
 
         Args:
+            before: number of this rank's rows in the earlier rounds of the window.
             rows: number of this rank's rows in the round whose rewards have come.
         """
-        self._rows += rows
+        known = self._columns if before else set()
         for name, values in self._extra.items():
-            missing = [None] * (self._rows - len(values))
-            self._extra[name] = [*values, *missing] if name in self._columns else [*missing, *values]
+            missing = [None] * (before + rows - len(values))
+            self._extra[name] = [*values, *missing] if name in known else [*missing, *values]
         self._columns = set(self._extra)
 
     def rewarded(
@@ -166,7 +165,6 @@ class WindowLog:
             self._figures({name: sum(values) / len(values)})
         self._extra.clear()
         self._metrics.clear()
-        self._rows, self._columns = 0, set()
 
     def _gathered(self, values: Sequence[Any]) -> list[Any]:
         return [one for rank in self._ranks.gather_object(list(values)) for one in rank]
