@@ -331,8 +331,9 @@ def new_rounds(trainer: Any) -> Rounds:
 
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
         # Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
-        # completion of a prompt with a single token, and drops the completion. If a model is split over several ranks,
-        # TRL takes as many of their completions as this rank has prompts, so all ranks need equally many.
+        # completion of a prompt with a single token, and drops the completion. With tensor parallelism, TRL
+        # finds a rank's completions by multiplying its place in its group by its own number of prompts. So all ranks
+        # must pass the same number of prompts.
         rows, wanted = len(contexts), 0
         if not on_servers(trainer):
             is_split = trainer.use_vllm and trainer.args.vllm_tensor_parallel_size > 1

@@ -49,7 +49,6 @@ import logging
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +139,10 @@ def load_math_dataset(
         template = PROMPT_TEMPLATES[DEFAULT_TEMPLATE]
     prompts: list[Any] = [make_prompt(problem, template, chat) for problem in dataset[problems_from]]
     _require_all(prompts, dataset, f"a problem in {problems_from!r}", source)
-    read = partial(find_answer, columns=answers_from, named=answer_column is not None)
-    answers: list[Any] = list(map(read, dataset.select_columns(answers_from)))
+    rows = dataset.select_columns(answers_from)
+    answers: list[Any] = [find_answer(row, answers_from) for row in rows]
+    if answer_column is not None and not any(answers):  # a column `solution` that holds answers, not solutions
+        answers = [final_answer(row[answers_from[0]]) for row in rows]
     where = " or ".join(map(repr, answers_from))
     _require_all(answers, dataset, f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)", source)
     _warn_of_sentences(answers, where, source)
@@ -477,19 +478,18 @@ def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
-def find_answer(row: Mapping[str, Any], columns: Sequence[str], *, named: bool = False) -> str | None:
+def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """Returns the gold answer of a row, from the first column that has an answer; None if no column has one.
 
     Args:
         row: the row.
         columns: names of the columns, the preferred column first.
-        named: True = the user has named the column. Then a column `solution` may hold answers without a mark.
     """
     for column in columns:
         value = row[column]
         if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's list of answers
             value = _DOLLAR.sub("", ", ".join(map(str, value)))
-        answer = final_answer(value, marked=column.lower() == "solution" and not named)
+        answer = final_answer(value, marked=column.lower() == "solution")
         if answer:
             return answer
     return None

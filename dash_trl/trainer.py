@@ -321,7 +321,7 @@ class DASHTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""
         if not self.model.training:
-            return super()._prepare_inputs(generation_batch)
+            return {**super()._prepare_inputs(generation_batch), "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:

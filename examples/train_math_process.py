@@ -88,7 +88,8 @@ def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[Process
     force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:
-        value = StepValue(ProcessRewardModel(own.value_model))
+        in_unit = own.estimator == "gae" or own.process_weight == "auto"  # they need V in the unit of the outcome
+        value = StepValue(ProcessRewardModel(own.value_model), rewards=not in_unit)
     elif own.value == "outcome":
         value = OutcomeValue()
     else:

@@ -374,8 +374,10 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
 
 def test_a_later_turn_of_an_evaluation_fits_into_the_context():
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
-    vllm = SimpleNamespace(max_completion_length=8, context=20)
+    vllm = SimpleNamespace(max_completion_length=8, context=20, generation_kwargs={})
     assert VLLMPool._room(vllm, [[0] * 12, [0] * 15, [0] * 20]) == [None, 5, None]
+    vllm.generation_kwargs = {"max_tokens": 3}
+    assert VLLMPool._room(vllm, [[0] * 15, [0] * 18]) == [None, 2]
     vllm.context = None
     assert VLLMPool._room(vllm, [[0] * 15]) == [None]
 

@@ -75,6 +75,9 @@ def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
     assert load_math_dataset(rows, answer_column="solution")["answer"][:] == ["34"]
     with pytest.raises(ValueError, match="lack a gold answer in 'solution'"):
         load_math_dataset(rows)
+    mixed = write_rows(tmp_path / "b.jsonl", [*MATH, {"problem": "p", "solution": "So it is 5"}])
+    with pytest.raises(ValueError, match="1 of 2 rows .* lack a gold answer in 'solution'"):
+        load_math_dataset(mixed, answer_column="solution")
 
 
 def test_gold_answers_that_are_sentences_are_named(tmp_path, caplog):

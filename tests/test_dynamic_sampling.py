@@ -155,6 +155,42 @@ class SometimesMasked(DASHCallback):
             rollouts.tool_mask = (~found).long()
 
 
+class Lengths(DASHCallback):
+    """Logs a column, as `ProcessRewardCallback` logs the credit of each row."""
+
+    per_group = True
+
+    def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
+        trainer._log_completion_extra("length", rollouts.completion_mask.sum(dim=1).tolist())
+
+
+def test_a_mask_of_a_rollout_func_in_some_rounds_counts(tiny_model, tmp_path):
+    """It hides every second token of the first round, or of the later ones, and may be a tensor."""
+    figures = []
+    for masked in ((), (0,), (1, 2, 3, 4, 5, 6, 7)):
+        rollouts, rows = ByPrompt(), list[int]()
+
+        def sampled(prompts, trainer, rollouts=rollouts, masked=masked, rows=rows):
+            found = rollouts(prompts, trainer)
+            lengths = list(map(len, found["completion_ids"]))
+            hides = len(rollouts.rounds) - 1 in masked
+            rows.extend(-(-one // 2) if hides else one for one in lengths)
+            return {**found, "env_mask": [[1 - i % 2 for i in range(one)] for one in lengths]} if hides else found
+
+        trainer = run(
+            DASHTrainer,
+            tiny_model,
+            tmp_path,
+            rollouts=sampled,
+            max_num_gen_batches=8,
+            reward=ScriptedReward(constant=0.5),
+        )
+        assert len(rollouts.rounds) > 1
+        figures.append(trainer.state.log_history[0]["completions/mean_length"])
+        assert figures[-1] == pytest.approx(sum(rows) / len(rows))
+    assert len(set(figures)) == 3
+
+
 def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
     """A mask and a column of the table of completions: in the first round only, or in a later one."""
     reward, seen = ScriptedReward(constant=0.5), set()
@@ -173,7 +209,7 @@ def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
             tmp_path,
             rollouts=rollouts,
             reward=noted,
-            callbacks=[masked],
+            callbacks=[masked, Lengths()],
             max_num_gen_batches=8,
             max_steps=1,
             log_completions=True,
@@ -183,6 +219,7 @@ def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
         if any(masked.made):
             expected = [str(row.count(token)) if token in row else None for row in rows]
             assert list(trainer._logs["extra"]["note"]) == expected
+        assert list(trainer._logs["extra"]["length"]) == list(map(len, rows))
         window = trainer._micro_steps._window.whole.rollouts
         counted = window.completion_mask if window.tool_mask is None else window.completion_mask * window.tool_mask
         assert not (window.completion_ids[counted.bool()] == token).any()

@@ -11,7 +11,7 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.update.losses import ScaledCoefficient, regularizer_weight
 from dash_trl.update.schedule import Segment
 from tests.test_isolation import BLIND
-from tests.tiny import ScriptedReward, assert_same_update, parameters, run, save_tiny_model
+from tests.tiny import ScriptedReward, assert_same_update, parameters, prompts, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
@@ -107,7 +107,9 @@ class Penalised(DASHTrainer):
 def test_a_term_of_ones_own_is_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
     start, recorder = parameters(tiny_model), Recorder()
     settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
+    settings |= {"eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
     without, with_it = (run(one, tiny_model, tmp_path, **settings) for one in (DASHTrainer, Penalised))
+    assert with_it.evaluate()["eval_loss"] > without.evaluate()["eval_loss"]
     added = update_of(with_it, start) - update_of(without, start)
     model, rollouts = AutoModelForCausalLM.from_pretrained(tiny_model), recorder.rollouts
     log_probs = []

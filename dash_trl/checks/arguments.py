@@ -127,18 +127,25 @@ UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "r
 SERVER_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
+    "cache_salt",
+    "ec_transfer_params",
     "frequency_penalty",
     "ignore_eos",
     "include_stop_str_in_output",
+    "kv_transfer_params",
     "logit_bias",
     "max_tokens",
     "min_p",
     "min_tokens",
     "presence_penalty",
+    "priority",
     "repetition_detection",
     "repetition_penalty",
     "response_format",
     "seed",
+    "session_id",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
     "stop",
     "stop_token_ids",
     "structured_outputs",
@@ -146,7 +153,9 @@ SERVER_OPTIONS = (
     "thinking_token_budget",
     "top_k",
     "top_p",
+    "truncate_prompt_tokens",
     "vllm_xargs",
+    "watermarking",
 )
 
 
@@ -201,7 +210,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 def check_correction(args: DASHConfig) -> None:
     """Warns if TRL's importance sampling correction has no effect, or gives most rows weights near 0.
 
-    Raises a `ValueError` if the correction would give rows a ratio of 0 of which `loss_type="vespo"` takes the log.
+    Raises a `ValueError` if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
 
     The correction has no effect with `loss_type="aipo"`. Weights near 0 arise if sampling options such as `top_p`
     change vLLM's distribution, and the mode of the correction multiplies the ratios of all tokens of a row.
@@ -216,8 +225,8 @@ def check_correction(args: DASHConfig) -> None:
         # TRL checks this only if vLLM samples in the trainer's process.
         if mode not in ("token_truncate", "token_mask"):
             raise ValueError(
-                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO takes the logarithm of the "
-                "ratio, and this mode would give long sequences the ratio 0. Use 'token_truncate' or 'token_mask'."
+                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
+                "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
             )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}

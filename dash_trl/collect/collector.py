@@ -361,7 +361,9 @@ class Collector:
         sampled = [one.sampled for one in begun]
         if any(one.own_tokens is not None for one in sampled):  # a `rollout_func` may return a mask in some rounds only
             sampled = [
-                replace(one, own_tokens=one.own_tokens or [[1] * len(ids) for ids in one.completion_ids])
+                replace(one, own_tokens=[[1] * len(ids) for ids in one.completion_ids])
+                if one.own_tokens is None
+                else one
                 for one in sampled
             ]
         self._log_sampled(joined(sampled), torch.cat([one.truncated for one in begun]))
@@ -388,8 +390,8 @@ class Collector:
         """Sample, score and filter a round; `before` is the number of this rank's rows in the earlier rounds."""
         begun = self._begin(prompts, by_group=False)
         ((_, rewards, _),) = begun.awaited.parts()
-        self._log.end_round(before, len(rewards))
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
+        self._log.end_round(before, len(rewards))  # callbacks have logged their columns, too
         filtered = self._filtered(credited)
         signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()
         return _Round(begun, credited, outcome, filtered.keep, signal)

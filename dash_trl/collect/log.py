@@ -87,7 +87,7 @@ class WindowLog:
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
-        self._columns: set[str] = set()  # columns that reward functions have logged in the earlier rounds of a window
+        self._columns: set[str] = set()  # columns that were logged in the earlier rounds of a window
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
@@ -125,11 +125,11 @@ class WindowLog:
             self._figures({f"tools/{name}_frequency": value for name, value in frequency.items()})
 
     def end_round(self, before: int, rows: int) -> None:
-        """Complete the columns that reward functions have logged in some rounds of a window only.
+        """Complete the columns that reward functions and callbacks have logged in some rounds of a window only.
 
         Args:
             before: number of this rank's rows in the earlier rounds of the window.
-            rows: number of this rank's rows in the round whose rewards have come.
+            rows: number of this rank's rows in the round.
         """
         known = self._columns if before else set()
         for name, values in self._extra.items():

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 # such an estimator, because it trains on one part of the window after the other.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
-# Estimators with a baseline from the same group, so that a group whose completions are all alike teaches nothing.
+# Estimators with a baseline from the same group, so that nothing is learned if all have the same reward.
 GROUP_BASELINE = (*PER_GROUP, "grpo", "deepseek_process", "prime_rloo", "rloo", "reinforce_plus_plus_baseline")
 CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
 

@@ -45,7 +45,7 @@ class RolloutBatch:
     """The sampled rows of one generation batch on one rank, on the CPU.
 
     The first dimension of every field is B. Fields have the names of TRL's `_generate_and_score_completions`. A field
-    that a run does not use (`tool_mask`, the sampler's log-probs) is `None` in all of its batches.
+    that a batch does not use (`tool_mask`, the sampler's log-probs) is `None`.
 
     Attributes:
         prompt_ids: [B, P] int64, left-padded.
@@ -56,8 +56,8 @@ class RolloutBatch:
         policy_version: [B, 2] int64, the optimizer steps that made the oldest and the newest weights that may have
             sampled the row. The two differ if the sampler got new weights between the start and the end of the row's
             request.
-        tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, or if a `rollout_func`
-            returned `env_mask`.
+        tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, if a `rollout_func`
+            returned `env_mask`, or if a callback sets it (`on_rollouts_sampled`).
         sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
         old_per_token_logps: [B, T], the old log-probs, if the loss needs them. If several optimizer steps use a window
             and its rewards are awaited by group, they are computed for all rows, before the rewards are known.

@@ -139,7 +139,7 @@ class VLLMPool(VLLMGeneration):
             images: unused.
             num_generations: largest number of rows in a group.
             profiler: unused.
-            max_tokens: token limit of each row; None: `max_completion_length` for all rows.
+            max_tokens: token limit of each row; None: `max_completion_length`, or what is left of the context.
 
         Returns:
             Four lists with one entry for each row: prompt ids, completion ids, the sampler's log-probs, and the token
@@ -244,7 +244,8 @@ class VLLMPool(VLLMGeneration):
         Such prompts are the later turns of an evaluation with tools. None: the prompt has no limit of its own, because
         the completion fits, or because the prompt alone is too long, which the server reports.
         """
-        most, context = self.max_completion_length, self.context
+        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
+        context = self.context
         left = [most if context is None else context - len(ids) for ids in prompts]
         return [one if 0 < one < most else None for one in left]
 

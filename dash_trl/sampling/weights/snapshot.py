@@ -11,6 +11,7 @@ right weights, they may compute with a second copy that was not updated. So the 
 that are changed in a known way, and checks that the servers' log-probs change accordingly (`proof.py`).
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from dash_trl.sampling.server import VLLMServer, WeightReport
+
+logger = logging.getLogger(__name__)
 
 FRESH = "default"  # the tag of a server that was given no weights since it started
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -63,20 +66,17 @@ class Snapshot:
 
 
 async def held_tag(server: VLLMServer) -> str:
-    """Return the version tag of a server's weights.
+    """Return the version tag of a server's weights. Warn if another run has given it weights after this run's.
 
     Args:
         server: the server.
-
-    Raises:
-        WeightMismatch: if this run has given the server weights, and another run has given it weights since then.
     """
     tag, given = await server.weight_tag(), server.given
     if given is not None and tag != FRESH and tag.rpartition("-")[0] != given.rpartition("-")[0]:
-        raise WeightMismatch(
-            f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}), so it may "
-            "have sampled from another policy. Give each run, and each evaluation beside a run, servers of its own "
-            "(vllm_server_urls), and start this run again from its last checkpoint."
+        logger.warning(
+            f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}). In the "
+            "meantime it may have sampled rows of this run from the other run's policy. Give each run, and each "
+            "evaluation beside a run, servers of its own (vllm_server_urls)."
         )
     return tag
 
