@@ -186,6 +186,12 @@ def count_pass_time(trainer: Any, seconds: float) -> None:
     trainer._current_train_step_time += seconds
 
 
+def log_step_time(trainer: Any) -> None:
+    """End an optimizer step without a pass in TRL's step time, as TRL's training step does after the last pass."""
+    trainer._metrics["train"]["step_time"].append(trainer._current_train_step_time)
+    trainer._current_train_step_time = 0.0
+
+
 def to_training_mode(trainer: Any) -> None:
     """Put model and optimizer into training mode before a window is sampled.
 

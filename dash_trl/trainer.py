@@ -70,6 +70,7 @@ from dash_trl.seams import (
     evaluated_rewards,
     forget_overflow,
     leave_out_step,
+    log_step_time,
     regularized,
     step_schedule,
     to_training_mode,
@@ -308,8 +309,10 @@ class DASHTrainer(GRPOTrainer):
         self._collector.look()
         if last_pass is None:
             self._step += 1
-            if ends_step and not schedule.ran_model:
-                leave_out_step(self.accelerator)
+            if ends_step:
+                log_step_time(self)
+                if not schedule.ran_model:
+                    leave_out_step(self.accelerator)
         if ends_step:
             self.recorder.end_step()
             self.recorder.log(self._pass_metrics.of_step(schedule.segments.values()))

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from train_code import TASKS, task_of
 from train_math import (
     MathArguments,
+    check_adapter,
     check_effects,
     is_toy,
     load_problems,
@@ -38,7 +39,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantiz
 
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY
-from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback
+from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
 from dash_trl.toy import toy_defaults
 
 
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> None:
     types = (SupervisedArguments, SupervisedConfig, ModelConfig)
     script, args, model_args = parse(argv, types, supervised_defaults())
     check_arguments(script, args, model_args)
+    timer = TimeLimitCallback(script.time_limit)
     with_model_arguments(args, model_args)
     if not is_toy(model_args):
         check_model(model_args.model_name_or_path, args)
@@ -104,7 +106,7 @@ def main(argv: list[str]) -> None:
         train_dataset=train_dataset.select_columns(["prompt", "completion"]),
         eval_dataset=eval_dataset and eval_dataset.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
-        callbacks=[MetricsFileCallback(metrics := Path(args.output_dir) / "metrics.jsonl")],
+        callbacks=[timer, MetricsFileCallback(metrics := Path(args.output_dir) / "metrics.jsonl")],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -119,6 +121,12 @@ def main(argv: list[str]) -> None:
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Raises a `ValueError` if an argument would have no effect."""
+    if script.reward_path is not None:
+        raise ValueError(
+            f"reward_path={script.reward_path!r} has no effect, since supervised fine-tuning uses no reward. Leave it "
+            "out."
+        )
+    check_adapter(model_args)
     toy = script.dataset_name in TASKS
     if script.completions is None:
         check_effects(replace(script, dataset_name=TOY) if toy else script, args, model_args)

@@ -232,6 +232,17 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy problems have no such "
             "options. Add these two, or remove them."
         )
+    check_adapter(model_args)
+    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
+    if asked and not evaluates(args):
+        raise ValueError(
+            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
+            "steps (or epoch), or remove them."
+        )
+
+
+def check_adapter(model_args: ModelConfig) -> None:
+    """Raises a `ValueError` if an option of an adapter is given, but no adapter."""
     adapter = [
         one.name
         for one in fields(model_args)
@@ -241,12 +252,6 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
         raise ValueError(
             f"{adapter} have no effect without --use_peft, and all weights would be trained: add --use_peft, or remove "
             "them."
-        )
-    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
-    if asked and not evaluates(args):
-        raise ValueError(
-            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
-            "steps (or epoch), or remove them."
         )
 
 

@@ -227,6 +227,21 @@ def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
     assert {(False, True), (True, False)} <= seen
 
 
+def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
+    """It has the rows of that window, and TRL would fail to write a table of columns of other lengths."""
+    reward = ScriptedReward(constant=0.5)
+    once = iter([True])
+
+    def noted(prompts, completion_ids, log_extra, **kwargs):
+        if next(once, False):
+            log_extra("note", [str(len(row)) for row in completion_ids])
+        return reward(prompts=prompts, completion_ids=completion_ids)
+
+    settings = {"max_num_gen_batches": 8, "max_steps": 2, "log_completions": True}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, **settings)
+    assert not trainer._logs["extra"]
+
+
 def test_callbacks_see_each_round(tiny_model, tmp_path):
     """Credit per token, in rounds of other widths."""
     seen, rollouts = Seen(), ByPrompt()

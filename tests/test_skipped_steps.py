@@ -7,7 +7,7 @@ import torch
 
 from dash_trl import DASHTrainer
 from dash_trl.update.skipped_steps import SkippedSteps
-from tests.tiny import Snapshots, run
+from tests.tiny import ScriptedReward, Snapshots, run
 
 
 def spoiled(value, steps):
@@ -107,3 +107,11 @@ def test_a_resumed_run_goes_on_counting(tiny_model, tmp_path):
     run(trainer_class, tiny_model, tmp_path, **settings)
     resumed = run(trainer_class, tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-1"), **settings)
     assert resumed.state.log_history[1]["skipped_steps"] == 1
+
+
+def test_a_step_without_a_pass_has_its_own_step_time(tiny_model, tmp_path):
+    """In the log of this step, not added to that of the next one."""
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=ScriptedReward(constant=0.0, silent=[1, 2]), max_steps=4)
+    steps = trainer.state.log_history[:4]
+    assert [log["filter/kept_rows"] > 0 for log in steps] == [True, False, False, True]
+    assert all(log["step_time"] > 0 for log in steps) and trainer._current_train_step_time == 0

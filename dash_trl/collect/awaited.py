@@ -192,7 +192,8 @@ class Rewards:
         assert request is not None, "the request was started above"
         groups = len(batch.examples) // self._num_generations
         waiting = arrivals(request, groups, self._least_of_ranks, self._groups_of_step)
-        waiting = self._recorder.timed_each("wait_for_rewards", waiting)
+        for phase in ("wait_for_rewards", "reward"):
+            waiting = self._recorder.timed_each(phase, waiting)
 
         def rewards_of(rows: Sequence[int]) -> Tensor:
             rewards = self.team.rewards(request, self._functions, rows)

@@ -158,7 +158,10 @@ class WindowLog:
             self._tables["rewards"][name] = _table(column.tolist())
         self._tables["advantages"] = _table(advantages.tolist())
         # Sorted, because each name is gathered in its own collective, and ranks may have logged in different orders.
-        for name in sorted(set(self._gathered(list(self._extra)))):
+        names = sorted(set(self._gathered(list(self._extra))))
+        for name in set(self._tables["extra"]).difference(names):
+            del self._tables["extra"][name]  # of an earlier window, which may have had another number of rows
+        for name in names:
             self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
             values = self._gathered([float(one) for one in self._metrics.get(name, [])])
