@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
+from dash_trl.rewards.spelling import UNITS, join_numbers, normalize_answer, split_list, split_units, squeeze, to_latex
 
 # Number of characters at the end of a completion that are read if it has neither a box nor `####`. The number is small,
 # because math-verify's patterns take quadratic time in degenerate text.
@@ -69,7 +69,7 @@ def find_answer(completion: str) -> Answer:
     2. the last line ``#### ...``;
     3. the text after the last "answer is" or "answer:";
     4. a formula at the end;
-    5. the last sentence, with the last `TAIL_CHARS` characters of the completion as prose.
+    5. the last sentence; if it has no number, the last `TAIL_CHARS` characters of the completion.
 
     Boxes or formulas with only "and", "or", commas or spaces between them count together as a list. So a completion
     cannot give two answers and get a reward for the right one. If the completion has a box that is never closed, and no
@@ -105,7 +105,8 @@ def find_answer(completion: str) -> Answer:
     last_sentence = next(
         (sentence for sentence in reversed(re.split(r"[.;!?](?!\d)|\n", tail)) if sentence.strip()), ""
     )
-    return _in_clause(last_sentence, tail, _OR)
+    # math-verify prefers a number after the word "answer", so it gets earlier sentences only if the last has no number.
+    return _in_clause(last_sentence, last_sentence if re.search(r"\d", last_sentence) else tail, _OR)
 
 
 def last_boxed(text: str) -> str | None:
@@ -219,7 +220,7 @@ def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
     offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
     if len(offered) > 1 and has_words(answer):
         return Answer(", ".join(offered))
-    return Answer(answer, prose=to_latex(prose[:TAIL_CHARS]))
+    return Answer(answer, prose=join_numbers(to_latex(prose[:TAIL_CHARS])))
 
 
 def has_words(answer: str) -> bool:

@@ -52,7 +52,9 @@ FRAME = (
 )
 MAX_ANSWER_TOKENS = 1024  # without a limit, a judge may repeat itself until the time-out
 MOST_BYTES = 4 << 20  # limit of a response's body: much more than an answer needs, but little memory
-LONGEST_PAUSE = 60.0  # limit, in seconds, of a pause that a server requests by `Retry-After`
+# Limit, in seconds, of a pause that a server requests by `Retry-After`. The pause counts as time of the call, so an
+# answer must still fit into the runner's `timeout` of 60 s.
+LONGEST_PAUSE = 20.0
 OPENAI = "https://api.openai.com/v1"
 CACHE_FORMAT = 1  # part of every key; increase it when the meaning of cached answers changes
 

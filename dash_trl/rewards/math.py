@@ -17,6 +17,10 @@ as follows:
 - **Bases and units.** math-verify ignores the base of a number (52_8 = 52_9) and units (5 km = 5 m). Here, if both
   answers have a base, the bases must be the same; if both have units of `UNITS`, the units must be the same. Units are
   not converted: 5000 m is not 5 km.
+- **Variables.** math-verify removes letters at the end that could be units, such as the ab of 3ab and the t of 20 + 3t.
+  Here, a variable remains (`split_units`).
+- **Numbers.** math-verify reads ``12\,345`` as 12 + 345 and 2 1/2 as (2 + 1)/2. Here, they are 12345 and 5/2.
+- **The imaginary unit.** math-verify reads the i of ``5i`` and of ``5 i`` as different symbols. Here, they are equal.
 - **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member
   with the gold answer. Here, members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must
   agree with each other up to rounding; otherwise the answer is wrong. If they agree, the answer is right if its last
@@ -46,7 +50,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dash_trl.rewards.answers import MAX_ANSWER_CHARS, MAX_DEPTH, Answer, find_answer, gold_text, has_words, is_readable
@@ -121,7 +125,7 @@ def score_answer(completion: str, gold: str) -> float:
     known = parse_gold(bare)
     try:
         return float(run_within(CPU_SECONDS, _compare, known, answer))
-    except TOO_MUCH_WORK:
+    except (*TOO_MUCH_WORK, KeyError):  # math-verify has no entry for some pairs of relations, such as ≠ and >
         try:  # if even a plain number takes too long, the gold answer is the cause
             run_within(CPU_SECONDS, _verify, known, _read_formula("104729"))
         except TOO_MUCH_WORK as error:
@@ -254,12 +258,11 @@ def _read_formula(formula: str) -> list[Any]:
     math-verify's other patterns are not used, because they would find a number even in "? 5". For ``50\%``, the result
     contains both 0.5 and 50. For inequalities that are joined by "or", it also contains the set of their solutions.
     """
-    from math_verify import LatexExtractionConfig
     from sympy import FiniteSet, Rel, Union
 
     forms = [formula, formula[:-1].rstrip("\\ ")] if formula.endswith("%") else [formula]
     values = [
-        value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[LatexExtractionConfig()])
+        value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[_without_units()])
     ]
     if re.search(r"\bor\b", formula) and values and isinstance(values[0], FiniteSet):
         relations = values[0].args
@@ -267,6 +270,15 @@ def _read_formula(formula: str) -> list[Any]:
             with suppress(NotImplementedError):  # for example several variables
                 values.append(Union(*(one.as_set() for one in relations)))
     return values
+
+
+@functools.cache
+def _without_units() -> Any:
+    """Returns a configuration with which math-verify removes no units, since it would remove the ab of 3ab, too."""
+    from math_verify import LatexExtractionConfig
+
+    config = LatexExtractionConfig()
+    return replace(config, normalization_config=replace(config.normalization_config, units=False))
 
 
 def _parse(text: str, **options: Any) -> list[Any]:

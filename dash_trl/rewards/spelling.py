@@ -20,6 +20,8 @@ def normalize_answer(answer: str) -> str:
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
     - The ``\text{...}`` around numbers and "or" is removed, but not its content.
+    - 12 345 becomes 12345, and 2 1/2 becomes 5/2 (see `join_numbers`).
+    - The imaginary unit is written with a space, because math-verify reads ``5i`` and ``5 i`` as different symbols.
 
     Args:
         answer: the text of an answer.
@@ -28,12 +30,26 @@ def normalize_answer(answer: str) -> str:
         The same answer in LaTeX.
     """
     answer = re.sub(r"(?<!\\)\$|\*\*", "", to_latex(answer))
+    answer = join_numbers(answer)
     if re.search("[a-zA-Z]", answer):
         for pattern, spelling in _SPELLINGS:
             answer = pattern.sub(spelling, answer)
     answer = answer.lstrip("= \t\n")
     bare = answer.rstrip(".,;: \t\n")
     return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # keeps the comma of `5\,`
+
+
+def join_numbers(text: str) -> str:
+    r"""Writes numbers without spaces, because math-verify would read 12 345 as 12 + 345, and 2 1/2 as (2 + 1)/2.
+
+    Args:
+        text: an answer, or a text with numbers.
+
+    Returns:
+        The text with 12345 for ``12 345`` and ``12\,345``, and with 5/2 for the mixed number ``2 1/2``.
+    """
+    text = _GROUPS.sub(lambda number: re.sub(_GAP, "", number[0]), text)
+    return _MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", text)
 
 
 def to_latex(text: str) -> str:
@@ -80,7 +96,11 @@ _SYMBOLS = str.maketrans(
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-z]+|)")
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|boldsymbol|bm|operatorname)\s*\{"
+_ORDINAL = "(?:st|nd|rd|th)"
 _PERCENT = "(?:percent(?:age)?|pct)"
+_GAP = r"(?:[ ~]|\\[ ,;])"
+_GROUPS = re.compile(rf"(?<![\d.,/^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")  # a number in groups of three digits
+_MIXED = re.compile(rf"(?<![\d.,/^])(\d{{1,15}}){_GAP}+(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.])")
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -96,6 +116,9 @@ _SPELLINGS = [
         # math-verify would read the c of \frac1c as a unit
         (r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (rf"({_TEXT}[^{{}}\d^]*)\^(\d)\s*\}}", r"\1}^\2"),  # the power of a unit
+        (rf"(?<=\d)(?:{_ORDINAL}(?![a-zA-Z])|\s*\^?\s*\{{?{_TEXT}\s*{_ORDINAL}\s*\}}(?:\s*\}})?)", ""),
+        (rf"{_TEXT}\s*i\s*\}}|(?<=\d)\s*i(?![a-zA-Z])", " i"),
     )
 ]
 
@@ -184,7 +207,8 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
     name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
         is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # the h of 3x + 2h does not mean hours
-        if is_letter and not re.fullmatch(r"[-+\d.,/ ]+", found["value"]) or not name and not all(map(_is_word, words)):
+        is_variable = is_letter and not re.fullmatch(r"[-+]?[\d.,/]+", found["value"])
+        if is_variable or not name and not all(map(_is_word, words)):
             return answer, None
     return found["value"].strip(), f"{name}^{power}" if name and power else name
 
@@ -214,12 +238,13 @@ UNITS = {
         "yd yard",
         "mi mile",
         "mg milligram",
-        "g gram",
+        "g gram gm",
         "kg kilogram",
         "oz ounce",
         "lb pound",
         "ml milliliter millilitre",
         "l liter litre",
+        "gal gallon",
         "s sec second",
         "min minute",
         "h hr hour",
@@ -228,6 +253,10 @@ UNITS = {
         "month",
         "year yr",
         "mph",
+        "kmh kmph kph",
+        "am",
+        "pm",
+        "ohm",
         r"dollar \$ usd",
         "euro € eur",
         "cent ¢",
