@@ -373,10 +373,15 @@ def test_only_what_changed_goes_to_the_servers(servers, model, calls, tmp_path, 
     assert sync() == {first: few + whole, servers.urls[1]: few}
     assert "did not hold the weights of" in caplog.text
 
-    pool.pool.on_each(lambda server: server.end_weight_update("another run's"), [first])
+    async def by_another_run(server):
+        given = server.given
+        await server.end_weight_update("another-1")
+        server.given = given
+
+    pool.pool.on_each(by_another_run, [first])
     change_few(model, 3)
     assert sync() == {first: whole, servers.urls[1]: few}
-    assert f'{first} was given weights by another run (version "another run\'s")' in caplog.text
+    assert f"{first} was given weights by another run (version 'another-1')" in caplog.text
 
     with torch.no_grad():
         kept, model.model.norm.weight[0] = model.model.norm.weight[0].item(), math.nan
