@@ -256,7 +256,9 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes, caplog
     assert [url for url, _ in loads[4:]] == [other.url]
     fake.tag = "another-1"
     assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1) and fake.tag == "run-2"
-    assert f"{fake.url} was given weights by another run (version 'another-1') after this run's ('run-2')" in caplog.text
+    assert (
+        f"{fake.url} was given weights by another run (version 'another-1') after this run's ('run-2')" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

@@ -261,9 +261,7 @@ def _read_formula(formula: str) -> list[Any]:
     from sympy import FiniteSet, Rel, Union
 
     forms = [formula, formula[:-1].rstrip("\\ ")] if formula.endswith("%") else [formula]
-    values = [
-        value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[_without_units()])
-    ]
+    values = [value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[_without_units()])]
     if re.search(r"\bor\b", formula) and values and isinstance(values[0], FiniteSet):
         relations = values[0].args
         if all(isinstance(one, Rel) for one in relations):
