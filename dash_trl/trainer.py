@@ -338,11 +338,11 @@ class DASHTrainer(GRPOTrainer):
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
                 return super()._compute_loss(model, inputs)
-            of_pass, per_token = (inputs["pass"], inputs["loss_scale"]), inputs["advantages"].dim() == 2
+            one, scale, per_token = inputs["pass"], inputs["loss_scale"], inputs["advantages"].dim() == 2
             with (
                 self._passes.laid_out(inputs),
                 regularized(self, inputs["regularizer_scale"]),
-                self._pass_metrics.observe(self.recorder.metrics, *of_pass, per_token=per_token),
+                self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
                 self._off_policy.observe(inputs),
                 self._collector.log_probs.in_pass.observe(
                     inputs, window=self._micro_steps.schedule.share(self._step).start
