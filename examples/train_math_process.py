@@ -14,6 +14,7 @@ This is `train_math.py` with a `ProcessRewardCallback`; it has the same flags an
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from train_math import MathArguments, main
@@ -88,8 +89,13 @@ def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[Process
     force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:
+        model = ProcessRewardModel(own.value_model)
+
+        def lowest_so_far(prompts: list[str], steps: list[list[str]], **columns: Any) -> list[list[float]]:
+            return [[*accumulate(scores, min)] for scores in model(prompts, steps, **columns)]
+
         in_unit = own.estimator == "gae" or own.process_weight == "auto"  # they need V in the unit of the outcome
-        value = StepValue(ProcessRewardModel(own.value_model), rewards=not in_unit)
+        value = StepValue(lowest_so_far, rewards=False) if in_unit else StepValue(model)
     elif own.value == "outcome":
         value = OutcomeValue()
     else:

@@ -57,7 +57,7 @@ def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple
         labels = [-100] * len(ids)
         steps = list(judged_steps(prompt[0]["content"], draw))
         for step, label in steps:
-            tokens = tokenizer(f"{step}\n", add_special_tokens=False)["input_ids"]
+            tokens = sum(tokenizer([step, "\n"], add_special_tokens=False)["input_ids"], [])
             ids, labels = ids + tokens, [*labels, *[-100] * (len(tokens) - 1), label]
         rows.append({"input_ids": ids, "labels": labels})
         texts.append((text, [step for step, _ in steps], [label for _, label in steps]))

@@ -2,7 +2,8 @@
 
 A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage` (the outcome's), `valued`, and for gae
 `values`, one per token. A group is a list of rows; a batch a list of groups. Results: one list of floats per row.
-The settings' `unit` is None, or for anchored values the advantage per unit of reward in a group with equal outcomes.
+The settings' `unit` is None, or for anchored values the advantage per unit of reward in a group with equal outcomes;
+other groups have at most twice as much.
 """
 
 import math
@@ -25,8 +26,8 @@ def mean(values):
 
 
 def deviation(values):
-    """Unbiased."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    """Unbiased; infinite if it is unknown, so that what is divided by it is 0."""
+    return statistics.stdev(values) if len(values) > 1 else math.inf
 
 
 def credit(estimator, batch, s):
@@ -58,7 +59,8 @@ def scale(group, spread, s):
     pairs = [(row["outcome"], row["advantage"]) for row in group if row["valued"]]
     if len({outcome for outcome, _ in pairs}) < 2:
         return 1 / s["unit"] if s["unit"] else math.inf
-    return 1 / statistics.linear_regression(*zip(*pairs, strict=True)).slope
+    slope = statistics.linear_regression(*zip(*pairs, strict=True)).slope
+    return 1 / (min(slope, 2 * s["unit"]) if s["unit"] else slope)
 
 
 def with_outcome(row, process, s):

@@ -106,7 +106,7 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     return [plain[i : i + size] for i in range(0, len(plain), size)]
 
 
-@pytest.mark.parametrize("unit", [None, 2.5, 0.0])
+@pytest.mark.parametrize("unit", [None, 2.5, 0.3, 0.0])
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize(("seed", "group_size", "groups"), [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)])
 def test_estimators_are_their_definitions(name, seed, group_size, groups, unit):
@@ -248,6 +248,27 @@ def test_a_masked_row_is_no_baseline():
     for unit in (None, 2.0):
         credit = ESTIMATORS["centered_return"](as_rewards(masked, 8, [0.0] * 8, unit=unit), CreditSettings())
         assert credit.abs().max() < 1e-12
+
+
+def test_a_group_whose_outcomes_hardly_differ_does_not_magnify_the_noise_of_v():
+    """A bonus of 0.001 for the form has a σ of 0.0005, in whose unit V's moves would count 200 times as much as usual."""
+    outcomes = [0.0, 0.001] * 2
+    rows = [
+        {"length": 9, "boundaries": [0, 4], "values": [0.4, 0.4 + 0.1 * i], "outcome": outcomes[i]} for i in range(4)
+    ]
+    advantages = [(one - fmean(outcomes)) / (stdev(outcomes) + 1e-4) for one in outcomes]
+    credit = ESTIMATORS["centered_return"](as_rewards(rows, 4, advantages, unit=2.0), CreditSettings(0.0))[
+        :, 4
+    ].tolist()
+    assert credit == pytest.approx([4 * (0.15 - 0.1 * i) * 4 / 3 for i in range(4)], abs=0.01)
+
+
+def test_a_row_that_nothing_can_be_compared_with_has_no_process_part():
+    """Of the others, V is missing. The spread of one number is unknown, so the floor is no measure of it."""
+    rows = [{"length": 5, "boundaries": [0, 3], "values": [-3.0, -0.5], "outcome": 0.0}]
+    rows += [{**rows[0], "values": [math.nan, 0.0]}] * 3
+    credit = ESTIMATORS["centered_return"](as_rewards(rows, 4, [-1.0, 0.5, 0.5, 0.0]), CreditSettings())
+    assert credit[0, :5].tolist() == [-1.0] * 5
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,17 @@ def test_solved_groups_are_valued_where_the_baseline_is_not_their_own():
     assert skipped([[1.0], [1.0], [1.0], [0.0]], [1.0], estimator="gae", value=MonteCarloValue()) == [0, 0, 0, 0]
 
 
+def test_solved_groups_are_valued_where_the_outcomes_of_other_groups_are_the_baseline(tiny_model, tmp_path):
+    """As the trainer's estimator, too: without V, a solved group would be paid its advantage once more."""
+    found = {}
+    for estimator in ("rloo", "reinforce_plus_plus"):
+        process = callback()
+        settings = {"reward": lambda prompts, **_: [1.0] * len(prompts), "advantage_estimator": estimator}
+        train(tiny_model, tmp_path / estimator, process, **settings)
+        found[estimator] = any(len(values) > 1 for _, values in process.last)
+    assert found == {"rloo": False, "reinforce_plus_plus": True}
+
+
 @pytest.mark.parametrize(("reward", "solved"), [(None, [1, 0, 0]), (1.0, [1, 1, 0]), (2.0, [0, 0, 0])])
 def test_a_group_that_shares_a_bonus_is_not_solved(reward, solved):
     """Two functions with the weights 1 and 0.1: all is right, all but the form, the form alone."""

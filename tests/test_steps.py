@@ -1,6 +1,7 @@
 """`StepValue` and `ProcessRewardModel`: scores of episodes become values, and the credit of their tokens."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -61,12 +62,15 @@ def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
     assert [len(row) for row in found] == [4, 3, 2, 1, 0, 2]
     assert all(map(math.isnan, found[1] + found[2] + found[3]))
     assert values(StepValue(score, rewards=False), requests, tokenizer)[0] == [0.5, 0.5, -1.0, 2.0]
+    same = [requests[0], replace(requests[5], prompt_ids=requests[0].prompt_ids)]
+    first, last = values(StepValue(lambda *texts, **columns: [[0.5, 1, 1], [0.25]], rewards=False), same, tokenizer)
+    assert first[0] == last[0] == 0.375 and last[1] == 0.25  # V_0 is that of the prompt
     prompts, steps, columns = seen[0]
     assert prompts == ["1+1", "2+2", "3+3", "4+4"] and columns == {"level": [1, 2, 3, 4]}
     assert steps == [["a\n", "bb\n", "c\n"], ["a\n", "b\n"], ["a\n"], ["a\n"]]
 
 
-@pytest.mark.parametrize("scores", [[[0.5]], [[0.5, 1.0, 2.0, 3.0]], []])
+@pytest.mark.parametrize("scores", [[[0.5]], [[0.5, 1.0, 2.0, 3.0]], [], [[]], [[0.5] * 3, [0.5] * 3]])
 def test_a_function_that_scores_other_steps_is_named(tokenizer, scores):
     def mine(prompts, steps, **columns):
         return scores
@@ -128,5 +132,12 @@ def test_a_process_reward_model_is_read_at_the_end_of_each_step(tokenizer):
             assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
     with pytest.raises(ValueError, match="takes 64"):
         scores(["1"], [["a" * 100]])
+    tokenizer.bos_token = "1"  # TRL's former PRMTrainer trained with it
+    assert (
+        scores(["2"], [["b"]]) == scores(["12"], [["b"]]) and scores._row("2", ["b"])[0] == scores._row("12", ["b"])[0]
+    )
     with pytest.raises(ValueError, match="label=2.*cannot score steps"):
         ProcessRewardModel(model, tokenizer, label=2)
+    model.config.num_labels = 1  # the softmax over one label is 1
+    with pytest.raises(ValueError, match="1 labels"):
+        ProcessRewardModel(model, tokenizer, label=0)

@@ -92,9 +92,10 @@ class ProcessRewardCallback(DASHCallback):
 
     Values are computed once per completion, after sampling and before the filter. So the policy can learn from a
     problem that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter
-    keeps them. With anchored values, a group whose outcomes are all the same has no scale of its own, so its process
-    rewards get the scale of the last windows (`credit._scaled`). If no group of these windows has different outcomes,
-    there is no scale, and the advantages of the group stay 0.
+    keeps them. With anchored values only `estimator="episode"` pays this progress; with "centered_return", V is a mere
+    baseline (see there). A group whose outcomes are all the same then has no scale of its own, so its process rewards
+    get the scale of the last windows (`credit._scaled`). If no group of these windows has different outcomes, there is
+    no scale, and the advantages of the group stay 0.
 
     Below, a value estimator *learns* if it has a method `learn`, as `OutcomeValue` does; see `ValueEstimator`.
 
@@ -114,8 +115,9 @@ class ProcessRewardCallback(DASHCallback):
         skip_solved: True = compute no values for solved groups, whose rows then keep their outcome advantages. A group
             is solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
             estimator that learns still learns from solved groups. None = True if the baseline of the credit estimator
-            comes from the group (`GROUP_BASELINE`), so that the policy cannot learn from such a group. With "gae",
-            "reinforce_plus_plus" or an estimator of your own, solved groups may have advantages: None = False.
+            and the trainer's `advantage_estimator` come from the group (`GROUP_BASELINE`), so that the policy cannot
+            learn from such a group. With "gae", "reinforce_plus_plus" or an estimator of your own, solved groups may
+            have advantages: None = False.
         solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
             for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
             completion (their reward is not NaN). None is right if the highest reward of each function is 1.
@@ -211,6 +213,7 @@ class ProcessRewardCallback(DASHCallback):
             "final_answer": final_answer,
         }
         self.answer_column, self.solved_reward = answer_column, solved_reward
+        self._skips_by_default = skip_solved is None
         self.skip_solved = estimator in GROUP_BASELINE if skip_solved is None else skip_solved
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
@@ -230,8 +233,11 @@ class ProcessRewardCallback(DASHCallback):
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome), the data for `learn`
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        # Token ids of prompt and completion → the result of the value estimator's `begin` for this completion.
-        self._begun: dict[tuple[int, ...], Any] = {}
+        if self._skips_by_default:
+            outcomes = getattr(args, "advantage_estimator", "grpo")
+            self.skip_solved = self.estimator in GROUP_BASELINE and outcomes != "reinforce_plus_plus"
+        # `_key` of a request → the result of the value estimator's `begin` for this completion.
+        self._begun: dict[tuple[Any, ...], Any] = {}
 
     def on_group_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs: Any
@@ -246,13 +252,14 @@ class ProcessRewardCallback(DASHCallback):
         for example, prompt, completion in rows:
             if trainer.mask_truncated_completions and completion[-1] not in ends:
                 continue  # the completion is truncated and masked, so none of its tokens counts
-            requests[prompt + completion] = ValueRequest(
+            request = ValueRequest(
                 prompt_ids=prompt,
                 completion_ids=completion,
                 boundaries=self._segmenter(completion, None).boundaries,
                 answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
                 example=example,
             )
+            requests[_key(request)] = request
         begun = self.value.begin(list(requests.values()), trainer, group.number)  # type: ignore[attr-defined]
         self._begun.update(zip(requests, begun, strict=True))
 
@@ -474,27 +481,28 @@ class ProcessRewardCallback(DASHCallback):
             log_probs: see `_log_probs`. None = the value estimator does not need log-probs.
             entropies: see `_log_probs`.
         """
-        requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
+        requests: list[ValueRequest] = []
+        loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             prompt = tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist())
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
             own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
-            requests.append(
-                ValueRequest(
-                    prompt_ids=prompt,
-                    completion_ids=completion,
-                    boundaries=self._segmenter(completion, own).boundaries if asked[row] else (),
-                    answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
-                    example=example,
-                    log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
-                    entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
-                    own=own,
-                    begun=self._begun.get(prompt + completion) if own is None else None,
-                )
+            request = ValueRequest(
+                prompt_ids=prompt,
+                completion_ids=completion,
+                boundaries=self._segmenter(completion, own).boundaries if asked[row] else (),
+                answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
+                example=example,
+                log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
+                entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
+                own=own,
             )
+            # What began early is not used for a row without boundaries: no V is needed there.
+            begun = self._begun.get(_key(request)) if own is None and asked[row] else None
+            requests.append(replace(request, begun=begun))
         for request in requests:  # not in the loop above, because several rows may have the same tokens
-            self._begun.pop(request.prompt_ids + request.completion_ids, None)
+            self._begun.pop(_key(request), None)
         return requests
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
@@ -540,6 +548,11 @@ class ProcessRewardCallback(DASHCallback):
                 "'centered_return' gives V a weight that depends on how well V predicted the outcomes of the previous "
                 "windows."
             )
+
+
+def _key(request: ValueRequest) -> tuple[Any, ...]:
+    """Returns what the values of a completion depend on; the same prompt may have other answers in another row."""
+    return request.prompt_ids, request.completion_ids, request.answers
 
 
 def _is_weighed(estimator: str) -> bool:

@@ -37,6 +37,7 @@ from dash_trl.update import check_tensor
 # Unit of V (`ValueEstimator.space`) → default of `CreditSettings.scale_floor`.
 FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01, "score": 0.01}
 ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
+MOST_UNITS = 2.0  # limit of a group's advantage per unit of reward, as a multiple of the one of the last windows
 STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
 VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
@@ -59,8 +60,8 @@ class Rewards:
             or because the row is unscored or has no token. A row that is not valued gets its outcome advantage
             (`_outcome_part`) and is left out of baselines and scales.
         group_size: G, which divides N.
-        unit: number, the outcome advantage per unit of reward. It scales the process rewards of groups whose outcomes
-            are all the same; see `_scaled`. None = the values are not anchored.
+        unit: number, the outcome advantage per unit of reward in the last windows. It scales the process rewards of
+            groups whose outcomes are nearly or exactly the same; see `_scaled`. None = the values are not anchored.
         sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
             use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
             every rank, also on a rank without valued rows. If each rank has the rows of all ranks, the function returns
@@ -219,6 +220,9 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     The baseline depends on other rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of
     ΣU over the rows of the group, or the floor if the floor is larger; for anchored values see `_scaled`. As in GRPO, σ
     depends on the row itself, and the division by σ gives groups with a small σ more weight.
+
+    If values are anchored, R_t is outcome − V at the beginning of the episode. Then V is a baseline, too: it lowers the
+    variance, and pays no progress. So nothing is learned on average from a problem that the policy cannot solve.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
@@ -230,7 +234,8 @@ def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
 
     σ is the root mean square of all U of the group, or the floor if the floor is larger; for anchored values see
-    `_scaled`. Breaks law 1: if an episode is split, each half gets only its own U.
+    `_scaled`. An episode is paid its own progress, also if values are anchored and no completion solves the problem.
+    Breaks law 1: if an episode is split, each half gets only its own U.
     """
     own = spread_over_episodes(rewards.process, rewards.ends)
     rms = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
@@ -459,7 +464,9 @@ def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSe
     unit of reward in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In
     GRPO this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the
     same, all its A are 0 and the factor cannot be computed. Then the factor of the last windows is used
-    (`Rewards.unit`). So the completions of a problem that no completion solves still get credit for their progress.
+    (`Rewards.unit`).
+    If outcomes differ by little, such as a bonus for the format, 1/σ is large and multiplies the noise of V. So the
+    factor of a group is at most `MOST_UNITS` times the factor of the last windows, if there is one.
     """
     if rewards.unit is None:
         floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
@@ -467,7 +474,8 @@ def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSe
     products, squares, alike = outcome_units(
         rewards.outcome, rewards.outcome_advantages, rewards.valued, rewards.group_size
     )
-    unit = torch.where(alike, rewards.unit, products / squares)
+    most = MOST_UNITS * rewards.unit if rewards.unit > 0 else torch.inf
+    unit = torch.where(alike, rewards.unit, (products / squares).clamp(max=most))
     return values.mul_(unit.repeat_interleave(rewards.group_size).unsqueeze(1))
 
 
@@ -517,7 +525,8 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = 
         rewards: the input of the estimator. Only its `group_size` and `valued` are used.
         centre: True = standard deviation, False = root mean square.
     Returns:
-        [N, 1] each: the mean, and the standard deviation or root mean square.
+        [N, 1] each: the mean, and the standard deviation or root mean square. The standard deviation of fewer than two
+        numbers is unknown; infinity is returned, so what is divided by it becomes 0.
     """
     used = _groups(places & rewards.valued.unsqueeze(1), rewards)
     grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
@@ -526,6 +535,8 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = 
         grouped.sub_(mean).masked_fill_(~used, 0)
     squares = grouped.square_().sum(dim=(1, 2), keepdim=True)
     std = (squares / ((count - 1) if centre else count).clamp(min=1)).sqrt()
+    if centre:
+        std.masked_fill_(count < 2, torch.inf)
     shape = (used.shape[0], rewards.group_size, 1)
     return mean.expand(shape).reshape(-1, 1), std.expand(shape).reshape(-1, 1)
 

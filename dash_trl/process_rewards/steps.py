@@ -7,7 +7,8 @@ Letters: n episodes of a completion.
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise, zip_longest
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +47,7 @@ class StepValue:
         score: the function, such as a `ProcessRewardModel`; see `ScoreSteps`.
         rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
             scores so far, so a completion with more episodes may get a larger V. False = a score is V after its
-            episode. The process reward of the first episode is then 0, because the prompt alone has no score.
+            episode. The prompt alone has no score, so V_0 is the mean of V_1 over the completions of the prompt.
     Attributes:
         space: "reward", if a score is V. "score", if V is a sum of scores, which does not have the unit of the outcome:
             then `estimator="gae"` and anchored values are refused.
@@ -67,12 +68,24 @@ class StepValue:
         self.space = "score" if rewards else "reward"
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        return trainer.ranks.agree(lambda: self._values(requests, trainer._tokenizer))
+        ranks = trainer.ranks
+        rows = ranks.agree(lambda: self._values(requests, trainer._tokenizer))
+        if self.rewards:
+            return rows
+        # V_0 must not depend on the completion, or it would be no baseline for the completion's first episode.
+        own = [(one.prompt_ids, row[1]) for one, row in zip(requests, rows, strict=True) if row and row[-1] == row[-1]]
+        firsts: dict[tuple[int, ...], list[float]] = {}
+        for prompt, first in chain.from_iterable(ranks.gather_object(own)):
+            firsts.setdefault(prompt, []).append(first)
+        return [
+            [fmean(firsts.get(one.prompt_ids, row[:1])), *row[1:]] if row else row
+            for one, row in zip(requests, rows, strict=True)
+        ]
 
     def _values(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[list[float]]:
         asked = [request for request in requests if len(request.boundaries) > 1]
         steps = [
-            tokenizer.batch_decode([one.completion_ids[slice(*ends)] for ends in _pairs(one.boundaries)])
+            tokenizer.batch_decode([one.completion_ids[slice(*ends)] for ends in pairwise(one.boundaries)])
             for one in asked
         ]
         examples = [one.example or {} for one in asked]
@@ -82,35 +95,33 @@ class StepValue:
         columns.pop("prompt", None)
         prompts = tokenizer.batch_decode([one.prompt_ids for one in asked])
         scores = list(self.score(prompts, steps, **columns)) if asked else []
-        if [len(row or rest) for row, rest in zip(scores, steps, strict=False)] != list(map(len, steps)):
+        found = [len(rest) if row is None else len(row) for row, rest in zip_longest(scores, steps, fillvalue=())]
+        if len(scores) != len(steps) or found != list(map(len, steps)):
             raise ValueError(
                 f"{named(self.score)} returned {[None if row is None else len(row) for row in scores]} scores for "
                 f"completions of {list(map(len, steps))} steps. Return for each completion a list with one number per "
                 "step, or None if it has no scores."
             )
-        found = iter(scores)
+        of_asked = iter(scores)
         return [
-            self._of(next(found), request) if len(request.boundaries) > 1 else [math.nan] * len(request.boundaries)
+            self._of(next(of_asked), request) if len(request.boundaries) > 1 else [math.nan] * len(request.boundaries)
             for request in requests
         ]
 
     def _of(self, scores: Sequence[float | None] | None, request: ValueRequest) -> list[float]:
-        numbers = [math.nan if one is None else float(one) for one in scores or [None] * (len(request.boundaries) - 1)]
+        numbers = [math.nan if one is None else float(one) for one in scores or [None]]
         if not all(map(math.isfinite, numbers)):
             return [math.nan] * len(request.boundaries)
-        return [0.0, *accumulate(numbers)] if self.rewards else [numbers[0], *numbers]
-
-
-def _pairs(boundaries: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(boundaries[:-1], boundaries[1:], strict=True))
+        return [0.0, *accumulate(numbers)] if self.rewards else [math.nan, *numbers]
 
 
 class ProcessRewardModel:
     """Scores each step by the probability that the step is right, which a token classifier predicts.
 
     A step is the text of an episode. The model is an `AutoModelForTokenClassification`, trained with data in the form
-    of TRL's former `PRMTrainer` or of Math-Shepherd (arXiv 2312.08935). Its input is the prompt, then each step with a
-    separator after it. The prediction at the separator's last token is the score of the step before the separator.
+    of TRL's former `PRMTrainer` or of Math-Shepherd (arXiv 2312.08935). Its input is the tokenizer's BOS token if it has
+    one, the prompt, then each step with a separator after it. Steps and separators are tokenized one by one. The
+    prediction at the separator's last token is the score of the step before the separator.
 
     Args:
         model: the name or directory of a checkpoint, or a model object. Each rank loads a checkpoint onto its own
@@ -120,7 +131,7 @@ class ProcessRewardModel:
         label: index of the label that means "right". The probability of this label is the score.
         batch_size: number of completions in one model pass.
     Raises:
-        ValueError: if the model is no token classifier, has no such label or no tokenizer; during training, if a
+        ValueError: if the model is no token classifier with two labels or more, has no such label or no tokenizer; during training, if a
             completion with its prompt is longer than the model's `max_position_embeddings`.
     """
 
@@ -136,11 +147,16 @@ class ProcessRewardModel:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.separator, self.label, self.batch_size = separator, label, batch_size
         labels = model.config.num_labels
-        if tokenizer is None or "TokenClassification" not in type(model).__name__ or not 0 <= label < labels:
+        if (
+            tokenizer is None
+            or "TokenClassification" not in type(model).__name__
+            or not 0 <= label < labels
+            or labels < 2
+        ):
             raise ValueError(
                 f"{type(model).__name__} with {labels} labels, label={label} and tokenizer={type(tokenizer).__name__} "
-                "cannot score steps. Pass a checkpoint of AutoModelForTokenClassification with its tokenizer, and the "
-                "label that means a right step."
+                "cannot score steps. Pass a checkpoint of AutoModelForTokenClassification with two labels or more, its "
+                "tokenizer, and the label that means a right step."
             )
 
     def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
@@ -154,10 +170,14 @@ class ProcessRewardModel:
 
     def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
         """Returns the token ids of the model's input, and the position of the last token of each step's separator."""
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        texts = [prompt, self.separator, *map(str.strip, steps)]
+        ids, separator, *parts = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        begin = self.tokenizer.bos_token_id
+        if begin is not None and ids[:1] != [begin]:
+            ids = [begin, *ids]
         ends = []
-        for step in steps:
-            ids = ids + self.tokenizer(step.strip() + self.separator, add_special_tokens=False)["input_ids"]
+        for part in parts:
+            ids = [*ids, *part, *separator]
             ends.append(len(ids) - 1)
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and len(ids) > longest:

@@ -382,8 +382,9 @@ def server_pool(trainer: Any) -> Any:
 class ServerValue(AnswerLogProbValue):
     """Computes the values of `AnswerLogProbValue` on the trainer's vLLM servers, one request per boundary and answer.
 
-    The requests of a group start as soon as the group is sampled, while other groups are still sampled. So the values
-    are computed with the weights that the servers have at that time. The servers compute each prefix of a completion
+    The requests of a group start as soon as the group is sampled, while other groups are still sampled. The values are
+    computed with the weights that the servers have at that time. With `async_level` > 0, new weights may arrive between
+    two requests of a completion, so its values may be those of two versions. The servers compute each prefix of a completion
     separately. This is more work than a tree pass of `AnswerLogProbValue`, which computes the completion only once.
     `ServerValue` is faster only if there are many servers and the trainer is the bottleneck. The servers'
     `--max-model-len` must have room for the force prompt and the answer after the longest completion.
