@@ -15,9 +15,10 @@ same problems in the same order. At six points, the sampled accuracy on 256 held
 are means with 95 % intervals (Student's t over seeds) against samples and seconds. Seconds are CPU seconds of the
 process, so other processes do not change them. They include the computation of V, but not the measuring.
 
-The intervals of the gains hold for all methods together (Bonferroni). The first method of "unsolved" and of "padded" is
-not part of this correction, since its comparison was fixed beforehand: the gain of accuracy over the curve for
-"unsolved", and the tokens at the end for "padded".
+The intervals of a measure's gains, at the end and over the curve, hold for all methods together (Bonferroni). One
+comparison of "unsolved" and one of "padded" were fixed beforehand and are not corrected: the first method's gain of
+accuracy over the curve, and its gain of tokens at the end. Shorter completions count only if the interval of the
+accuracy's gain at the end excludes a loss of 0.05.
 
 - `paired_gain`: accuracy at the end, minus the accuracy of "outcome only" with the same seed.
 - `paired_gain_of_curve`: the same for the mean accuracy over the curve.
@@ -30,8 +31,9 @@ The value is `OutcomeValue` unless the method's name contains another value. "tr
 within their groups before the fit, so V contains no information on the rows of a group. "Σ log p" is not fitted.
 "without own tokens" values a prefix without its last episode, so a token's credit does not depend on its own log-prob.
 
-With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
-interrupted, or split over processes with different `--seeds`. `benchmarks/credit_runs.jsonl` has the runs made so far.
+With `--runs`, each run is written to the file when it ends, with the settings of its task. Runs in the file are not
+repeated; runs of other settings are refused. So a study may be interrupted, or split over processes with different
+`--seeds`. `benchmarks/credit_runs.jsonl` has the runs made so far.
 """
 
 import json
@@ -141,13 +143,26 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
     return watch.curve
 
 
+def settings_of(task: Task) -> dict[str, Any]:
+    """Returns the numbers of a task on which its curves depend, in JSON's types."""
+    names = ("operands", "easy", "longest", "steps", "warm_up_steps", "samples_at_end")
+    return json.loads(json.dumps({name: getattr(task, name) for name in names}))
+
+
 class Runs:
     """Makes runs and remembers them by task, method, seed and learning rate; with a path, in a file of JSON lines."""
 
     def __init__(self, path: Path | None, task: str):
-        self.path, self.task = path, task
+        self.path, self.task, self.settings = path, task, settings_of(TASKS[task])
         lines = path.read_text().splitlines() if path and path.exists() else []
-        self.done = {tuple(key): Curve(**curve) for key, curve in map(json.loads, lines)}
+        self.done = {}
+        for key, settings, curve in map(json.loads, lines):
+            if key[0] == task and settings != self.settings:
+                raise ValueError(
+                    f"{path} has a run {key} with the settings {settings}, but task {task!r} has {self.settings}. "
+                    "Remove the run from the file, or choose another file."
+                )
+            self.done[tuple(key)] = Curve(**curve)
 
     def __call__(self, method: str, seed: int, rate: float) -> Curve:
         key = (self.task, method, seed, rate)
@@ -155,7 +170,7 @@ class Runs:
             self.done[key] = curve = run(TASKS[self.task], method, seed, rate)
             if self.path:
                 with self.path.open("a") as file:
-                    file.write(json.dumps([key, asdict(curve)]) + "\n")
+                    file.write(json.dumps([key, self.settings, asdict(curve)]) + "\n")
             points = " ".join(f"{value:.3f}" for value in curve.accuracy)
             print(f"seed {seed} {method:36} {points}   {curve.seconds[-1]:6.1f} s", flush=True)
         return self.done[key]
@@ -187,7 +202,17 @@ def means(rows: Iterable[Sequence[float]]) -> list[float]:
     return [statistics.mean(values) for values in zip(*rows, strict=True)]
 
 
-def summary(curves: Sequence[Curve], baseline: Sequence[Curve], comparisons: int) -> dict[str, Any]:
+def summary(
+    curves: Sequence[Curve], baseline: Sequence[Curve], comparisons: int, preregistered: tuple[str, str] | None
+) -> dict[str, Any]:
+    """Returns the figures of a method.
+
+    Args:
+        curves: one curve per seed.
+        baseline: the curves of "outcome only" with the same seeds.
+        comparisons: number of gains of a measure whose intervals should hold together.
+        preregistered: the measure and the gain that are not corrected; None = all are.
+    """
     ratio, *interval_of_ratio = samples_ratios(curves, baseline)
     found: dict[str, Any] = {"samples_ratio": ratio, "samples_ratio_interval": interval_of_ratio}
     for name in ("seconds", "entropy", "waits", "unsolved"):
@@ -198,14 +223,13 @@ def summary(curves: Sequence[Curve], baseline: Sequence[Curve], comparisons: int
             continue  # the task does not measure it
         points = [harness.interval(values) for values in zip(*of, strict=True)]
         pairs = [(one, getattr(base, name)) for one, base in zip(of, baseline, strict=True)]
-        found[name] = {
-            "mean": [mean for mean, _ in points],
-            "interval": [half for _, half in points],
-            "paired_gain": harness.interval([one[-1] - base[-1] for one, base in pairs], comparisons),
-            "paired_gain_of_curve": harness.interval(
-                [statistics.mean(one[1:]) - statistics.mean(base[1:]) for one, base in pairs], comparisons
-            ),
+        gains = {
+            "paired_gain": [one[-1] - base[-1] for one, base in pairs],
+            "paired_gain_of_curve": [statistics.mean(one[1:]) - statistics.mean(base[1:]) for one, base in pairs],
         }
+        found[name] = {"mean": [mean for mean, _ in points], "interval": [half for _, half in points]}
+        for gain, values in gains.items():
+            found[name][gain] = harness.interval(values, 1 if (name, gain) == preregistered else comparisons)
     return found
 
 
@@ -213,8 +237,7 @@ def main(
     runs: Path | None, task: str, seeds: Sequence[int], learning_rate: float | None, methods: Sequence[str]
 ) -> dict[str, Any]:
     of = TASKS[task]
-    seeds, first = seeds or of.seeds, of.methods[0] if of.preregistered else None
-    run_of, methods = Runs(runs, task), list(dict.fromkeys([ALONE, *(methods or of.methods)]))
+    seeds, run_of, methods = seeds or of.seeds, Runs(runs, task), list(dict.fromkeys([ALONE, *(methods or of.methods)]))
     tuning: dict[str, dict[str, float]] = {method: {} for method in methods}
     for method in () if learning_rate else methods:
         for rate in of.learning_rates:
@@ -226,10 +249,10 @@ def main(
     curves = dict(zip(methods, zip(*made, strict=True), strict=True))
     results: dict[str, Any] = {"task": task, "learning_rates": rates, "tuning": tuning}
     results |= {"samples_per_step": 128, "steps": of.steps, "seeds": list(seeds)}
-    others = len([method for method in methods if method not in (ALONE, first)])
+    comparisons = 2 * (len(methods) - 1)  # the gains at the end and over the curve
     for method in methods if len(seeds) > 1 else ():
-        comparisons = 1 if method in (ALONE, first) else others
-        found = results[method] = summary(curves[method], curves[ALONE], comparisons)
+        preregistered = of.preregistered if method == of.methods[0] else None
+        found = results[method] = summary(curves[method], curves[ALONE], max(comparisons, 1), preregistered)
         for name in (name for name in MEASURES if name in found):
             of_one = found[name]
             final = {"final": (of_one["mean"][-1], of_one["interval"][-1])}

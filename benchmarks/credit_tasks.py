@@ -57,8 +57,8 @@ class Task:
         learning_rates: the learning rates to choose from.
         seeds: the seeds that are reported.
         methods: the default methods.
-        preregistered: True = the comparison of the first method with "outcome only" was fixed beforehand, so its
-            interval is not corrected for the other comparisons.
+        preregistered: the measure and the gain of the first method over "outcome only" that were fixed beforehand, so
+            this interval is not corrected for the other comparisons. None = there is no such comparison.
     """
 
     model: Callable[[], str]
@@ -73,7 +73,7 @@ class Task:
     learning_rates: tuple[float, ...] = (2e-4, 4e-4, 8e-4)
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     methods: tuple[str, ...] = ()
-    preregistered: bool = False
+    preregistered: tuple[str, str] | None = None
 
 
 FITTED = (
@@ -121,12 +121,12 @@ TASKS = {
         methods=(
             "centered_return, forced answer",
             "centered_return, policy's V",
-            "centered_return, policy's V, anchored",
-            "centered_return, true V, anchored",
-            "centered_return, anchored, auto",
-            "centered_return, Monte Carlo, anchored",
+            "episode, policy's V, anchored",
+            "episode, true V, anchored",
+            "episode, anchored, auto",
+            "episode, Monte Carlo, anchored",
         ),
-        preregistered=True,
+        preregistered=("accuracy", "paired_gain_of_curve"),
     ),
     "padded": Task(
         padded_model,
@@ -143,7 +143,7 @@ TASKS = {
             "centered_return, anchored, auto",
             "gae",
         ),
-        preregistered=True,
+        preregistered=("tokens", "paired_gain"),
     ),
 }
 
@@ -259,7 +259,8 @@ def credit(
 
 
 AUTO, ONE = CreditSettings(process_weight="auto"), CreditSettings(process_weight=1.0)
-VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)  # advantage = outcome − V, for a true V
+# For a true V: with "centered_return" the advantage is outcome − V, with "episode" VinePPO's.
+VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)
 METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "outcome only": None,
     "centered_return, anchored, auto": credit("centered_return", settings=AUTO),
@@ -271,17 +272,16 @@ METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "episode, anchored": credit("episode", settings=ONE, anchored=True),
     "centered_return, true V": credit("centered_return", TrueValue),
     "centered_return, policy's V": credit("centered_return", lambda task: PolicyValue()),
-    "centered_return, policy's V, anchored": credit(
-        "centered_return", lambda task: PolicyValue(), settings=VINE, anchored=True
-    ),
-    "centered_return, Monte Carlo, anchored": credit(
-        "centered_return", lambda task: MonteCarloValue(num_rollouts=2), settings=VINE, anchored=True
+    "episode, policy's V, anchored": credit("episode", lambda task: PolicyValue(), settings=VINE, anchored=True),
+    "episode, true V, anchored": credit("episode", TrueValue, settings=VINE, anchored=True),
+    "episode, anchored, auto": credit("episode", settings=AUTO),
+    "episode, Monte Carlo, anchored": credit(
+        "episode", lambda task: MonteCarloValue(num_rollouts=2), settings=VINE, anchored=True
     ),
     "centered_return, shuffled": credit("centered_return", lambda task: Shuffled()),
     "centered_return, Σ log p": credit("centered_return", lambda task: SumOfLogProbs()),
     "centered_return, without own tokens": credit("centered_return", lambda task: WithoutOwnTokens()),
     "episode, true V": credit("episode", TrueValue),
-    "episode, anchored, true V": credit("episode", TrueValue, anchored=True),
     "gae, true V": credit("gae", TrueValue),
     "gae, λ = 1": credit("gae", settings=CreditSettings(lam=1.0)),
     "centered_return, forced answer": credit("centered_return", by_log_prob),

@@ -251,7 +251,7 @@ def test_a_masked_row_is_no_baseline():
 
 
 def test_a_group_whose_outcomes_hardly_differ_does_not_magnify_the_noise_of_v():
-    """A bonus of 0.001 for the form has a σ of 0.0005, in whose unit V's moves would count 200 times as much as usual."""
+    """In the unit of a bonus of 0.001 for the form, V's moves would count hundreds of times as much as usual."""
     outcomes = [0.0, 0.001] * 2
     rows = [
         {"length": 9, "boundaries": [0, 4], "values": [0.4, 0.4 + 0.1 * i], "outcome": outcomes[i]} for i in range(4)

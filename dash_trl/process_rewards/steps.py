@@ -119,8 +119,8 @@ class ProcessRewardModel:
     """Scores each step by the probability that the step is right, which a token classifier predicts.
 
     A step is the text of an episode. The model is an `AutoModelForTokenClassification`, trained with data in the form
-    of TRL's former `PRMTrainer` or of Math-Shepherd (arXiv 2312.08935). Its input is the tokenizer's BOS token if it has
-    one, the prompt, then each step with a separator after it. Steps and separators are tokenized one by one. The
+    of TRL's former `PRMTrainer` or of Math-Shepherd (arXiv 2312.08935). Its input is the tokenizer's BOS token (if it
+    has one), the prompt, then each step with a separator after it. Steps and separators are tokenized one by one. The
     prediction at the separator's last token is the score of the step before the separator.
 
     Args:
@@ -131,8 +131,8 @@ class ProcessRewardModel:
         label: index of the label that means "right". The probability of this label is the score.
         batch_size: number of completions in one model pass.
     Raises:
-        ValueError: if the model is no token classifier with two labels or more, has no such label or no tokenizer; during training, if a
-            completion with its prompt is longer than the model's `max_position_embeddings`.
+        ValueError: if the model is no token classifier with two labels or more, has no such label or no tokenizer;
+            during training, if a completion with its prompt is longer than the model's `max_position_embeddings`.
     """
 
     def __init__(

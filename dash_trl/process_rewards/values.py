@@ -384,10 +384,12 @@ class ServerValue(AnswerLogProbValue):
 
     The requests of a group start as soon as the group is sampled, while other groups are still sampled. The values are
     computed with the weights that the servers have at that time. With `async_level` > 0, new weights may arrive between
-    two requests of a completion, so its values may be those of two versions. The servers compute each prefix of a completion
-    separately. This is more work than a tree pass of `AnswerLogProbValue`, which computes the completion only once.
-    `ServerValue` is faster only if there are many servers and the trainer is the bottleneck. The servers'
-    `--max-model-len` must have room for the force prompt and the answer after the longest completion.
+    two requests of a completion, so its values may be those of two versions.
+
+    The servers compute each prefix of a completion separately. This is more work than a tree pass of
+    `AnswerLogProbValue`, which computes the completion only once. `ServerValue` is faster only if there are many
+    servers and the trainer is the bottleneck. The servers' `--max-model-len` must have room for the force prompt and
+    the answer after the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
