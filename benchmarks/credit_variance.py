@@ -15,6 +15,8 @@ one with the larger figure needs fewer rows. The columns are weights of the outc
 - "r²": 1, and the squared correlation of V and outcome, as in earlier versions.
 - "slope": 1 − w and w, with the weight w of `worth.Watch`.
 - "slope, silent": the same, but without credit in groups with equal outcomes.
+
+"slope − 1" is the difference of two columns, with half of its 95 % interval (jackknife over 20 blocks of windows).
 """
 
 from typing import Any
@@ -29,6 +31,7 @@ from dash_trl.rollout import joined
 from dash_trl.update import group_advantages
 
 GROUPS, GROUP, LINES, OPERATIONS, TRAPS = 16, 8, 8, 18, 7
+BLOCKS = 20
 VALUES = [(0.0, 0.05), (0.0, 0.15), (0.5, 0.05), (0.5, 0.15), (1.0, 0.05), (1.0, 0.15), (1.0, 0.3), (2.0, 0.1)]
 
 
@@ -97,7 +100,20 @@ def gradients(of: dict[str, Tensor], advantages: Tensor, watch: Watch) -> dict[s
     }
 
 
-def measure(gain: float, noise: float, windows: int) -> dict[str, float]:
+def ratio(gradients: Tensor) -> float:
+    """Returns `|E g|² / tr Var(g)` of gradients [windows, OPERATIONS]."""
+    return float(gradients.mean(0).square().sum() / gradients.var(0).sum())
+
+
+def half_width(first: Tensor, second: Tensor) -> float:
+    """Returns half of the 95 % interval of the difference between the ratios of two columns."""
+    block = torch.arange(len(first)) * BLOCKS // len(first)
+    without = [ratio(first[block != number]) - ratio(second[block != number]) for number in range(BLOCKS)]
+    error = torch.tensor(without).std(correction=0) * (BLOCKS - 1) ** 0.5
+    return harness.student(BLOCKS - 1, 0.975) * float(error)
+
+
+def measure(gain: float, noise: float, windows: int) -> dict[str, Any]:
     torch.manual_seed(0)
     watch, weights = Watch(), []
     found: dict[str, list[Tensor]] = {}
@@ -110,8 +126,9 @@ def measure(gain: float, noise: float, windows: int) -> dict[str, float]:
                 found.setdefault(name, []).append(one)
         watch.add(evidence_of(of["boundaries"], of["values"], of["outcomes"], advantages, group_size=GROUP))
     table = {name: torch.stack(rows) for name, rows in found.items()}
-    ratios = {name: float(g.mean(0).square().sum() / g.var(0).sum()) for name, g in table.items()}
-    return {"weight": sum(weights) / len(weights), **ratios}
+    ratios = {name: ratio(rows) for name, rows in table.items()}
+    difference = ratios["slope"] - ratios["1"], half_width(table["slope"], table["1"])
+    return {"weight": sum(weights) / len(weights), **ratios, "slope − 1": difference}
 
 
 def main(windows: int) -> dict[str, Any]:

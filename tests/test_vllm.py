@@ -44,7 +44,7 @@ from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
-from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
+from dash_trl.toy.problems import arithmetic_dataset
 from dash_trl.toy.warm_up import toy_model
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
