@@ -238,6 +238,13 @@ def test_solved_groups_are_valued_where_the_baseline_is_not_their_own():
     assert skipped([[1.0], [1.0], [1.0], [0.0]], [1.0], estimator="gae", value=MonteCarloValue()) == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("space", "floor"), [("log", 0.1), ("probability", 0.01)])
+def test_the_floor_of_the_scale_has_the_unit_of_v(space, floor):
+    value = AnswerLogProbValue(" = ", space=space)
+    assert callback(value=value).settings.scale_floor == floor
+    assert callback(value=value, settings=CreditSettings(scale_floor=0.5)).settings.scale_floor == 0.5
+
+
 def test_solved_groups_are_valued_where_the_outcomes_of_other_groups_are_the_baseline(tiny_model, tmp_path):
     """As the trainer's estimator, too: without V, a solved group would be paid its advantage once more."""
     found = {}
