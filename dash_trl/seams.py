@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import Tensor
+from transformers.generation import GenerationMode
 from transformers.integrations import TrackioCallback
 from trl.trainer.utils import shuffle_sequence_dict
 
@@ -93,6 +94,27 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
         chat_template_kwargs=trainer.chat_template_kwargs,
     )
     return type(trainer)._get_tool_suffix_ids(this, messages)
+
+
+def sampling_changes(model: Any, generation_config: Any) -> list[str]:
+    """Return what makes transformers' `generate` sample from another distribution than the model's.
+
+    `generate` takes the options that `generation_config` leaves out from the model's own generation config.
+
+    Args:
+        model: the model.
+        generation_config: the configuration with which `generate` is called.
+    Returns:
+        The names of transformers' processors that change the distribution, and of its mode if it is not plain sampling.
+    """
+    config, _ = model._prepare_generation_config(generation_config)
+    model._prepare_special_tokens(config)
+    # Log-probs are computed at the same temperature, and min_p=0 changes nothing.
+    config.temperature, config.min_p = None, config.min_p or None
+    mode = config.get_generation_mode()
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)
+    return [type(one).__name__ for one in processors] + [mode.name] * (mode != GenerationMode.SAMPLE)
 
 
 def weights_of(trainer: Any) -> int:

@@ -37,12 +37,14 @@ from dash_trl.assembly import (
     new_reader,
     new_recorder,
     new_rewards,
+    one_ahead,
 )
 from dash_trl.callbacks import DASHCallback, dispatch
 from dash_trl.checks import (
     check_another_run,
     check_arguments,
     check_callbacks,
+    check_distribution,
     check_first_step,
     check_per_group,
     check_pipeline,
@@ -148,6 +150,8 @@ class DASHTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.use_vllm:
             check_tied_adapter(self.model)
+        elif one_ahead(self):
+            check_distribution(self.model, self.generation_config)
         if on_servers:
             install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
