@@ -296,7 +296,7 @@ class DASHTrainer(GRPOTrainer):
         started = time.perf_counter()
         to_training_mode(self)
         schedule = self._micro_steps.schedule
-        ends_step = schedule.is_last(self._step)
+        ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
         for passes, are_last in self._micro_steps.inputs(self._step, self.state.global_step, inputs):
