@@ -139,7 +139,7 @@ def vllm_is_behind(trainer: Any) -> None:
 
 
 class FirstStates:
-    """Keeps the initial states of optimizer and loss scaler, so that each later run of the trainer begins with them.
+    """Keeps the initial states of optimizer, loss scaler and schedule, so that each later run begins with them.
 
     Attributes:
         have_trained: True = a run has been prepared for training.
@@ -149,14 +149,16 @@ class FirstStates:
         self.have_trained = False
         self._states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def restore(self, optimizer: Any, scaler: Any) -> None:
+    def restore(self, optimizer: Any, scaler: Any, schedule: Any) -> None:
         """Save the states before the first run; load them before each later run.
 
         Args:
             optimizer: the optimizer, possibly wrapped by accelerate.
             scaler: the loss scaler (fp16). `None`: there is none.
+            schedule: the learning-rate schedule that the user passed. `None`: there is none.
         """
-        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # the optimizer without accelerate's wrapper
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
+        for one in (optimizer, scaler, schedule):
             if self.have_trained and one in self._states:
                 one.load_state_dict(deepcopy(self._states[one]))
             elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
@@ -164,15 +166,16 @@ class FirstStates:
 
 
 def begin_anew(trainer: Any) -> None:
-    """Reset the trainer's counters, its pending figures, its table of completions and vLLM's weight version.
+    """Reset the trainer's counters, pending figures, table of completions and entropy controller.
 
-    The loss scaler (fp16) is reset, too: after an interrupted optimizer step, it would treat the next gradients as
-    unscaled already.
+    vLLM's weight version is reset, too, and so is the loss scaler (fp16): after an interrupted optimizer step, it would
+    treat the next gradients as unscaled already.
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
     trainer._step, trainer._current_train_step_time, trainer._last_loaded_step = 0, 0.0, -1
-    trainer._entropy_window_stats = None
+    trainer._entropy_window_stats, trainer._last_world_entropy = None, float("inf")
+    trainer.entropy_coef = trainer.args.entropy_coef
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
     logs = trainer._logs

@@ -229,10 +229,10 @@ class DASHTrainer(GRPOTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
 
-        The initial state of the loss scaler (fp16) is restored, too.
+        The initial states of the loss scaler (fp16) and of a learning-rate schedule of the user are restored, too.
         """
         optimizer = super().create_optimizer(model)
-        self._first_states.restore(optimizer, self.accelerator.scaler)
+        self._first_states.restore(optimizer, self.accelerator.scaler, self.lr_scheduler)
         return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
