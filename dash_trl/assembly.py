@@ -96,7 +96,8 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
 
     TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
     therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
-    window while it waits for rewards.
+    window while it waits for rewards. In an evaluation, our losses have no correction, because the
+    policy itself samples.
 
     Args:
         trainer: a `DASHTrainer`.
@@ -104,6 +105,8 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
     """
     args = trainer.args
     settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+    if settings and not training:
+        settings["vllm_importance_sampling_correction"] = False
     corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(trainer))
     return settings | ({"use_vllm": True} if corrected else {})
 

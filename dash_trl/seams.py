@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import Tensor
+from transformers.generation import GenerationMode
 from transformers.integrations import TrackioCallback
 from trl.trainer.utils import shuffle_sequence_dict
 
@@ -95,6 +96,27 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
     return type(trainer)._get_tool_suffix_ids(this, messages)
 
 
+def sampling_changes(model: Any, generation_config: Any) -> list[str]:
+    """Return what makes transformers' `generate` sample from another distribution than the model's.
+
+    `generate` takes the options that `generation_config` leaves out from the model's own generation config.
+
+    Args:
+        model: the model.
+        generation_config: the configuration with which `generate` is called.
+    Returns:
+        The names of transformers' processors that change the distribution, and of its mode if it is not plain sampling.
+    """
+    config, _ = model._prepare_generation_config(generation_config)
+    model._prepare_special_tokens(config)
+    # Log-probs are computed at the same temperature, and min_p=0 changes nothing.
+    config.temperature, config.min_p = None, config.min_p or None
+    mode = config.get_generation_mode()
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)
+    return [type(one).__name__ for one in processors] + [mode.name] * (mode != GenerationMode.SAMPLE)
+
+
 def weights_of(trainer: Any) -> int:
     """Return the optimizer step of the weights with which the trainer samples now."""
     loaded = trainer._last_loaded_step if trainer.use_vllm else -1
@@ -117,7 +139,7 @@ def vllm_is_behind(trainer: Any) -> None:
 
 
 class FirstStates:
-    """Keeps the initial states of optimizer and loss scaler, so that each later run of the trainer begins with them.
+    """Keeps the initial states of optimizer, loss scaler and schedule, so that each later run begins with them.
 
     Attributes:
         have_trained: True = a run has been prepared for training.
@@ -127,14 +149,16 @@ class FirstStates:
         self.have_trained = False
         self._states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    def restore(self, optimizer: Any, scaler: Any) -> None:
+    def restore(self, optimizer: Any, scaler: Any, schedule: Any) -> None:
         """Save the states before the first run; load them before each later run.
 
         Args:
             optimizer: the optimizer, possibly wrapped by accelerate.
             scaler: the loss scaler (fp16). `None`: there is none.
+            schedule: the learning-rate schedule that the user passed. `None`: there is none.
         """
-        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # the optimizer without accelerate's wrapper
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
+        for one in (optimizer, scaler, schedule):
             if self.have_trained and one in self._states:
                 one.load_state_dict(deepcopy(self._states[one]))
             elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
@@ -142,15 +166,16 @@ class FirstStates:
 
 
 def begin_anew(trainer: Any) -> None:
-    """Reset the trainer's counters, its pending figures, its table of completions and vLLM's weight version.
+    """Reset the trainer's counters, pending figures, table of completions and entropy controller.
 
-    The loss scaler (fp16) is reset, too: after an interrupted optimizer step, it would treat the next gradients as
-    unscaled already.
+    vLLM's weight version is reset, too, and so is the loss scaler (fp16): after an interrupted optimizer step, it would
+    treat the next gradients as unscaled already.
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
     trainer._step, trainer._current_train_step_time, trainer._last_loaded_step = 0, 0.0, -1
-    trainer._entropy_window_stats = None
+    trainer._entropy_window_stats, trainer._last_world_entropy = None, float("inf")
+    trainer.entropy_coef = trainer.args.entropy_coef
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
     logs = trainer._logs

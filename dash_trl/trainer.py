@@ -37,12 +37,14 @@ from dash_trl.assembly import (
     new_reader,
     new_recorder,
     new_rewards,
+    one_ahead,
 )
 from dash_trl.callbacks import DASHCallback, dispatch
 from dash_trl.checks import (
     check_another_run,
     check_arguments,
     check_callbacks,
+    check_distribution,
     check_first_step,
     check_per_group,
     check_pipeline,
@@ -148,6 +150,8 @@ class DASHTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.use_vllm:
             check_tied_adapter(self.model)
+        elif one_ahead(self):
+            check_distribution(self.model, self.generation_config)
         if on_servers:
             install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
@@ -225,10 +229,10 @@ class DASHTrainer(GRPOTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
 
-        The initial state of the loss scaler (fp16) is restored, too.
+        The initial states of the loss scaler (fp16) and of a learning-rate schedule of the user are restored, too.
         """
         optimizer = super().create_optimizer(model)
-        self._first_states.restore(optimizer, self.accelerator.scaler)
+        self._first_states.restore(optimizer, self.accelerator.scaler, self.lr_scheduler)
         return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
@@ -292,7 +296,7 @@ class DASHTrainer(GRPOTrainer):
         started = time.perf_counter()
         to_training_mode(self)
         schedule = self._micro_steps.schedule
-        ends_step = schedule.is_last(self._step)
+        ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
         for passes, are_last in self._micro_steps.inputs(self._step, self.state.global_step, inputs):

@@ -34,13 +34,14 @@ class Dated(Fake):
     Attributes:
         arrived: the prompts of the requests that came, in order.
         answered: the prompts of the requests that were answered, in order.
+        log_prob: the log-prob of every token.
         hold: an event; no request is answered while it is cleared.
     """
 
     def __init__(self, **options: Any):
         self.arrived: list[tuple[int, ...]] = []
         self.answered: list[tuple[int, ...]] = []
-        self.version = 0
+        self.version, self.log_prob = 0, -0.5
         self.changed = threading.Condition()
         self.hold = threading.Event()
         self.hold.set()
@@ -60,7 +61,7 @@ class Dated(Fake):
     def send_rows(self, send: Any, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
         most, choices = request["max_tokens"], []
         for index, ids in enumerate(rows):
-            log_probs = {"token_logprobs": [-0.5] * len(ids[:most])}
+            log_probs = {"token_logprobs": [self.log_prob] * len(ids[:most])}
             choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
         send(200, json.dumps({"choices": choices}).encode())
         if rollout:
@@ -481,3 +482,12 @@ def test_an_evaluation_after_a_failed_run_is_none_of_its_windows(tiny_model, tmp
     with pytest.raises(ValueError, match="a bad row"):
         asynchronous(tiny_model, tmp_path, [fakes()], 1, max_steps=6, prepare=trainers.append, **settings)
     assert "eval_loss" in trainers[0].evaluate() and nothing_in_work(trainers[0])
+
+
+def test_an_unknown_log_prob_is_not_corrected_in_an_evaluation(tiny_model, tmp_path, fakes):
+    """vLLM answers -9999 for a log-prob that it does not know."""
+    trainer, *_ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, **STEP, max_steps=1)
+    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+    fake.log_prob = -9999.0
+    logged = trainer.evaluate(prompts(4))
+    assert logged["eval_sampling/importance_sampling_ratio/max"] == 1.0

@@ -27,6 +27,7 @@ from transformers import (
     T5Config,
 )
 from trl import GRPOConfig, GRPOTrainer
+from trl.extras.profiling import profiling_decorator
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
@@ -354,6 +355,24 @@ def test_a_misspelt_estimator():
     helpers = {"compute_advantage", "_compute_advantages"}  # of an estimator, and of another method
     type("Own", (DASHTrainer,), dict.fromkeys({*helpers, "compute_advantages"}, print))
     type("Own", (DASHTrainer,), {"_compute_advantages": print})
+
+
+class Weighted:
+    @profiling_decorator
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class AsInTRL:
+    @profiling_decorator
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self._compute_loss(model, inputs)
+
+
+def test_a_loss_without_the_weight_of_its_pass():
+    type("Own", (Weighted, DASHTrainer), {})
+    with pytest.raises(ValueError, match="Own.compute_loss does not call super.*override _compute_loss instead"):
+        type("Own", (AsInTRL, DASHTrainer), {})
 
 
 @pytest.mark.parametrize(

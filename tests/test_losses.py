@@ -186,8 +186,9 @@ class Evaluated(DASHTrainer):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_evaluation_takes_the_policy_for_the_sampler(tiny_model, tmp_path, loss):
     """TRL samples and rewards there, and the completions are the policy's own: π = π_prox = μ."""
-    rollouts = ScriptedRollouts(noise=0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
+    rollouts = ScriptedRollouts(noise=0.7, unknown=0.1)
     trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
+    trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step  # as if vLLM sampled
     value = trainer.evaluate(prompts(2))["eval_loss"]
     rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
     policy, advantages = [row.log_probs(trainer.model) for row in rows], [row.advantages for row in rows]

@@ -1,10 +1,12 @@
 """`async_level=1` without servers: the next window is sampled while the rewards of this one are awaited."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from tests.tiny import assert_same_update, log_probs, parameters, prompts, run
@@ -150,3 +152,27 @@ def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path, rew
     args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, **{"async_level": 1, **settings})
     with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
         DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))
+
+
+class Built(DASHTrainer):
+    def train(self, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("of_model", "settings", "named"),
+    [
+        ({"min_p": 0.1}, {}, "MinP"),
+        ({"no_repeat_ngram_size": 2}, {"top_p": 0.9}, "NoRepeatNGram.*TopP"),
+        ({}, {"generation_kwargs": {"num_beams": 2}}, "BEAM_SAMPLE"),
+        ({}, {"top_k": None}, "TopK"),  # transformers takes 50
+        ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),
+    ],
+)
+def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path, of_model, settings, named):
+    """transformers takes what the trainer leaves out from the model's generation config."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.generation_config.update(**of_model)
+    refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
+    with refused if named else nullcontext():
+        trained(tiny_model, tmp_path, Built, loaded=model, **settings)

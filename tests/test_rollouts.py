@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from dash_trl.rollout.batch import RolloutBatch, Survivors, joined
 from dash_trl.rollout.window import GenerationWindow
@@ -86,6 +87,17 @@ def test_completions_have_two_columns_at_least():
         inputs = batch.survivors(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
         assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
+
+
+def test_a_padded_ratio_leaves_the_weights_of_vespo_as_they_are():
+    """TRL multiplies the ratios of all columns, without a mask."""
+    batch = rollouts()
+    for field in ("completion_ids", "completion_mask"):
+        setattr(batch, field, getattr(batch, field)[:, :1])
+    inputs = batch.micro_batch([0, 1], size=2, pad_token_id=99)
+    mask, ratio = inputs["completion_mask"], inputs["importance_sampling_ratio"]
+    weights = GRPOTrainer.get_gamma_weights(inputs["advantages"][:, None], torch.zeros(2, 2), mask, ratio)
+    torch.testing.assert_close(weights, torch.ones(2, 1))  # φ(1) = 1
 
 
 def test_a_row_has_at_each_stage_what_is_known_of_it():

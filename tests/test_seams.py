@@ -48,6 +48,7 @@ def test_counters_and_logs_of_a_run(trainer):
     """The last one that uses the trainer, which it changes."""
     assert trainer._step == 8 and weights_of(trainer) == 2
     known = {"_current_train_step_time", "_entropy_window_stats", "_pending_metrics", "_pending_extra_logs"}
+    known |= {"_last_world_entropy", "entropy_coef"}
     assert known <= vars(trainer).keys()
     assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
     count_pass_time(trainer, 5.0)

@@ -140,6 +140,16 @@ def test_a_step_that_is_cut_behind_a_window_counts_that_window_in_its_log(tiny_m
     assert abs(trl["policy_loss"]) > 1e-3 and ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
+def test_the_rest_of_a_stream_is_logged_with_the_step_that_it_joins(tiny_model, tmp_path):
+    """Transformers makes no step of 2 micro-steps at the end of a stream. 4 more are to come."""
+    settings = {"dataset": prompts(6).to_iterable_dataset(), "max_steps": 2}
+    settings |= {"steps_per_generation": 1, "entropy_coef": 0.1}
+    trl, ours = (
+        run(kind, tiny_model, tmp_path, **settings).state.log_history[1] for kind in (GRPOTrainer, DASHTrainer)
+    )
+    assert abs(trl["policy_loss"]) > 1e-3 and ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
+
+
 @pytest.mark.parametrize(("per_window", "cuts"), [(4, [0, 0]), (6, [0, 1])])
 def test_mini_runs_every_row_once_though_steps_are_cut_while_rewards_are_awaited(
     start, tiny_model, tmp_path, per_window, cuts

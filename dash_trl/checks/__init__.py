@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         check_another_run,
         check_arguments,
         check_callbacks,
+        check_distribution,
         check_per_group,
         check_pipeline,
         check_subclass,

@@ -6,7 +6,7 @@ Each error names the value, the reason and the remedy.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from inspect import isfunction, ismethod
+from inspect import isfunction, ismethod, unwrap
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -17,6 +17,7 @@ from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_conversations, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import scores_alone
+from dash_trl.seams import sampling_changes
 from dash_trl.tools import ProcessTool
 from dash_trl.update import OFF_POLICY_LOSSES
 
@@ -117,8 +118,6 @@ def check_tools(tools: Sequence[Any]) -> None:
         )
 
 
-# Options of transformers' `generate` that do not change the distribution of completions.
-HARMLESS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
 # listed, because log-probs are computed at the same temperature.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
@@ -169,8 +168,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             the rewards.
     Raises:
         ValueError: if `async_level` is above 0, and one of these holds: a `rollout_func` samples, which needs the
-            trainer; the trainer's process samples, but `async_level` is above 1 or `rewards_come_later` is False; or
-            transformers' generate would sample from another distribution than the model's, for example with `top_p`.
+            trainer; or the trainer's process samples, but `async_level` is above 1 or `rewards_come_later` is False.
     """
     if args.async_level == 0:
         return
@@ -188,14 +186,6 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             "call methods that need all ranks, so it cannot run while the trainer trains. Leave async_level at 0, or "
             "replace rollout_func by tools or an environment_factory and sample from servers."
         )
-    truncated = {name: value for name, none in UNTRUNCATED.items() if (value := getattr(args, name)) not in none}
-    truncated |= {name: value for name, value in (args.generation_kwargs or {}).items() if name not in HARMLESS}
-    if truncated and not args.use_vllm:
-        raise ValueError(
-            f"async_level={args.async_level} with {truncated}: with these options transformers' generate samples from "
-            "another distribution than the model's. The correction for older weights needs the log-probs of that "
-            "distribution, but generate does not report them. Leave these options out, or sample with vLLM."
-        )
     mode, correction = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
     if args.loss_type not in OFF_POLICY_LOSSES and (mode == "sequence_mask" or not correction):
         logger.warning(
@@ -204,6 +194,24 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             "treated as rollouts of the current weights (correction=False), or most long sequences are left out "
             "(mode='sequence_mask', TRL's default; see off_policy/clipped_share). Use loss_type='aipo' or "
             "'decoupled_ppo' (docs/concepts/staleness.md)."
+        )
+
+
+def check_distribution(model: Any, generation_config: Any) -> None:
+    """Checks that transformers' generate samples from the model's distribution, if it samples with older weights.
+
+    Args:
+        model: the model.
+        generation_config: the configuration with which the trainer calls `generate`.
+    Raises:
+        ValueError: if an option, such as `top_p`, changes the distribution.
+    """
+    if changes := sampling_changes(model, generation_config):
+        raise ValueError(
+            f"async_level=1, but transformers' generate would sample from another distribution than the model's: "
+            f"{changes}. The correction for older weights needs the log-probs of that distribution, but generate does "
+            "not report them. Leave the options out that cause this. If they come from the model's generation config, "
+            "change that (for example model.generation_config.min_p = None). Or sample with vLLM."
         )
 
 
@@ -344,16 +352,22 @@ def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
 NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
-def check_subclass(kind: type, base: type) -> None:
-    """Checks that a subclass of `DASHTrainer` does not define a method that training never calls.
+def check_subclass(kind: Any, base: Any) -> None:
+    """Checks that training calls the methods of a subclass of `DASHTrainer`, and that its loss gets DASH's weight.
 
     Args:
         kind: the subclass.
         base: `DASHTrainer`.
     Raises:
-        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, or if it
-            misspells `compute_advantages`.
+        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, if it
+            misspells `compute_advantages`, or if its `compute_loss` does not call that of `DASHTrainer`.
     """
+    code = getattr(unwrap(kind.compute_loss), "__code__", None)
+    if code is not None and "compute_loss" not in code.co_names:  # the names of the attributes that the code reads
+        raise ValueError(
+            f"{kind.__name__}.compute_loss does not call super().compute_loss, so its loss would lack the weight of "
+            "the pass in the optimizer step. Call it, or override _compute_loss instead, whose loss gets this weight."
+        )
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(base, name):
             raise ValueError(

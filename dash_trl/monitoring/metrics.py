@@ -355,13 +355,15 @@ class PassMetrics:
         before = {name: len(logged[name]) for name in names if name in logged}
         yield
         tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
+        kept = sum(map(len, one.micro_batch.rows))
         for name in names:
             for value in logged.get(name, [])[before.get(name, 0) :]:
                 logged[name].pop()
                 per_row = name == "vespo/phi_seq_mean" or (self.per_row and name in CLIPPED)
                 count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
-                self._sums[name] += value * count
-                self._counts[name] += count
+                dummies = rows - kept if name == "vespo/phi_seq_mean" else 0.0  # their weight is 1
+                self._sums[name] += value * count - dummies
+                self._counts[name] += count - dummies
 
     def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
         """Return the figures of the optimizer step that ends, and set the sums back to 0.

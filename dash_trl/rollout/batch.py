@@ -292,7 +292,8 @@ class Survivors(CreditedRollouts):
         for name, value in self.tensors().items():
             if name in ("group", "policy_version", "rewards"):
                 continue
-            filler = pad_token_id if name.endswith("_ids") else 0
+            # TRL's VESPO multiplies the ratios of all columns, without a mask.
+            filler = pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
             if name in ("prompt_ids", "prompt_mask"):
                 value = value[:, max(value.shape[1] - prompt, 0) :][chosen] if rows else value.new_zeros(0, prompt)
             elif value.dim() == 2 and value.shape[1] == width:

@@ -41,6 +41,7 @@ from dash_trl.sampling.weights import (
     of_adapter,
     of_all_weights,
 )
+from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class VLLMPool(VLLMGeneration):
         Returns:
             Four lists with one entry for each row: prompt ids, completion ids, the sampler's log-probs, and the token
             ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
-            its own.
+            its own. A log-prob that vLLM does not know is `None`, as in TRL.
         """
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
@@ -158,7 +159,7 @@ class VLLMPool(VLLMGeneration):
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[version] for version in one.versions] for one in done for _ in range(one.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
-        log_probs = [[[value] for value in row.log_probs] for row in rows]
+        log_probs = [[[value if value > NO_LOG_PROB else None] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 

@@ -131,10 +131,6 @@ class Schedule:
         self.optimizer_step = range(step, step + micro_steps)
         self._planned.clear()
 
-    def is_last(self, step: int) -> bool:
-        """Whether gradients are synchronised and the optimizer steps after this micro-step."""
-        return step == self.optimizer_step.stop - 1
-
     def completed(self, step: int, global_step: int) -> int:
         """Return the number of micro-steps of all completed optimizer steps.
 
