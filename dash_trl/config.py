@@ -137,8 +137,8 @@ class DASHConfig(GRPOConfig):
             `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. If no
             server can be used, the run waits for one, at most TRL's `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
-            Seconds that a server may take for one prompt's completions, or for one weight update. If a server takes
-            longer, another server gets the prompt, and the late server gets no prompt until it has answered a probe.
+            Seconds without an answer from a server that has requests, or for one weight update. Then other servers get
+            its requests, and the late server gets no prompt until it has answered a probe.
         vllm_weight_sync (`str`, defaults to `"file"`):
             How servers get new weights: `"file"` (any device) or `"nccl"` (GPU to GPU, experimental).
         vllm_weight_dir (`str` or `None`, defaults to `None`):

@@ -109,8 +109,9 @@ def sampling_changes(model: Any, generation_config: Any) -> list[str]:
     """
     config, _ = model._prepare_generation_config(generation_config)
     model._prepare_special_tokens(config)
-    # Log-probs are computed at the same temperature, and min_p=0 changes nothing.
+    # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature, config.min_p = None, config.min_p or None
+    config.renormalize_logits = config.remove_invalid_values = None
     mode = config.get_generation_mode()
     ids = torch.zeros(1, 1, dtype=torch.long)
     processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)

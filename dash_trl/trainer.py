@@ -53,6 +53,7 @@ from dash_trl.checks import (
     check_rewards,
     check_subclass,
     check_tied_adapter,
+    check_weighed,
     checked_rollouts,
     context_of,
 )
@@ -333,7 +334,7 @@ class DASHTrainer(GRPOTrainer):
 
     def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss of a pass, multiplied by the weight of the pass in the optimizer step."""
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, {**inputs, "weighed": True}, *args, **kwargs)
         return loss * inputs["loss_scale"] if self.model.training else loss
 
     def _compute_loss(self, model, inputs) -> Tensor:
@@ -342,6 +343,7 @@ class DASHTrainer(GRPOTrainer):
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
                 return super()._compute_loss(model, inputs)
+            check_weighed(self, inputs)
             one, scale, per_token = inputs["pass"], inputs["loss_scale"], inputs["advantages"].dim() == 2
             with (
                 self._passes.laid_out(inputs),

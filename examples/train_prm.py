@@ -3,8 +3,8 @@
     python examples/train_prm.py --output_dir outputs/prm
     accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
 
-The toy model gets a token classification head. The data are generated solutions with some wrong steps. The last token
-of each step is labelled, 1 = right and 0 = wrong; `ProcessRewardModel` reads the score at the same token. A process
+The toy model gets a token classification head. The data are generated solutions with some wrong steps. The separator
+after each step is labelled, 1 = right and 0 = wrong; `ProcessRewardModel` reads the score at the same token. A process
 reward model for other problems is trained in the same way, on steps that people or sampled completions have judged.
 """
 

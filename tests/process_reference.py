@@ -63,8 +63,13 @@ def scale(group, spread, s):
     return 1 / (min(slope, 2 * s["unit"]) if s["unit"] else slope)
 
 
-def with_outcome(row, process, s):
-    return [s["outcome"] * row["advantage"] + s["process"] * value for value in process]
+def with_outcome(row, process, s, group):
+    """For anchored values, what a group's divisor exceeds its own goes to the outcome."""
+    weight = s["outcome"]
+    if s["unit"]:
+        own = scale(group, math.nan, {**s, "unit": math.inf})
+        weight += s["process"] * (0.0 if own == 0 else 1 - own / scale(group, math.nan, s))
+    return [weight * row["advantage"] + s["process"] * value for value in process]
 
 
 def grpo(batch, s):
@@ -80,7 +85,7 @@ def centered_return(batch, s):
             centred = []
             for t, value in enumerate(to_go(token_rewards(row))):
                 centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
-            results.append(with_outcome(row, [value / divisor for value in centred], s))
+            results.append(with_outcome(row, [value / divisor for value in centred], s, group))
     return results
 
 
@@ -94,7 +99,7 @@ def episode(batch, s):
             for last, utility in row["utilities"]:
                 process[start : last + 1] = [utility / divisor] * (last + 1 - start)
                 start = last + 1
-            results.append(with_outcome(row, process, s))
+            results.append(with_outcome(row, process, s, group))
     return results
 
 
@@ -106,7 +111,7 @@ def grpo_process(batch, s):
             normalised = [0.0] * row["length"]
             for last, utility in row["utilities"]:
                 normalised[last] = (utility - centre) / divisor
-            results.append(with_outcome(row, to_go(normalised), s))
+            results.append(with_outcome(row, to_go(normalised), s, group))
     return results
 
 

@@ -179,7 +179,7 @@ def test_the_documented_estimator_is_leave_one_out(document):
     (code,) = [block for block in python_blocks(ROOT / document) if "class LeaveOneOutTrainer" in block]
     names = {"torch": torch, "DASHTrainer": object}
     exec(code, names)
-    rewards = random_rewards(0, 6, 4, 2) + [[None, None]] * 3 + [[1.0, 0.5]] + [[None, None]] * 4
+    rewards = random_rewards(0, 6, 4, 2) + [[None, None]] * 3 + [[1.0, 0.5]] + [[None, None]] * 4 + [[0.1, 0.7]] * 4
     weights = [2.0, 0.5]
     trainer = SimpleNamespace(reward_weights=torch.tensor(weights), num_generations=4)
     found = names["LeaveOneOutTrainer"].compute_advantages(trainer, to_tensor(rewards))
@@ -190,6 +190,7 @@ def test_the_documented_estimator_is_leave_one_out(document):
     ]
     groups = reference.rloo([totals[start : start + 4] for start in range(0, len(totals), 4)], None)
     assert found == pytest.approx([advantage or 0.0 for group in groups for advantage in group], abs=1e-5)
+    assert found[-4:] == [0.0] * 4  # equal rewards: a rounding error would count as signal
 
 
 REWARDS = to_tensor([[1.0], [0.0], [None], [1.0]])

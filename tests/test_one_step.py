@@ -167,6 +167,7 @@ class Built(DASHTrainer):
         ({}, {"generation_kwargs": {"num_beams": 2}}, "BEAM_SAMPLE"),
         ({}, {"top_k": None}, "TopK"),  # transformers takes 50
         ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),
+        ({"renormalize_logits": True, "remove_invalid_values": True}, {}, None),
     ],
 )
 def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path, of_model, settings, named):

@@ -62,9 +62,10 @@ def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
     assert [len(row) for row in found] == [4, 3, 2, 1, 0, 2]
     assert all(map(math.isnan, found[1] + found[2] + found[3]))
     assert values(StepValue(score, rewards=False), requests, tokenizer)[0] == [0.5, 0.5, -1.0, 2.0]
-    same = [requests[0], replace(requests[5], prompt_ids=requests[0].prompt_ids)]
-    first, last = values(StepValue(lambda *texts, **columns: [[0.5, 1, 1], [0.25]], rewards=False), same, tokenizer)
-    assert first[0] == last[0] == 0.375 and last[1] == 0.25  # V_0 is that of the prompt
+    same = [replace(requests[n], prompt_ids=requests[0].prompt_ids) for n in (0, 5, 3)]
+    found = values(StepValue(lambda *texts, **columns: [[0.5, 1, 1], [0.25]], rewards=False), same, tokenizer)
+    assert found[:2] == [[0.375, 0.5, 1, 1], [0.375, 0.25]]  # V_0 is that of the prompt
+    assert list(map(math.isnan, found[2])) == [True]  # without an episode, no score
     prompts, steps, columns = seen[0]
     assert prompts == ["1+1", "2+2", "3+3", "4+4"] and columns == {"level": [1, 2, 3, 4]}
     assert steps == [["a\n", "bb\n", "c\n"], ["a\n", "b\n"], ["a\n"], ["a\n"]]

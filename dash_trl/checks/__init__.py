@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         check_per_group,
         check_pipeline,
         check_subclass,
+        check_weighed,
     )
     from dash_trl.checks.models import check_model, check_tied_adapter, context_of
     from dash_trl.checks.prompts import (

@@ -6,7 +6,7 @@ Each error names the value, the reason and the remedy.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from inspect import isfunction, ismethod, unwrap
+from inspect import isfunction, ismethod
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -352,22 +352,16 @@ def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
 NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
-def check_subclass(kind: Any, base: Any) -> None:
-    """Checks that training calls the methods of a subclass of `DASHTrainer`, and that its loss gets DASH's weight.
+def check_subclass(kind: type, base: type) -> None:
+    """Checks that a subclass of `DASHTrainer` does not define a method that training never calls.
 
     Args:
         kind: the subclass.
         base: `DASHTrainer`.
     Raises:
-        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, if it
-            misspells `compute_advantages`, or if its `compute_loss` does not call that of `DASHTrainer`.
+        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, or if it
+            misspells `compute_advantages`.
     """
-    code = getattr(unwrap(kind.compute_loss), "__code__", None)
-    if code is not None and "compute_loss" not in code.co_names:  # the names of the attributes that the code reads
-        raise ValueError(
-            f"{kind.__name__}.compute_loss does not call super().compute_loss, so its loss would lack the weight of "
-            "the pass in the optimizer step. Call it, or override _compute_loss instead, whose loss gets this weight."
-        )
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(base, name):
             raise ValueError(
@@ -381,3 +375,20 @@ def check_subclass(kind: Any, base: Any) -> None:
                 f"{kind.__name__}.{name} would never be called. Rename it to compute_advantages, the method that "
                 "computes the advantages, or give a helper another name."
             )
+
+
+def check_weighed(trainer: Any, inputs: Mapping[str, Any]) -> None:
+    """Checks that the loss of a pass will get the weight of the pass in the optimizer step.
+
+    Args:
+        trainer: the trainer.
+        inputs: the inputs of the pass, as `_compute_loss` gets them.
+    Raises:
+        ValueError: if `DASHTrainer.compute_loss`, which multiplies by this weight, was not called for the pass.
+    """
+    if "weighed" not in inputs:
+        raise ValueError(
+            f"{type(trainer).__name__}.compute_loss does not call super().compute_loss, so its loss would lack the "
+            "weight of the pass in the optimizer step. Call it, or override _compute_loss instead, whose loss gets "
+            "this weight."
+        )

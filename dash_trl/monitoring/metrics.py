@@ -359,9 +359,10 @@ class PassMetrics:
         for name in names:
             for value in logged.get(name, [])[before.get(name, 0) :]:
                 logged[name].pop()
-                per_row = name == "vespo/phi_seq_mean" or (self.per_row and name in CLIPPED)
+                of_rows = name == "vespo/phi_seq_mean" and not per_token
+                per_row = of_rows or (self.per_row and name in CLIPPED)
                 count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
-                dummies = rows - kept if name == "vespo/phi_seq_mean" else 0.0  # their weight is 1
+                dummies = rows - kept if of_rows else 0.0  # their weight is 1
                 self._sums[name] += value * count - dummies
                 self._counts[name] += count - dummies
 

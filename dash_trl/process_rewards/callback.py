@@ -116,8 +116,8 @@ class ProcessRewardCallback(DASHCallback):
             is solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
             estimator that learns still learns from solved groups. None = True if the baseline of the credit estimator
             and the trainer's `advantage_estimator` come from the group (`GROUP_BASELINE`), so that the policy cannot
-            learn from such a group. With "gae", "reinforce_plus_plus" or an estimator of your own, solved groups may
-            have advantages: None = False.
+            learn from such a group. With "gae", "reinforce_plus_plus" or a credit estimator of your own, solved groups
+            may have advantages: None = False. So pass False if your own `compute_advantages` has another baseline.
         solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
             for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
             completion (their reward is not NaN). None is right if the highest reward of each function is 1.

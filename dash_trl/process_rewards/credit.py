@@ -406,8 +406,12 @@ def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
     """Returns `_outcome_part`, plus w_p·process in the rows that are valued. Overwrites `process`."""
-    process.mul_(float(settings.process_weight) * rewards.valued.double().unsqueeze(1))
+    process_weight = float(settings.process_weight)
+    process.mul_(process_weight * rewards.valued.double().unsqueeze(1))
     process.add_(_outcome_part(rewards, settings))
+    if rewards.unit is not None:
+        share = _units(rewards)[1] * rewards.valued.unsqueeze(1)
+        process.add_(process_weight * share * rewards.outcome_advantages.unsqueeze(1))
     return process.masked_fill_(~rewards.mask, 0)
 
 
@@ -462,21 +466,35 @@ def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSe
 
     If V is anchored, process rewards have the unit of the outcome. They are multiplied by the outcome advantage per
     unit of reward in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In
-    GRPO this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the
-    same, all its A are 0 and the factor cannot be computed. Then the factor of the last windows is used
-    (`Rewards.unit`).
-    If outcomes differ by little, such as a bonus for the format, 1/σ is large and multiplies the noise of V. So the
-    factor of a group is at most `MOST_UNITS` times the factor of the last windows, if there is one.
+    GRPO this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. See `_units` for groups whose outcomes
+    are nearly or exactly the same.
     """
     if rewards.unit is None:
         floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
         return values.div_(spread.clamp(min=floor))
+    return values.mul_(_units(rewards)[0])
+
+
+def _units(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Computes the factor of anchored process rewards in each group, and the weight that V loses there.
+
+    If all outcomes of a group are the same, all its advantages are 0 and its own factor cannot be computed. Then the
+    factor of the last windows is used (`Rewards.unit`). If outcomes differ by little, such as a bonus for the format,
+    1/σ is large and would multiply the noise of V. So the factor is at most `MOST_UNITS` times the factor of the last
+    windows, if there is one. The share of the factor that is cut off goes to the outcome advantage. This is the same as
+    a smaller w_p and a larger w_o for this group.
+
+    Returns:
+        [N, 1] each: the factor, and the share of w_p that goes to the outcome advantage, from 0 to 1.
+    """
     products, squares, alike = outcome_units(
         rewards.outcome, rewards.outcome_advantages, rewards.valued, rewards.group_size
     )
-    most = MOST_UNITS * rewards.unit if rewards.unit > 0 else torch.inf
-    unit = torch.where(alike, rewards.unit, (products / squares).clamp(max=most))
-    return values.mul_(unit.repeat_interleave(rewards.group_size).unsqueeze(1))
+    own, of_others = products / squares, float(rewards.unit or 0.0)
+    most = MOST_UNITS * of_others if of_others > 0 else torch.inf
+    unit = torch.where(alike, of_others, own.clamp(-most, most))
+    share = torch.where(alike | (own == 0), 0.0, 1 - unit / own)
+    return tuple(one.repeat_interleave(rewards.group_size).unsqueeze(1) for one in (unit, share))  # type: ignore[return-value]
 
 
 def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,12 +73,16 @@ class StepValue:
         if self.rewards:
             return rows
         # V_0 must not depend on the completion, or it would be no baseline for the completion's first episode.
-        own = [(one.prompt_ids, row[1]) for one, row in zip(requests, rows, strict=True) if row and row[-1] == row[-1]]
+        own = [
+            (one.prompt_ids, row[1])
+            for one, row in zip(requests, rows, strict=True)
+            if len(row) > 1 and row[1] == row[1]
+        ]
         firsts: dict[tuple[int, ...], list[float]] = {}
         for prompt, first in chain.from_iterable(ranks.gather_object(own)):
             firsts.setdefault(prompt, []).append(first)
         return [
-            [fmean(firsts.get(one.prompt_ids, row[:1])), *row[1:]] if row else row
+            [fmean(firsts.get(one.prompt_ids, row[:1])), *row[1:]] if len(row) > 1 else row
             for one, row in zip(requests, rows, strict=True)
         ]
 
