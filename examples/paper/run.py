@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -368,10 +369,10 @@ def write(scale: Scale, table: str) -> list[Path]:
         if kind != "time":
             models = scale.models(row.method, row.size)
             return report.measured([json.loads(scale.figures(kind, one).read_text()) for one in models], what)
-        seconds = [report.seconds_of(scale.home(run) / METRICS) for run in scale.runs(row.method, row.size)]
-        return report.over_seeds([one / (1 if scale.toy else column.unit) for one in seconds]) if seconds else None
+        times = per_seed(scale, row, column)
+        return report.over_seeds(times) if times else None
 
-    text = report.markdown(table, find, toy=scale.toy, notes=notes(scale))
+    text = report.markdown(table, find, toy=scale.toy, notes=[*notes(scale), *paired(scale, table)])
     files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
     files[0].write_text(text)
     report.write_csv(table, find, files[1], toy=scale.toy)
@@ -387,6 +388,36 @@ def write(scale: Scale, table: str) -> list[Path]:
             files.append(report.draw(figure, logs, scale.folder / f"{name}.png", toy=scale.toy))
     print(f"\n{text}\n{', '.join(map(str, files))}\n", flush=True)
     return files
+
+
+def per_seed(scale: Scale, row: Row, column: Column) -> list[float]:
+    """Returns our number of a row and a column for each seed; none for the time of a row without training."""
+    kind, what = column.source
+    if kind == "time":
+        seconds = [report.seconds_of(scale.home(run) / METRICS) for run in scale.runs(row.method, row.size)]
+        return [one / (1 if scale.toy else column.unit) for one in seconds]
+    files = [scale.figures(kind, one) for one in scale.models(row.method, row.size)]
+    return [report.measured([json.loads(file.read_text())], what).value for file in files]
+
+
+def paired(scale: Scale, table: str) -> list[str]:
+    """Returns a sentence for each two trained methods of a table: the differences of the same seeds, with intervals."""
+    if len(scale.seeds) < 2:
+        return []
+    said = []
+    rows = [row for row in rows_of(table, toy=scale.toy) if METHODS[row.method].script is not None]
+    for first, second in combinations(rows, 2):
+        if first.size != second.size:
+            continue
+        cells = []
+        for column in TABLES[table].columns:
+            pairs = zip(*(per_seed(scale, row, column) for row in (first, second)), strict=True)
+            time = column.source[0] == "time"
+            cell = report.over_seeds([100 * (new / old - 1) if time else new - old for old, new in pairs])
+            name, unit = column.toy if scale.toy else column.title, "%" if time else "points"
+            cells.append(f"{name.rpartition(' (')[0]} {cell.value:+.1f} ± {cell.high - cell.value:.1f} {unit}")
+        said.append(f"{second.label} against {first.label}, paired by seed: {', '.join(cells)}.")
+    return said
 
 
 def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
