@@ -53,6 +53,10 @@ RIGHT = {
         (r"\boxed{5^\text{th}}", "5"),
         (r"\boxed{5 gal}", "5"),
         (r"\boxed{5 1/2 h}", "5.5"),
+        (r"\boxed{12\ \text{cm}}", "12"),
+        (r"\boxed{12~\mathrm{cm}}", "12"),
+        (r"\boxed{12}", r"12\ \text{cm}"),
+        (r"\boxed{\frac{1}{2}\ \text{cm}^2}", r"0.5\text{ cm}^2"),
     ],
     "variables that could be units": [
         (r"\boxed{\frac{ab}{2}}", r"\frac{1}{2}ab"),
@@ -282,6 +286,7 @@ WRONG = {
         (r"\boxed{5 km}", r"5\text{ m}"),
         (r"\boxed{5\text{ km}}", r"5\text{ m}"),
         (r"\boxed{5 cm}", r"5\text{ cm}^2"),
+        (r"\boxed{5\ \text{cm}}", r"5\text{ m}"),
         (r"\boxed{5 cents}", "5 dollars"),
         (r"\boxed{€5}", r"\$5"),
         ("The answer is 5 km.", r"5\text{ m}"),

@@ -268,7 +268,7 @@ UNITS = {
 }
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<unit>\\\$|[€£¥₹])\s*(?=[-+]?[\d.\\])")
 _POWER = r"(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
-_TEXT_UNIT = re.compile(rf"(?P<value>.*\S)\s*(?:\\[ ,;!]\s*|~)*{_TEXT}(?P<unit>[^{{}}\d]*)\}}{_POWER}", re.DOTALL)
+_TEXT_UNIT = re.compile(rf"(?P<value>.*?\S)\s*(?:\\[ ,;!]\s*|~)*+{_TEXT}(?P<unit>[^{{}}\d]*)\}}{_POWER}", re.DOTALL)
 _BARE_UNIT = re.compile(
     r"(?P<value>.*[\d)}\]!])\s*(?:\\[ ,;!]\s*|~)*(?:\^\s*\{?(?=\\circ))?"
     rf"(?P<unit>\\circ|\\\$|[€£¥₹¢]|[a-zA-Z]+(?:\ [a-zA-Z]+)*)\.?(?:(?<=\\circ)\s*\}})?{_POWER}",
