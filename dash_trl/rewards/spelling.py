@@ -6,6 +6,7 @@ r"""Brings answers to one spelling and splits answers into parts. It compares no
 
 import re
 import unicodedata
+from decimal import Decimal
 
 # A run of letters counts as a word if it has at least this number of letters and a vowel. A shorter run may be a
 # product such as xyz.
@@ -20,7 +21,7 @@ def normalize_answer(answer: str) -> str:
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
     - The ``\text{...}`` around numbers and "or" is removed, but not its content.
-    - 12 345 becomes 12345, and 2 1/2 becomes 5/2 (see `join_numbers`).
+    - 12 345 becomes 12345, 2 1/2 becomes 5/2, and 5 million becomes 5000000 (see `join_numbers`).
     - The imaginary unit is written with a space, because math-verify reads ``5i`` and ``5 i`` as different symbols.
 
     Args:
@@ -40,15 +41,21 @@ def normalize_answer(answer: str) -> str:
 
 
 def join_numbers(text: str) -> str:
-    r"""Writes numbers without spaces, because math-verify would read 12 345 as 12 + 345, and 2 1/2 as (2 + 1)/2.
+    r"""Writes numbers without spaces and words.
+
+    math-verify would read 12 345 as 12 + 345, 2 1/2 as (2 + 1)/2, and "5 million" in prose as 5.
 
     Args:
         text: an answer, or a text with numbers.
 
     Returns:
-        The text with 12345 for ``12 345`` and ``12\,345``, and with 5/2 for the mixed number ``2 1/2``.
+        The text with 12345 for ``12 345`` and ``12\,345``, with 5/2 for the mixed number ``2 1/2``, and with 2500000
+        for ``2.5 million``.
     """
     text = _GROUPS.sub(lambda number: re.sub(_GAP, "", number[0]), text)
+    text = _LARGE.sub(
+        lambda one: f"{Decimal(one[1].replace(',', '')).scaleb(_THOUSANDS[one['word']]):f}{one['text'] or ''}", text
+    )
     return _MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", text)
 
 
@@ -101,6 +108,11 @@ _PERCENT = "(?:percent(?:age)?|pct)"
 _GAP = r"(?:[ ~]|\\[ ,;])"
 _GROUPS = re.compile(rf"(?<![\d.,/^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")  # a number in groups of three digits
 _MIXED = re.compile(rf"(?<![\d.,/^])(\d{{1,15}}){_GAP}+(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.])")
+_THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LARGE = re.compile(
+    rf"(?<![\w.,/^])(\d{{1,3}}(?:,\d{{3}}){{1,4}}|\d{{1,15}}(?:\.\d{{1,10}})?){_GAP}*+"
+    rf"(?P<text>{_TEXT}\s*)?(?P<word>{'|'.join(_THOUSANDS)})(?![a-zA-Z])"
+)
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -202,8 +214,11 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
         return answer, None
     words = found["unit"].casefold().replace(".", "").split()
     power = found["power"] or ""
-    if len(words) > 1 and words[0] in _POWERS:
-        power = _POWERS[words.pop(0)]
+    for place in (0, -1):  # square meters, meters squared
+        if len(words) > 1 and words[place] in _POWERS:
+            power = _POWERS[words.pop(place)]
+    if _NUMBER_WORDS.intersection(words):
+        return answer, None
     name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
         is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # the h of 3x + 2h does not mean hours
@@ -215,7 +230,7 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
 
 def _is_word(letters: str) -> bool:
     is_long = len(letters) >= MIN_WORD_LETTERS and bool(_VOWEL.search(letters))
-    return letters in UNITS or letters == "per" or is_long and letters not in _NUMBER_WORDS
+    return letters in UNITS or letters == "per" or is_long
 
 
 _BRACKETS = r"(?P<open>\\?[({\[])|(?P<close>\\?[)}\]])|\\."
@@ -224,7 +239,7 @@ _LIST = re.compile(
     rf"|(?<!\d),|,(?!\\!|\d{{3}}(?!\d))|;)|{_BRACKETS}"
 )
 _CHAIN = re.compile(rf"(?P<separator>(?<![<>!:])=|\\(?:approx|simeq)(?![a-zA-Z]))|{_BRACKETS}")
-_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 UNITS = {
     name: names.split()[0]
     for names in (
@@ -274,7 +289,10 @@ _BARE_UNIT = re.compile(
     rf"(?P<unit>\\circ|\\\$|[€£¥₹¢]|[a-zA-Z]+(?:\ [a-zA-Z]+)*)\.?(?:(?<=\\circ)\s*\}})?{_POWER}",
     re.DOTALL,
 )
-_NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves third thirds quarter quarters".split())
+_NUMBER_WORDS = set(
+    "hundred thousand million billion trillion dozen squared cubed half halves third thirds quarter quarters "
+    "fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths".split()
+)
 
 
 # ------------------------------------------------------------------------------------------------ answers in words
