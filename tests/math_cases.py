@@ -42,6 +42,13 @@ RIGHT = {
         (r"\boxed{\$2.5 million}", "2,500,000"),
         (r"\boxed{1,200~\text{billion dollars}}", r"1.2 \times 10^{12}"),
         ("The answer is 12 thousand, since 3 are 4 thousand each.", "12000"),
+        (r"\boxed{0.\overline{3}}", "1/3"),
+        (r"\boxed{2/3}", r"0.\overline{6}"),
+        (r"\boxed{-12.1\bar{6}}", "-73/6"),
+        (r"\boxed{x = .\overline{27} = \frac{3}{11}}", "3/11"),
+        (r"\boxed{1/0.\overline{3}^2}", "9"),
+        (r"\boxed{33.\overline{3}\%}", r"\frac{100}{3}"),
+        (r"The answer is $0.\overline{3}$.", "1/3"),
         (r"\boxed{25\text{ square cm}}", r"25\text{ cm squared}"),
     ],
     "the imaginary unit": [
@@ -187,6 +194,8 @@ RIGHT = {
         (r"\boxed{x<2 \lor x>3}", r"(-\infty, 2) \cup (3, \infty)"),
         (r"\boxed{x>3 \text{ or } 2>x}", r"x<2 \text{ or } x>3"),
         (r"\boxed{(1,\infty)}", "x>1"),
+        (r"\boxed{\varnothing}", r"\emptyset"),
+        (r"\boxed{∅}", r"\varnothing"),
     ],
     "true chains": [
         (r"\boxed{x = 3 + 2 = 5}", "5"),
@@ -237,6 +246,8 @@ WRONG = {
         (r"\boxed{2 1/2}", "1.5"),
         (r"\boxed{12\,345}", "357"),
         (r"\boxed{6 + 5i}", "6 - 5i"),
+        (r"\boxed{0.\overline{3}}", "0.3"),
+        (r"\boxed{0.\overline{3}}", "3"),
         ("To answer the question, we add 12 and 6. She has 18 eggs left.", "12"),
     ],
     "variables that could be units": [

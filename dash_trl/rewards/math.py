@@ -19,8 +19,8 @@ as follows:
   not converted: 5000 m is not 5 km.
 - **Variables.** math-verify removes letters at the end that could be units, such as the ab of 3ab and the t of 20 + 3t.
   Here, a variable remains (`split_units`).
-- **Numbers.** math-verify reads ``12\,345`` as 12 + 345 and 2 1/2 as (2 + 1)/2. Here, they are 12345 and 5/2. "5
-  million" is 5000000, and other words for numbers, such as dozen and fifths, are not removed like units.
+- **Numbers.** math-verify reads ``12\,345`` as 12 + 345 and 2 1/2 as (2 + 1)/2. Here, they are 12345 and 5/2, and
+  ``0.\overline{3}`` is 1/3. "5 million" is 5000000; other words for numbers, such as dozen, are not removed like units.
 - **The imaginary unit.** math-verify reads the i of ``5i`` and of ``5 i`` as different symbols. Here, they are equal.
 - **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member
   with the gold answer. Here, members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must

@@ -21,7 +21,7 @@ def normalize_answer(answer: str) -> str:
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
     - The ``\text{...}`` around numbers and "or" is removed, but not its content.
-    - 12 345 becomes 12345, 2 1/2 becomes 5/2, and 5 million becomes 5000000 (see `join_numbers`).
+    - 12 345 becomes 12345, and 2 1/2 becomes 5/2; 5 million and ``0.\overline{3}`` become numbers (see `join_numbers`).
     - The imaginary unit is written with a space, because math-verify reads ``5i`` and ``5 i`` as different symbols.
 
     Args:
@@ -41,22 +41,30 @@ def normalize_answer(answer: str) -> str:
 
 
 def join_numbers(text: str) -> str:
-    r"""Writes numbers without spaces and words.
+    r"""Writes numbers without spaces, words and repeating decimals.
 
-    math-verify would read 12 345 as 12 + 345, 2 1/2 as (2 + 1)/2, and "5 million" in prose as 5.
+    math-verify would read 12 345 as 12 + 345, 2 1/2 as (2 + 1)/2, "5 million" in prose as 5, and no ``0.\overline{3}``.
 
     Args:
         text: an answer, or a text with numbers.
 
     Returns:
-        The text with 12345 for ``12 345`` and ``12\,345``, with 5/2 for the mixed number ``2 1/2``, and with 2500000
-        for ``2.5 million``.
+        The text with 12345 for ``12 345`` and ``12\,345``, with 5/2 for the mixed number ``2 1/2``, with 2500000 for
+        ``2.5 million``, and with ``\frac{3}{9}`` for ``0.\overline{3}``.
     """
     text = _GROUPS.sub(lambda number: re.sub(_GAP, "", number[0]), text)
     text = _LARGE.sub(
         lambda one: f"{Decimal(one[1].replace(',', '')).scaleb(_THOUSANDS[one['word']]):f}{one['text'] or ''}", text
     )
+    text = _REPEATING.sub(_as_fraction, text)
     return _MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", text)
+
+
+def _as_fraction(one: re.Match[str]) -> str:
+    """Writes a repeating decimal as a fraction, which is (16 - 1)/90 for 0.1666…"""
+    start, digits, repeated = one.groups(default="")
+    value = int(start + digits + repeated) - int((start + digits) or 0)
+    return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(digits)}}}"
 
 
 def to_latex(text: str) -> str:
@@ -108,6 +116,7 @@ _PERCENT = "(?:percent(?:age)?|pct)"
 _GAP = r"(?:[ ~]|\\[ ,;])"
 _GROUPS = re.compile(rf"(?<![\d.,/^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")  # a number in groups of three digits
 _MIXED = re.compile(rf"(?<![\d.,/^])(\d{{1,15}}){_GAP}+(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.])")
+_REPEATING = re.compile(r"(?<![\w.,^])(\d{1,15})?\.(\d{0,15})\\(?:overline|bar)\s*\{(\d{1,15})\}(?!\d)")
 _THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _LARGE = re.compile(
     rf"(?<![\w.,/^])(\d{{1,3}}(?:,\d{{3}}){{1,4}}|\d{{1,15}}(?:\.\d{{1,10}})?){_GAP}*+"
@@ -128,6 +137,7 @@ _SPELLINGS = [
         # math-verify would read the c of \frac1c as a unit
         (r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
         (rf"({_TEXT}[^{{}}\d^]*)\^(\d)\s*\}}", r"\1}^\2"),  # the power of a unit
         (rf"(?<=\d)(?:{_ORDINAL}(?![a-zA-Z])|\s*\^?\s*\{{?{_TEXT}\s*{_ORDINAL}\s*\}}(?:\s*\}})?)", ""),
         (rf"{_TEXT}\s*i\s*\}}|(?<=\d)\s*i(?![a-zA-Z])", " i"),
