@@ -155,6 +155,10 @@ RIGHT = {
         (r"\boxed{\textbf{evelyn}}", r"\text{Evelyn}"),
         (r"\boxed{(C)}", r"\text{C}"),
         (r"\boxed{a}", "A"),
+        (r"\boxed{YES}", "Yes"),
+        ("The answer is yes.", "Yes"),
+        (r"\boxed{\text{No}}", "no"),
+        (r"\boxed{\text{II}}", "II"),
         ("Answer: ½", "1/2"),
     ],
     "units, where one side has none or both the same": [
@@ -239,6 +243,9 @@ WRONG = {
         ("The answer is 5 million because 7 is odd.", "5"),
         (r"\boxed{\text{west}}", r"\text{east}"),
         (r"\boxed{silent}", r"\text{listen}"),
+        (r"\boxed{no}", "Yes"),
+        (r"\boxed{\text{yes or no}}", "Yes"),
+        (r"\boxed{\text{III}}", "II"),
         ("The answer is B.", "A"),
     ],
     "numbers with spaces": [

@@ -55,6 +55,7 @@ READ = {
         (r"\text{ii}, \text{iv}", True),
         ("No solution", True),
         ("east", True),
+        ("Yes", True),
         ("A", False),
         ("xy", False),
         ("abcd2", False),

@@ -184,8 +184,8 @@ def _equals(gold: Gold, answer: str) -> bool:
         return False
     if _INTEGER.fullmatch(value) and _INTEGER.fullmatch(gold.value):
         return int(value.replace(",", "")) == int(gold.value.replace(",", ""))
-    if len(gold.text) == 1 and gold.text.isalpha() and same_words(gold.text, answer):
-        return True  # a choice such as "A"
+    if gold.text.isalpha() and same_words(gold.text, answer):
+        return True  # a choice such as "A", or "II"
     members = split_list(value)
     if not all(map(_is_true, members)):
         return False

@@ -329,13 +329,14 @@ def is_text_answer(gold: str) -> bool:
         gold: a gold answer, as `gold_text` returns it.
 
     Returns:
-        True for ``\text{Evelyn}``, ``No solution`` and ``\text{(C)}``. False for ``xy`` (a product), for ``x`` (a
-        variable, or the choice X; `score_answer` compares it as both) and for ``5\text{ cm}`` (a number).
+        True for ``\text{Evelyn}``, ``No solution``, ``Yes`` and ``\text{(C)}``. False for ``5\text{ cm}`` (a number), and
+        for up to three letters, such as ``xy``, ``II`` and ``B``: `score_answer` compares them as text and as formulas.
     """
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
     is_long = any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
-    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", words)) and (is_wrapped or is_long)
+    is_word = is_wrapped or is_long or words in ("yes", "no")
+    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", words)) and is_word
 
 
 def same_words(one: str, other: str) -> bool:
