@@ -14,6 +14,8 @@ as follows:
 
 - **Words.** math-verify reads "silent" as ``s*i*l*e*n*t``, which equals "listen". Here, answers in words are compared
   as text.
+- **Choices.** math-verify reads "(B) 5" as a product. Here, B is the label of a choice: "(B) 5" is right for the gold
+  answer B, and the gold answer "(B) 5" is equal to B, to 5 and to itself, but not to "(B) 6".
 - **Bases and units.** math-verify ignores the base of a number (52_8 = 52_9) and units (5 km = 5 m). Here, if both
   answers have a base, the bases must be the same; if both have units of `UNITS`, the units must be the same. Units are
   not converted: 5000 m is not 5 km.
@@ -60,6 +62,7 @@ from dash_trl.rewards.spelling import (
     same_text,
     same_words,
     split_chain,
+    split_label,
     split_list,
     split_units,
     squeeze,
@@ -121,6 +124,11 @@ def score_answer(completion: str, gold: str) -> float:
     bare, answer = gold_text(gold), find_answer(completion)
     if same_text(answer.text, bare):
         return 1.0
+    (label, value), (chosen, rest) = split_label(bare), split_label(answer.text)
+    if label and chosen and not (label == chosen and value and rest):
+        return float(label == chosen)
+    if label and value:
+        bare, answer = value, replace(answer, text=rest)
     if is_text_answer(bare) and is_readable(bare):
         return float(_is_right(answer.text, functools.partial(same_words, bare)))
     known = parse_gold(bare)

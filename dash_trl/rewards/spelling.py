@@ -186,6 +186,25 @@ def split_chain(answer: str) -> list[str]:
     return [member for member in _split(answer, _CHAIN) if member]
 
 
+def split_label(answer: str) -> tuple[str, str]:
+    r"""Separates the label of a choice from its value.
+
+    Args:
+        answer: an answer in the spelling of `normalize_answer`.
+
+    Returns:
+        ("B", "5") for ``\textbf{(B)}\ 5`` and for "B. 5", and ("B", "") for "(B)". ("", answer) if the answer has no
+        label, or a second one: "(A) or (B)" chooses nothing.
+    """
+    found = _LABEL.fullmatch(answer)
+    if not found or _OTHER_LABEL.search(found["value"]) or len(split_list(answer)) > 1:
+        return "", answer
+    value = found["value"]
+    if value.count("}") > value.count("{"):  # the label is within the brackets, as in \text{(B) 5}
+        value = normalize_answer(rf"\text{{{value}")
+    return found["label"], value
+
+
 def _split(answer: str, separators: re.Pattern[str]) -> list[str]:
     members, depth, start = [], 0, 0
     for token in separators.finditer(answer):
@@ -248,6 +267,14 @@ _LIST = re.compile(
     rf"(?P<separator>{_TEXT}\s*(?:,?\s*and|,?\s*or|,)\s*\}}|\\l?or(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
     rf"|(?<!\d),|,(?!\\!|\d{{3}}(?!\d))|;)|{_BRACKETS}"
 )
+_SPACE = r"\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z])"
+# Between a label and a value are a mark and a space, unlike in A(5); a value begins with no operator, unlike in (A) + 5.
+_LABEL = re.compile(
+    rf"(?:\(|{_TEXT}\s*)*+(?P<label>[A-J])(?=[)}}\s]*\Z|\}}*[).:](?:\}}|{_SPACE}))(?:[).:}}]|{_SPACE})*+"
+    r"(?P<value>(?![+*/^=<>]).*)",
+    re.DOTALL,
+)
+_OTHER_LABEL = re.compile(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])")
 _CHAIN = re.compile(rf"(?P<separator>(?<![<>!:])=|\\(?:approx|simeq)(?![a-zA-Z]))|{_BRACKETS}")
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 UNITS = {
