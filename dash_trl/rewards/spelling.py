@@ -268,7 +268,7 @@ _LIST = re.compile(
     rf"|(?<!\d),|,(?!\\!|\d{{3}}(?!\d))|;)|{_BRACKETS}"
 )
 _SPACE = r"\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z])"
-# Between a label and a value are a mark and a space, unlike in A(5); a value begins with no operator, unlike in (A) + 5.
+# A mark and a space end a label, unlike in A(5). A value begins with no operator, unlike in (A) + 5.
 _LABEL = re.compile(
     rf"(?:\(|{_TEXT}\s*)*+(?P<label>[A-J])(?=[)}}\s]*\Z|\}}*[).:](?:\}}|{_SPACE}))(?:[).:}}]|{_SPACE})*+"
     r"(?P<value>(?![+*/^=<>]).*)",
@@ -356,8 +356,8 @@ def is_text_answer(gold: str) -> bool:
         gold: a gold answer, as `gold_text` returns it.
 
     Returns:
-        True for ``\text{Evelyn}``, ``No solution``, ``Yes`` and ``\text{(C)}``. False for ``5\text{ cm}`` (a number), and
-        for up to three letters, such as ``xy``, ``II`` and ``B``: `score_answer` compares them as text and as formulas.
+        True for ``\text{Evelyn}``, ``No solution``, ``Yes`` and ``\text{(C)}``. False for ``5\text{ cm}`` (a number)
+        and for up to three letters, such as ``xy``, ``II`` and ``B``, which `score_answer` also compares as formulas.
     """
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
