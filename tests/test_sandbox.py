@@ -469,6 +469,7 @@ RAISES = "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 
         *[("def f(x): return []", f"import numpy\nnumpy.testing.assert_{name}(f(1), 2.5)") for name in ASSERTS],
         # nothing to call, or a type by which a function of the tests makes what cannot be sent
         ("def f(g): return g(object)", "assert f(lambda t: t()) == 3"),
+        ("def f(x: List[int]): return 2", "assert f(1) == 2"),  # only `Solution` has names without an import
         ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
     ],
 )
@@ -496,6 +497,7 @@ def test_what_is_wrong(box, program, test):
         ("import numpy\ndef f(x): return numpy.zeros((2, 2))", f"{CLOSE}(f(1), 0) and np.isclose(f(1), 0).all()", None),
         ("def f(x): return []", f"{CLOSE}(f(1), [])", None),
         ("def f(x): return x", "import numpy\nnumpy.testing.assert_allclose(actual=f([1.0]), desired=[1.0])", None),
+        ("class Solution:\n    def f(self, x: List[int]): return x", "assert Solution().f([1]) == [1]", "Solution"),
         ("class No(ValueError): pass\ndef f(x): raise No('no')", RAISES, None),
         ("def f(x): return iter([x])", "x = f(1)\nassert next(x) == 1\nassert next(x, 2) == 2", None),
     ],

@@ -97,7 +97,7 @@ def find_answer(completion: str) -> Answer:
         runs = _runs(rest, list(_formulas(rest)))
         if runs and runs[0][0][0] == 0:
             return _side_by_side(runs[0])
-        clause = _CLAUSE.match(rest)
+        clause = _EXPLAINED.match(rest) or _CLAUSE.match(rest)
         return _in_clause(clause[0] if clause else "", tail[announced[-1].start() :], _OR_AND)
     runs = _runs(tail, list(_formulas(tail)))
     if runs and not tail[runs[-1][-1][1] :].strip(" \t\n.*"):
@@ -261,6 +261,11 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
+# A number at the beginning, before a reason or a list of its parts in brackets. The numbers of these are no answers.
+_EXPLAINED = re.compile(
+    r"(?!.*\bor\b)[-+]?\\?\$?\d[\d.,]*"
+    r"(?:(?= +(?:because|since)\b)|(?: +[a-zA-Z]+){1,3}(?= \(\d[^()]*\)\**(?:[.\n]|\Z)))"
+)
 _OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # an "or" in the last clause of a sentence, so no comma follows the "or"
 _OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")

@@ -14,12 +14,15 @@ as follows:
 
 - **Words.** math-verify reads "silent" as ``s*i*l*e*n*t``, which equals "listen". Here, answers in words are compared
   as text.
+- **Choices.** math-verify reads "(B) 5" as a product. Here, B is the label of a choice: "(B) 5" is right for the gold
+  answer B, and the gold answer "(B) 5" is equal to B, to 5 and to itself, but not to "(B) 6".
 - **Bases and units.** math-verify ignores the base of a number (52_8 = 52_9) and units (5 km = 5 m). Here, if both
   answers have a base, the bases must be the same; if both have units of `UNITS`, the units must be the same. Units are
   not converted: 5000 m is not 5 km.
 - **Variables.** math-verify removes letters at the end that could be units, such as the ab of 3ab and the t of 20 + 3t.
   Here, a variable remains (`split_units`).
-- **Numbers.** math-verify reads ``12\,345`` as 12 + 345 and 2 1/2 as (2 + 1)/2. Here, they are 12345 and 5/2.
+- **Numbers.** math-verify reads ``12\,345`` as 12 + 345 and 2 1/2 as (2 + 1)/2. Here, they are 12345 and 5/2, and
+  ``0.\overline{3}`` is 1/3. "5 million" is 5000000; other words for numbers, such as dozen, are not removed like units.
 - **The imaginary unit.** math-verify reads the i of ``5i`` and of ``5 i`` as different symbols. Here, they are equal.
 - **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member
   with the gold answer. Here, members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must
@@ -59,6 +62,7 @@ from dash_trl.rewards.spelling import (
     same_text,
     same_words,
     split_chain,
+    split_label,
     split_list,
     split_units,
     squeeze,
@@ -120,6 +124,11 @@ def score_answer(completion: str, gold: str) -> float:
     bare, answer = gold_text(gold), find_answer(completion)
     if same_text(answer.text, bare):
         return 1.0
+    (label, value), (chosen, rest) = split_label(bare), split_label(answer.text)
+    if label and chosen and not (label == chosen and value and rest):
+        return float(label == chosen)
+    if label and value:
+        bare, answer = value, replace(answer, text=rest)
     if is_text_answer(bare) and is_readable(bare):
         return float(_is_right(answer.text, functools.partial(same_words, bare)))
     known = parse_gold(bare)
@@ -183,8 +192,8 @@ def _equals(gold: Gold, answer: str) -> bool:
         return False
     if _INTEGER.fullmatch(value) and _INTEGER.fullmatch(gold.value):
         return int(value.replace(",", "")) == int(gold.value.replace(",", ""))
-    if len(gold.text) == 1 and gold.text.isalpha() and same_words(gold.text, answer):
-        return True  # a choice such as "A"
+    if gold.text.isalpha() and same_words(gold.text, answer):
+        return True  # a choice such as "A", or "II"
     members = split_list(value)
     if not all(map(_is_true, members)):
         return False

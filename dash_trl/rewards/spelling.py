@@ -6,6 +6,7 @@ r"""Brings answers to one spelling and splits answers into parts. It compares no
 
 import re
 import unicodedata
+from decimal import Decimal
 
 # A run of letters counts as a word if it has at least this number of letters and a vowel. A shorter run may be a
 # product such as xyz.
@@ -20,7 +21,7 @@ def normalize_answer(answer: str) -> str:
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
     - The ``\text{...}`` around numbers and "or" is removed, but not its content.
-    - 12 345 becomes 12345, and 2 1/2 becomes 5/2 (see `join_numbers`).
+    - 12 345 becomes 12345, and 2 1/2 becomes 5/2; 5 million and ``0.\overline{3}`` become numbers (see `join_numbers`).
     - The imaginary unit is written with a space, because math-verify reads ``5i`` and ``5 i`` as different symbols.
 
     Args:
@@ -40,16 +41,30 @@ def normalize_answer(answer: str) -> str:
 
 
 def join_numbers(text: str) -> str:
-    r"""Writes numbers without spaces, because math-verify would read 12 345 as 12 + 345, and 2 1/2 as (2 + 1)/2.
+    r"""Writes numbers without spaces, words and repeating decimals.
+
+    math-verify would read 12 345 as 12 + 345, 2 1/2 as (2 + 1)/2, "5 million" in prose as 5, and no ``0.\overline{3}``.
 
     Args:
         text: an answer, or a text with numbers.
 
     Returns:
-        The text with 12345 for ``12 345`` and ``12\,345``, and with 5/2 for the mixed number ``2 1/2``.
+        The text with 12345 for ``12 345`` and ``12\,345``, with 5/2 for the mixed number ``2 1/2``, with 2500000 for
+        ``2.5 million``, and with ``\frac{3}{9}`` for ``0.\overline{3}``.
     """
     text = _GROUPS.sub(lambda number: re.sub(_GAP, "", number[0]), text)
+    text = _LARGE.sub(
+        lambda one: f"{Decimal(one[1].replace(',', '')).scaleb(_THOUSANDS[one['word']]):f}{one['text'] or ''}", text
+    )
+    text = _REPEATING.sub(_as_fraction, text)
     return _MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", text)
+
+
+def _as_fraction(one: re.Match[str]) -> str:
+    """Writes a repeating decimal as a fraction, which is (16 - 1)/90 for 0.1666…"""
+    start, digits, repeated = one.groups(default="")
+    value = int(start + digits + repeated) - int((start + digits) or 0)
+    return rf"\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(digits)}}}"
 
 
 def to_latex(text: str) -> str:
@@ -101,6 +116,12 @@ _PERCENT = "(?:percent(?:age)?|pct)"
 _GAP = r"(?:[ ~]|\\[ ,;])"
 _GROUPS = re.compile(rf"(?<![\d.,/^])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)")  # a number in groups of three digits
 _MIXED = re.compile(rf"(?<![\d.,/^])(\d{{1,15}}){_GAP}+(\d{{1,15}})\s*/\s*(\d{{1,15}})(?![\d.])")
+_REPEATING = re.compile(r"(?<![\w.,^])(\d{1,15})?\.(\d{0,15})\\(?:overline|bar)\s*\{(\d{1,15})\}(?!\d)")
+_THOUSANDS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LARGE = re.compile(
+    rf"(?<![\w.,/^])(\d{{1,3}}(?:,\d{{3}}){{1,4}}|\d{{1,15}}(?:\.\d{{1,10}})?){_GAP}*+"
+    rf"(?P<text>{_TEXT}\s*)?(?P<word>{'|'.join(_THOUSANDS)})(?![a-zA-Z])"
+)
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -116,6 +137,7 @@ _SPELLINGS = [
         # math-verify would read the c of \frac1c as a unit
         (r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
         (rf"({_TEXT}[^{{}}\d^]*)\^(\d)\s*\}}", r"\1}^\2"),  # the power of a unit
         (rf"(?<=\d)(?:{_ORDINAL}(?![a-zA-Z])|\s*\^?\s*\{{?{_TEXT}\s*{_ORDINAL}\s*\}}(?:\s*\}})?)", ""),
         (rf"{_TEXT}\s*i\s*\}}|(?<=\d)\s*i(?![a-zA-Z])", " i"),
@@ -164,6 +186,25 @@ def split_chain(answer: str) -> list[str]:
     return [member for member in _split(answer, _CHAIN) if member]
 
 
+def split_label(answer: str) -> tuple[str, str]:
+    r"""Separates the label of a choice from its value.
+
+    Args:
+        answer: an answer in the spelling of `normalize_answer`.
+
+    Returns:
+        ("B", "5") for ``\textbf{(B)}\ 5`` and for "B. 5", and ("B", "") for "(B)". ("", answer) if the answer has no
+        label, or a second one: "(A) or (B)" chooses nothing.
+    """
+    found = _LABEL.fullmatch(answer)
+    if not found or _OTHER_LABEL.search(found["value"]) or len(split_list(answer)) > 1:
+        return "", answer
+    value = found["value"]
+    if value.count("}") > value.count("{"):  # the label is within the brackets, as in \text{(B) 5}
+        value = normalize_answer(rf"\text{{{value}")
+    return found["label"], value
+
+
 def _split(answer: str, separators: re.Pattern[str]) -> list[str]:
     members, depth, start = [], 0, 0
     for token in separators.finditer(answer):
@@ -202,8 +243,11 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
         return answer, None
     words = found["unit"].casefold().replace(".", "").split()
     power = found["power"] or ""
-    if len(words) > 1 and words[0] in _POWERS:
-        power = _POWERS[words.pop(0)]
+    for place in (0, -1):  # square meters, meters squared
+        if len(words) > 1 and words[place] in _POWERS:
+            power = _POWERS[words.pop(place)]
+    if _NUMBER_WORDS.intersection(words):
+        return answer, None
     name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
         is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # the h of 3x + 2h does not mean hours
@@ -215,7 +259,7 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
 
 def _is_word(letters: str) -> bool:
     is_long = len(letters) >= MIN_WORD_LETTERS and bool(_VOWEL.search(letters))
-    return letters in UNITS or letters == "per" or is_long and letters not in _NUMBER_WORDS
+    return letters in UNITS or letters == "per" or is_long
 
 
 _BRACKETS = r"(?P<open>\\?[({\[])|(?P<close>\\?[)}\]])|\\."
@@ -223,8 +267,16 @@ _LIST = re.compile(
     rf"(?P<separator>{_TEXT}\s*(?:,?\s*and|,?\s*or|,)\s*\}}|\\l?or(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
     rf"|(?<!\d),|,(?!\\!|\d{{3}}(?!\d))|;)|{_BRACKETS}"
 )
+_SPACE = r"\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z])"
+# A mark and a space end a label, unlike in A(5). A value begins with no operator, unlike in (A) + 5.
+_LABEL = re.compile(
+    rf"(?:\(|{_TEXT}\s*)*+(?P<label>[A-J])(?=[)}}\s]*\Z|\}}*[).:](?:\}}|{_SPACE}))(?:[).:}}]|{_SPACE})*+"
+    r"(?P<value>(?![+*/^=<>]).*)",
+    re.DOTALL,
+)
+_OTHER_LABEL = re.compile(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])")
 _CHAIN = re.compile(rf"(?P<separator>(?<![<>!:])=|\\(?:approx|simeq)(?![a-zA-Z]))|{_BRACKETS}")
-_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 UNITS = {
     name: names.split()[0]
     for names in (
@@ -268,13 +320,16 @@ UNITS = {
 }
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<unit>\\\$|[€£¥₹])\s*(?=[-+]?[\d.\\])")
 _POWER = r"(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
-_TEXT_UNIT = re.compile(rf"(?P<value>.*\S)\s*(?:\\[ ,;!]\s*|~)*{_TEXT}(?P<unit>[^{{}}\d]*)\}}{_POWER}", re.DOTALL)
+_TEXT_UNIT = re.compile(rf"(?P<value>.*?\S)\s*(?:\\[ ,;!]\s*|~)*+{_TEXT}(?P<unit>[^{{}}\d]*)\}}{_POWER}", re.DOTALL)
 _BARE_UNIT = re.compile(
     r"(?P<value>.*[\d)}\]!])\s*(?:\\[ ,;!]\s*|~)*(?:\^\s*\{?(?=\\circ))?"
     rf"(?P<unit>\\circ|\\\$|[€£¥₹¢]|[a-zA-Z]+(?:\ [a-zA-Z]+)*)\.?(?:(?<=\\circ)\s*\}})?{_POWER}",
     re.DOTALL,
 )
-_NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves third thirds quarter quarters".split())
+_NUMBER_WORDS = set(
+    "hundred thousand million billion trillion dozen squared cubed half halves third thirds quarter quarters "
+    "fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths".split()
+)
 
 
 # ------------------------------------------------------------------------------------------------ answers in words
@@ -301,13 +356,14 @@ def is_text_answer(gold: str) -> bool:
         gold: a gold answer, as `gold_text` returns it.
 
     Returns:
-        True for ``\text{Evelyn}``, ``No solution`` and ``\text{(C)}``. False for ``xy`` (a product), for ``x`` (a
-        variable, or the choice X; `score_answer` compares it as both) and for ``5\text{ cm}`` (a number).
+        True for ``\text{Evelyn}``, ``No solution``, ``Yes`` and ``\text{(C)}``. False for ``5\text{ cm}`` (a number)
+        and for up to three letters, such as ``xy``, ``II`` and ``B``, which `score_answer` also compares as formulas.
     """
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
     is_long = any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
-    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", words)) and (is_wrapped or is_long)
+    is_word = is_wrapped or is_long or words in ("yes", "no")
+    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", words)) and is_word
 
 
 def same_words(one: str, other: str) -> bool:

@@ -41,6 +41,7 @@ import sys
 import tempfile
 import threading
 import types
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -51,6 +52,8 @@ MAX_MESSAGE = 8 << 20  # limit of one call or value, in bytes
 MAX_TEXT = MAX_MESSAGE - 1000  # limit of an input or output, which leaves room for the rest of its message
 MAX_JOB = 64 << 20  # limit of all tests of a program, in bytes
 LARGEST_JSON_INT = 2**53  # larger integers are sent as hexadecimal text
+# Names that a program with a class `Solution` may use without an import, as on LeetCode.
+PREDEFINED = ("Any", "Callable", "Dict", "List", "Optional", "Set", "Tuple", "Union")
 
 
 class CannotCross(BaseException):
@@ -567,6 +570,8 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
     random.seed(0)
     module = types.ModuleType("solution")  # dataclasses and pickle look up the module of a class
     sys.modules["solution"] = module
+    if "class Solution" in program:
+        module.__dict__.update({name: getattr(typing, name) for name in PREDEFINED})
     peer = Peer(link, trusted=False)
 
     def load() -> BaseException | None:
