@@ -197,7 +197,8 @@ def load_code_dataset(
           and for ready-made datasets that contain it.
         - `completion`: the solution, as a text or a conversation like the prompt; only with `completion=True`.
     Raises:
-        ValueError: as in `load_math_dataset`; also if a row has no tests, or tests that are not Python.
+        ValueError: as in `load_math_dataset`; also if a row has no tests, tests that are not Python, or an entry point
+            that is not a name.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
@@ -217,6 +218,13 @@ def load_code_dataset(
             ) from error
     _require_all([row["tests"] or row["inputs"] or None for row in rows], dataset, f"tests in {where}", source)
     for i, row in enumerate(rows):
+        if (name := row["entry_point"]) and not str(name).isidentifier():
+            raise ValueError(
+                f"Row {i} of {source!r} has the entry_point {name!r}, which no program can define, so every completion "
+                f"would score 0. For a method, as in LeetCodeDataset, make the columns 'prompt' (the whole task), "
+                f"'tests' (scripts that call it, such as the test followed by 'check({name})') and 'entry_point' "
+                f"(the class: {str(name).partition('(')[0]!r})."
+            )
         for test in row["tests"] or ():
             try:
                 ast.parse(test)

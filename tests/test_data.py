@@ -491,6 +491,12 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
         ),
         (
             load_code_dataset,
+            [HUMANEVAL, {**HUMANEVAL, "entry_point": "Solution().add"}],
+            {},
+            r"Row 1 of .* has the entry_point 'Solution\(\).add', .*check\(Solution\(\).add\).*'Solution'",
+        ),
+        (
+            load_code_dataset,
             [MBPP, {**MBPP, "text": " "}],
             {},
             "1 of 2 rows of .* lack a problem in 'text'; the first is row 1",
