@@ -197,8 +197,8 @@ def load_code_dataset(
           and for ready-made datasets that contain it.
         - `completion`: the solution, as a text or a conversation like the prompt; only with `completion=True`.
     Raises:
-        ValueError: as in `load_math_dataset`; also if a row has no tests, tests that are not Python, or an entry point that
-            is not a name.
+        ValueError: as in `load_math_dataset`; also if a row has no tests, tests that are not Python, or an entry point
+            that is not a name.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
