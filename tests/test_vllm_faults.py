@@ -142,7 +142,12 @@ def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
 
 
 @pytest.mark.parametrize(
-    "fault", ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/update_weight_version"]
+    "fault",
+    [
+        "/collective_rpc",
+        "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+        "/update_weight_version",
+    ],
 )
 def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
     fake = fakes(fault)
@@ -268,6 +273,8 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes, caplog
         ("no worker", PoolError, "cannot be read .IndexError"),
         ("no report", PoolError, "cannot be read .KeyError: 'comparable'"),
         ("dtype", ValueError, "in different dtypes"),
+        ("connector", ValueError, "the KV connector LMCacheMPConnector, whose cache may keep prefixes of old weights"),
+        ("tiers", ValueError, "the KV connector OffloadingConnector, whose cache may keep prefixes of old weights"),
         ("shape", ValueError, r"another shape than 'model' .there, here.: {'vocab_size': .65, 64.}.* --servers 2"),
         ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
         ("difference", ValueError, "vllm_weight_difference=True, but the servers' weights are quantised"),
@@ -284,6 +291,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
     ("fault", "message"),
     [
         (None, None),
+        ("offloading", None),
         ("quantised", "a lost update would go unnoticed"),
         ("logprobs_mode", "every ratio that uses them (importance sampling correction, loss_type='aipo') is biased"),
     ],
@@ -307,6 +315,11 @@ def checked_pool(fakes: list[Fake], fault: str | None) -> VLLMPool:
     vllm.weight_difference = fault == "difference"
     first.report["shape"] |= {"vocab_size": 65} if fault == "shape" else {}
     first.config["model_config"] |= {"logprobs_mode": "raw_logprobs"} if fault == "logprobs_mode" else {}
+    connector = "LMCacheMPConnector" if fault == "connector" else "OffloadingConnector"
+    if fault in ("connector", "tiers", "offloading"):
+        options = {"cpu_bytes_to_use": 1} | ({"spec_name": "TieringOffloadingSpec"} if fault == "tiers" else {})
+        transfer = {"kv_connector": connector, "kv_connector_extra_config": options}
+        first.config["kv_transfer_config"] = transfer
     vllm.weight_sync = "nccl" if fault == "nccl" else "file"
     return vllm
 

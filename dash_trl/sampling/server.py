@@ -272,7 +272,9 @@ class VLLMServer:
         Args:
             tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # otherwise paused requests hold KV cache, and the reset fails
+        # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
+        # of `--kv-offloading-size`.
+        options = {"reset_running_requests": "true", "reset_external": "true"}
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
