@@ -122,7 +122,8 @@ def check_tools(tools: Sequence[Any]) -> None:
 # listed, because log-probs are computed at the same temperature.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
-# Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31).
+# Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31), except for those that change
+# the prompt (`truncate_prompt_tokens`): the loss has the whole prompt.
 SERVER_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
@@ -152,7 +153,6 @@ SERVER_OPTIONS = (
     "thinking_token_budget",
     "top_k",
     "top_p",
-    "truncate_prompt_tokens",
     "vllm_xargs",
     "watermarking",
 )
@@ -250,12 +250,13 @@ def check_correction(args: DASHConfig) -> None:
 
 
 def check_server_options(args: DASHConfig) -> None:
-    """Raises a `ValueError` if `generation_kwargs` has options that vLLM's servers would ignore."""
+    """Raises a `ValueError` if `generation_kwargs` has options that vLLM's servers ignore, or that cut prompts."""
     unknown = sorted({*(args.generation_kwargs or {})} - {*SERVER_OPTIONS})
     if unknown and args.use_vllm and args.vllm_mode == "server":
         raise ValueError(
             f"generation_kwargs has {unknown}, which vLLM's servers ignore, so completions would be sampled without "
-            f"them. Leave them out, or use vLLM's options: {', '.join(SERVER_OPTIONS)}."
+            "them (or, with truncate_prompt_tokens, from another prompt than the loss has). Leave them out, or use "
+            f"vLLM's options: {', '.join(SERVER_OPTIONS)}."
         )
 
 
