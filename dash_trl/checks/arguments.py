@@ -71,7 +71,7 @@ def check_arguments(
     check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
-    check_server_options(args)
+    check_generation_kwargs(args)
     check_model(model, args, others.get("peft_config"))
 
 
@@ -249,9 +249,23 @@ def check_correction(args: DASHConfig) -> None:
         )
 
 
-def check_server_options(args: DASHConfig) -> None:
-    """Raises a `ValueError` if `generation_kwargs` has options that vLLM's servers ignore, or that cut prompts."""
-    unknown = sorted({*(args.generation_kwargs or {})} - {*SERVER_OPTIONS})
+def check_generation_kwargs(args: DASHConfig) -> None:
+    """Checks the options in `generation_kwargs`.
+
+    Args:
+        args: the configuration.
+    Raises:
+        ValueError: if there is another temperature than the loss uses, or if vLLM's servers would ignore an option or
+            cut prompts.
+    """
+    options = args.generation_kwargs or {}
+    temperature = options.get("temperature", args.temperature)
+    if temperature != args.temperature:
+        raise ValueError(
+            f"generation_kwargs has temperature={temperature}, but the loss uses temperature={args.temperature}, so "
+            "its log-probs would not be those of the sampler. Set temperature in the DASHConfig instead."
+        )
+    unknown = sorted({*options} - {*SERVER_OPTIONS})
     if unknown and args.use_vllm and args.vllm_mode == "server":
         raise ValueError(
             f"generation_kwargs has {unknown}, which vLLM's servers ignore, so completions would be sampled without "
