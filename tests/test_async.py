@@ -359,6 +359,7 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
         max_completion_length=8,
         structured_outputs_regex=None,
         generation_kwargs={},
+        end_ids=[],
         pool=ServerPool([fakes().url]),
         ranks=SimpleNamespace(rank=0),
     )
@@ -491,3 +492,24 @@ def test_an_unknown_log_prob_is_not_corrected_in_an_evaluation(tiny_model, tmp_p
     fake.log_prob = -9999.0
     logged = trainer.evaluate(prompts(4))
     assert logged["eval_sampling/importance_sampling_ratio/max"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings, sent",
+    [({}, {FIRST + 1, "eos"}), ({"ignore_eos": True}, {FIRST + 1}), ({"stop_token_ids": None}, {"eos"})],
+)
+def test_end_tokens_are_sent_to_servers(tiny_model, tmp_path, fakes, settings, sent):
+    """A server's model may know others than the trainer's model and tokenizer."""
+    fake, asked = fakes(), []
+    answer = fake.answer
+
+    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if request["max_tokens"] > 1:  # else a trial
+            asked.append({*request["stop_token_ids"]})
+        answer(send, request, fault)
+
+    fake.answer = note
+    kwargs = {"stop_token_ids": [FIRST + 1], **settings}
+    trainer, *_ = asynchronous(tiny_model, tmp_path, [fake], 0, **STEP, max_steps=1, generation_kwargs=kwargs)
+    ends = {trainer._tokenizer.eos_token_id if token == "eos" else token for token in sent}
+    assert asked and all(one == ends for one in asked)

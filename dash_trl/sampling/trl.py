@@ -63,6 +63,7 @@ class VLLMPool(VLLMGeneration):
         weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
         weight_difference: True = "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
         rank_timeout: seconds for which ranks wait for each other.
+        end_ids: token ids that end a completion.
         step: function that returns the optimizer step that made the model's current weights.
         timed: function that takes "rollouts" or "weights", and returns a context manager that measures how long the
             trainer waits for them.
@@ -83,6 +84,7 @@ class VLLMPool(VLLMGeneration):
         weight_dir: str = WEIGHT_DIR,
         weight_difference: bool = False,
         rank_timeout: float = TIMEOUT,
+        end_ids: Sequence[int] = (),
         step: Callable[[], int] = lambda: 0,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext[Any],
         **others: Any,
@@ -93,6 +95,7 @@ class VLLMPool(VLLMGeneration):
         self.weight_dir = weight_dir
         self.weight_difference = weight_difference
         self.rank_timeout = rank_timeout
+        self.end_ids = end_ids
         self.step = step
         self.timed = timed
         super().__init__(mode="server", **others)
@@ -266,6 +269,8 @@ class VLLMPool(VLLMGeneration):
         if self.structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
         sampling |= self.generation_kwargs
+        if not sampling.get("ignore_eos"):  # the end tokens of the server's model may be others
+            sampling["stop_token_ids"] = [*self.end_ids, *(sampling.get("stop_token_ids") or ())]
         if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
             sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK
         return sampling
@@ -486,6 +491,7 @@ def install(trainer: Any) -> None:
         weight_sync=args.vllm_weight_sync,
         weight_difference=args.vllm_weight_difference,
         rank_timeout=args.ddp_timeout,
+        end_ids=trainer.eos_token_ids,
         step=lambda: this.state.global_step,
         timed=lambda side: this.recorder.timed(f"wait_for_{side}", counts=this.model.training),
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
