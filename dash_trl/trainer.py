@@ -151,6 +151,8 @@ class DASHTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.use_vllm:
             check_tied_adapter(self.model)
+            stop_ids = (args.generation_kwargs or {}).get("stop_token_ids") or ()
+            self.eos_token_ids = [*dict.fromkeys([*self.eos_token_ids, *stop_ids])]
         elif one_ahead(self):
             check_distribution(self.model, self.generation_config)
         if on_servers:

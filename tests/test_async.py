@@ -7,11 +7,13 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
@@ -359,18 +361,54 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
         max_completion_length=8,
         structured_outputs_regex=None,
         generation_kwargs={},
+        end_ids=[],
         pool=ServerPool([fakes().url]),
         ranks=SimpleNamespace(rank=0),
     )
-    vllm._sampling = lambda: VLLMPool._sampling(vllm)
+    vllm._sampling = lambda window: VLLMPool._sampling(vllm, window)
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
-    jobs = VLLMPool._jobs(vllm, rows, 4)
+    jobs = VLLMPool._jobs(vllm, 0, rows, 4)
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
-    assert "seed" not in VLLMPool._sampling(vllm)
-    vllm.generation_kwargs = {"seed": 5}
-    first = VLLMPool._sampling(vllm)["seed"]
-    vllm.ranks.rank = 1  # the two ranks may share a group, and vLLM counts a request's seeds from this one
-    assert first == 5 and VLLMPool._sampling(vllm)["seed"] > first + 1000
+
+
+def test_no_two_rows_have_the_same_seed(fakes):
+    """Else rows of the same prompt would be equal. vLLM gives row i of a request the request's seed + i."""
+    fake, seeds = fakes(), []
+    answer = fake.answer
+
+    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if request["max_tokens"] > 1:  # else a trial
+            seeds.extend(None if request.get("seed") is None else request["seed"] + i for i in range(request["n"]))
+        answer(send, request, fault)
+
+    fake.answer = note
+    vllm = object.__new__(VLLMPool)
+    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "structured_outputs_regex", "context")
+    vars(vllm).update(dict.fromkeys(names), urls=[fake.url], server_timeout=20.0, request_timeout=20.0, end_ids=[])
+    vllm.max_completion_length, vllm.rank_timeout, vllm.timed = 8, 20.0, lambda what: nullcontext()
+    vllm.accelerator, vllm.generation_kwargs = Accelerator(cpu=True), {"seed": 5}
+    vllm._init_vllm()
+    vllm.pool.refit = None
+    vllm.pool.weights_sent(0, {fake.url: None})
+
+    async def turns(ask: Any) -> None:
+        await ask([1], 8)
+        await ask([1], 8)
+
+    rows = [[1]] * 8
+    for rank in range(2):
+        vllm.ranks.rank = rank
+        for window in range(2):
+            vllm.expect(2 * window, {2 * window: rows})
+            vllm.generate(rows, None, 4)
+            vllm.expect(2 * window + 1, {}, chains={2 * window + 1: [turns] * 8})
+            vllm.generate([], None, 4)
+            vllm.generate(rows, None, 4)
+            vllm.generate(rows, None, 1)  # later turns of an evaluation
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 5 * 8
+    vllm.generation_kwargs, seeds[:] = {}, []
+    vllm.generate(rows, None, 4)
+    assert seeds == [None] * 8
 
 
 def test_a_later_turn_of_an_evaluation_fits_into_the_context():
@@ -491,3 +529,33 @@ def test_an_unknown_log_prob_is_not_corrected_in_an_evaluation(tiny_model, tmp_p
     fake.log_prob = -9999.0
     logged = trainer.evaluate(prompts(4))
     assert logged["eval_sampling/importance_sampling_ratio/max"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings, sent",
+    [({}, {FIRST + 1, "eos"}), ({"ignore_eos": True}, {FIRST + 1}), ({"stop_token_ids": None}, {"eos"})],
+)
+def test_end_tokens_are_sent_to_servers(tiny_model, tmp_path, fakes, settings, sent):
+    """A server's model may know others than the trainer's model and tokenizer."""
+    fake, asked = fakes(), []
+    answer = fake.answer
+
+    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if request["max_tokens"] > 1:  # else a trial
+            asked.append({*request["stop_token_ids"]})
+        answer(send, request, fault)
+
+    fake.answer = note
+    kwargs = {"stop_token_ids": [FIRST + 1], **settings}
+    trainer, *_ = asynchronous(tiny_model, tmp_path, [fake], 0, **STEP, max_steps=1, generation_kwargs=kwargs)
+    ends = {trainer._tokenizer.eos_token_id if token == "eos" else token for token in sent}
+    assert asked and all(one == ends for one in asked)
+
+
+def test_a_row_that_a_stop_token_of_the_user_ends_is_not_truncated(tiny_model, tmp_path, fakes):
+    versions = [FIRST + 1, FIRST + 2]  # in training and in the evaluation
+    settings = {"generation_kwargs": {"stop_token_ids": versions}, "mask_truncated_completions": True}
+    trainer, *_ = asynchronous(tiny_model, tmp_path, [fakes()], 0, **STEP, max_steps=1, **settings)
+    logged = trainer.state.log_history[0]
+    assert logged["completions/clipped_ratio"] == 0.0 and logged["completions/mean_terminated_length"] == 2.0
+    assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0

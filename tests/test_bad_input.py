@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,6 +408,8 @@ def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings
             {"generation_kwargs": {"suppress_tokens": [3]}},
             r"generation_kwargs has \['suppress_tokens'\], which vLLM's se",
         ),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 8}}, "from another prompt than the loss has"),
+        ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ],
 )
@@ -415,6 +418,21 @@ def test_what_servers_would_ignore_or_spoil_is_refused(settings, message, tiny_m
         check_arguments(tiny_model, config(**SERVER, **settings), prompts(16), None, None, {})
     settings = {**settings, "vllm_importance_sampling_mode": "token_mask"}
     check_arguments(tiny_model, config(**settings), prompts(16), None, None, {})  # transformers samples
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"generation_kwargs": {"temperature": 0.7}}, r"has temperature=0.7, but the loss uses temperature=1.0"),
+        ({"generation_kwargs": {"temperature": 1.0}, "temperature": 0.7}, r"temperature=1.0, but .* temperature=0.7"),
+        ({"generation_kwargs": {"temperature": 0.7}, "temperature": 0.7}, None),
+    ],
+)
+@pytest.mark.parametrize("sampler", [SERVER, {}])
+def test_generation_kwargs_that_the_loss_does_not_know_are_refused(settings, message, sampler, tiny_model):
+    error = nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with error:
+        check_arguments(tiny_model, config(**sampler, **settings), prompts(16), None, None, {})
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,12 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
     return [([i, 1, 2], n) for i in range(count)]
 
 
+def test_a_completion_that_repeats_itself_is_whole(fakes):
+    """vLLM ends it there, if `generation_kwargs` have `repetition_detection`."""
+    pool = ready(fakes("repetition"))
+    assert pool.complete(prompts(2, 2), SAMPLING) == expected(2, 2) and not pool.retried
+
+
 def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
     pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=20.0)
@@ -142,7 +148,12 @@ def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
 
 
 @pytest.mark.parametrize(
-    "fault", ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/update_weight_version"]
+    "fault",
+    [
+        "/collective_rpc",
+        "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+        "/update_weight_version",
+    ],
 )
 def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
     fake = fakes(fault)
@@ -186,6 +197,31 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     sync.send()
     assert order == ["older", "newer"]
     assert {server.state for server in pool.fleet.servers.values()} == {"dead"}  # the main process sent to nobody
+
+
+def test_a_request_begins_no_look_while_newer_weights_wait(fakes):
+    """A chain may make it then. The look would give the server the older weights, while it is being sent the newer."""
+    idle, slow = fakes(), fakes()
+    pool, looks, go_on = ready(idle, slow), [], threading.Event()
+
+    async def refit(server):
+        looks.append((server.url, pool._sending))
+        while server.url == slow.url and not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return pool.fleet.version
+
+    pool.refit = refit
+    pool.fleet.refit_failed(slow.url, "it was away", now=0.0)
+    pool.complete(prompts(1, 1), SAMPLING)
+    sending = threading.Thread(target=pool.new_version, args=(1,))
+    sending.start()
+    wait_until(lambda: pool._sending)
+    batch = pool.submit(pool.completions(prompts(1, 1), SAMPLING), order=0)
+    go_on.set()
+    sending.join()
+    pool.weights_sent(1, dict.fromkeys(pool.urls))
+    assert pool.collect(batch) == expected(1, 1)
+    assert (idle.url, True) not in looks and looks[-1][1] is False
 
 
 def test_who_had_no_work_while_weights_were_sent_is_looked_at_before_it_is_given_what_waits(fakes):
@@ -268,6 +304,8 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes, caplog
         ("no worker", PoolError, "cannot be read .IndexError"),
         ("no report", PoolError, "cannot be read .KeyError: 'comparable'"),
         ("dtype", ValueError, "in different dtypes"),
+        ("connector", ValueError, "the KV connector LMCacheMPConnector, whose cache may keep prefixes of old weights"),
+        ("tiers", ValueError, "the KV connector OffloadingConnector, whose cache may keep prefixes of old weights"),
         ("shape", ValueError, r"another shape than 'model' .there, here.: {'vocab_size': .65, 64.}.* --servers 2"),
         ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
         ("difference", ValueError, "vllm_weight_difference=True, but the servers' weights are quantised"),
@@ -284,6 +322,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
     ("fault", "message"),
     [
         (None, None),
+        ("offloading", None),
         ("quantised", "a lost update would go unnoticed"),
         ("logprobs_mode", "every ratio that uses them (importance sampling correction, loss_type='aipo') is biased"),
     ],
@@ -307,6 +346,11 @@ def checked_pool(fakes: list[Fake], fault: str | None) -> VLLMPool:
     vllm.weight_difference = fault == "difference"
     first.report["shape"] |= {"vocab_size": 65} if fault == "shape" else {}
     first.config["model_config"] |= {"logprobs_mode": "raw_logprobs"} if fault == "logprobs_mode" else {}
+    connector = "LMCacheMPConnector" if fault == "connector" else "OffloadingConnector"
+    if fault in ("connector", "tiers", "offloading"):
+        options = {"cpu_bytes_to_use": 1} | ({"spec_name": "TieringOffloadingSpec"} if fault == "tiers" else {})
+        transfer = {"kv_connector": connector, "kv_connector_extra_config": options}
+        first.config["kv_transfer_config"] = transfer
     vllm.weight_sync = "nccl" if fault == "nccl" else "file"
     return vllm
 

@@ -71,7 +71,7 @@ def check_arguments(
     check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
-    check_server_options(args)
+    check_generation_kwargs(args)
     check_model(model, args, others.get("peft_config"))
 
 
@@ -122,7 +122,8 @@ def check_tools(tools: Sequence[Any]) -> None:
 # listed, because log-probs are computed at the same temperature.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
-# Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31).
+# Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31), except for those that change
+# the prompt (`truncate_prompt_tokens`): the loss has the whole prompt.
 SERVER_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
@@ -152,7 +153,6 @@ SERVER_OPTIONS = (
     "thinking_token_budget",
     "top_k",
     "top_p",
-    "truncate_prompt_tokens",
     "vllm_xargs",
     "watermarking",
 )
@@ -249,13 +249,34 @@ def check_correction(args: DASHConfig) -> None:
         )
 
 
-def check_server_options(args: DASHConfig) -> None:
-    """Raises a `ValueError` if `generation_kwargs` has options that vLLM's servers would ignore."""
-    unknown = sorted({*(args.generation_kwargs or {})} - {*SERVER_OPTIONS})
+def check_generation_kwargs(args: DASHConfig) -> None:
+    """Checks the options in `generation_kwargs`.
+
+    Args:
+        args: the configuration.
+    Raises:
+        ValueError: if there is another temperature than the loss uses; if vLLM's `stop` would end completions that
+            then count as truncated and are masked; or if vLLM's servers would ignore an option or cut prompts.
+    """
+    options = args.generation_kwargs or {}
+    temperature = options.get("temperature", args.temperature)
+    if temperature != args.temperature:
+        raise ValueError(
+            f"generation_kwargs has temperature={temperature}, but the loss uses temperature={args.temperature}, so "
+            "its log-probs would not be those of the sampler. Set temperature in the DASHConfig instead."
+        )
+    if args.use_vllm and options.get("stop") and args.mask_truncated_completions:
+        raise ValueError(
+            f"generation_kwargs has stop={options['stop']}, but mask_truncated_completions=True masks completions that "
+            "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
+            "end tokens, or leave one of the two out."
+        )
+    unknown = sorted({*options} - {*SERVER_OPTIONS})
     if unknown and args.use_vllm and args.vllm_mode == "server":
         raise ValueError(
             f"generation_kwargs has {unknown}, which vLLM's servers ignore, so completions would be sampled without "
-            f"them. Leave them out, or use vLLM's options: {', '.join(SERVER_OPTIONS)}."
+            "them (or, with truncate_prompt_tokens, from another prompt than the loss has). Leave them out, or use "
+            f"vLLM's options: {', '.join(SERVER_OPTIONS)}."
         )
 
 

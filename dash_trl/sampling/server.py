@@ -272,7 +272,9 @@ class VLLMServer:
         Args:
             tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # otherwise paused requests hold KV cache, and the reset fails
+        # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
+        # of `--kv-offloading-size`.
+        options = {"reset_running_requests": "true", "reset_external": "true"}
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
@@ -355,7 +357,7 @@ def _readable(answer: Any) -> Iterator[None]:
 def _completion(choice: Any, max_tokens: float) -> Completion:
     """Read one choice of an answer and check its lengths and values."""
     ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if choice["finish_reason"] not in ("stop", "length"):
+    if choice["finish_reason"] not in ("stop", "length", "repetition"):  # the last one by `repetition_detection`
         raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
     if len(ids) != len(log_probs):
         raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
