@@ -513,3 +513,12 @@ def test_end_tokens_are_sent_to_servers(tiny_model, tmp_path, fakes, settings, s
     trainer, *_ = asynchronous(tiny_model, tmp_path, [fake], 0, **STEP, max_steps=1, generation_kwargs=kwargs)
     ends = {trainer._tokenizer.eos_token_id if token == "eos" else token for token in sent}
     assert asked and all(one == ends for one in asked)
+
+
+def test_a_row_that_a_stop_token_of_the_user_ends_is_not_truncated(tiny_model, tmp_path, fakes):
+    versions = [FIRST + 1, FIRST + 2]  # in training and in the evaluation
+    settings = {"generation_kwargs": {"stop_token_ids": versions}, "mask_truncated_completions": True}
+    trainer, *_ = asynchronous(tiny_model, tmp_path, [fakes()], 0, **STEP, max_steps=1, **settings)
+    logged = trainer.state.log_history[0]
+    assert logged["completions/clipped_ratio"] == 0.0 and logged["completions/mean_terminated_length"] == 2.0
+    assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0

@@ -418,6 +418,7 @@ def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings
             r"generation_kwargs has \['suppress_tokens'\], which vLLM's se",
         ),
         ({"generation_kwargs": {"truncate_prompt_tokens": 8}}, "from another prompt than the loss has"),
+        ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ],
 )

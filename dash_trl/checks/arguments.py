@@ -255,8 +255,8 @@ def check_generation_kwargs(args: DASHConfig) -> None:
     Args:
         args: the configuration.
     Raises:
-        ValueError: if there is another temperature than the loss uses, or if vLLM's servers would ignore an option or
-            cut prompts.
+        ValueError: if there is another temperature than the loss uses; if vLLM's `stop` would end completions that
+            then count as truncated and are masked; or if vLLM's servers would ignore an option or cut prompts.
     """
     options = args.generation_kwargs or {}
     temperature = options.get("temperature", args.temperature)
@@ -264,6 +264,12 @@ def check_generation_kwargs(args: DASHConfig) -> None:
         raise ValueError(
             f"generation_kwargs has temperature={temperature}, but the loss uses temperature={args.temperature}, so "
             "its log-probs would not be those of the sampler. Set temperature in the DASHConfig instead."
+        )
+    if args.use_vllm and options.get("stop") and args.mask_truncated_completions:
+        raise ValueError(
+            f"generation_kwargs has stop={options['stop']}, but mask_truncated_completions=True masks completions that "
+            "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
+            "end tokens, or leave one of the two out."
         )
     unknown = sorted({*options} - {*SERVER_OPTIONS})
     if unknown and args.use_vllm and args.vllm_mode == "server":

@@ -63,7 +63,7 @@ class VLLMPool(VLLMGeneration):
         weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
         weight_difference: True = "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
         rank_timeout: seconds for which ranks wait for each other.
-        end_ids: token ids that end a completion.
+        end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the model's current weights.
         timed: function that takes "rollouts" or "weights", and returns a context manager that measures how long the
             trainer waits for them.
@@ -270,7 +270,7 @@ class VLLMPool(VLLMGeneration):
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
         sampling |= self.generation_kwargs
         if not sampling.get("ignore_eos"):  # the end tokens of the server's model may be others
-            sampling["stop_token_ids"] = [*self.end_ids, *(sampling.get("stop_token_ids") or ())]
+            sampling["stop_token_ids"] = list(self.end_ids)
         if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
             sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK
         return sampling
