@@ -23,6 +23,7 @@ SPOILED = {
     "wrong token counts": {"token_ids": [1, 103, 7], "prompt_logprobs": [None] * 4},
     "too many tokens": {"token_ids": [1] * 10, "logprobs": {"token_logprobs": [-0.5] * 10}},
     "aborted": {"finish_reason": "abort"},
+    "repetition": {"finish_reason": "repetition"},  # no fault
 }
 # vLLM's own answers
 NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}

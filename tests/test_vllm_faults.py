@@ -83,6 +83,12 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
     return [([i, 1, 2], n) for i in range(count)]
 
 
+def test_a_completion_that_repeats_itself_is_whole(fakes):
+    """vLLM ends it there, if `generation_kwargs` have `repetition_detection`."""
+    pool = ready(fakes("repetition"))
+    assert pool.complete(prompts(2, 2), SAMPLING) == expected(2, 2) and not pool.retried
+
+
 def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
     pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=20.0)

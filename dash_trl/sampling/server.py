@@ -357,7 +357,7 @@ def _readable(answer: Any) -> Iterator[None]:
 def _completion(choice: Any, max_tokens: float) -> Completion:
     """Read one choice of an answer and check its lengths and values."""
     ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if choice["finish_reason"] not in ("stop", "length"):
+    if choice["finish_reason"] not in ("stop", "length", "repetition"):  # the last one by `repetition_detection`
         raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
     if len(ids) != len(log_probs):
         raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
