@@ -199,6 +199,31 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     assert {server.state for server in pool.fleet.servers.values()} == {"dead"}  # the main process sent to nobody
 
 
+def test_a_request_begins_no_look_while_newer_weights_wait(fakes):
+    """A chain may make it then. The look would give the server the older weights, while it is being sent the newer."""
+    idle, slow = fakes(), fakes()
+    pool, looks, go_on = ready(idle, slow), [], threading.Event()
+
+    async def refit(server):
+        looks.append((server.url, pool._sending))
+        while server.url == slow.url and not go_on.is_set():
+            await asyncio.sleep(0.01)
+        return pool.fleet.version
+
+    pool.refit = refit
+    pool.fleet.refit_failed(slow.url, "it was away", now=0.0)
+    pool.complete(prompts(1, 1), SAMPLING)
+    sending = threading.Thread(target=pool.new_version, args=(1,))
+    sending.start()
+    wait_until(lambda: pool._sending)
+    batch = pool.submit(pool.completions(prompts(1, 1), SAMPLING), order=0)
+    go_on.set()
+    sending.join()
+    pool.weights_sent(1, dict.fromkeys(pool.urls))
+    assert pool.collect(batch) == expected(1, 1)
+    assert (idle.url, True) not in looks and looks[-1][1] is False
+
+
 def test_who_had_no_work_while_weights_were_sent_is_looked_at_before_it_is_given_what_waits(fakes):
     """It may have been restarted since it took them; nobody held a connection to it."""
     fake, looks = fakes(), []

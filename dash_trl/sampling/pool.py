@@ -402,13 +402,13 @@ class ServerPool:
         return self.collect(self.submit(jobs, order=URGENT))
 
     async def _submit(self, jobs: list[Job], seen: Seen | None, reply: _Reply | None = None) -> Batch:
-        """Add jobs to the backlog, on the event loop; check idle servers first."""
+        """Add jobs to the backlog, on the event loop; check idle servers first, unless a weight sync is in progress."""
         batch = Batch(jobs, time.monotonic(), seen)
         if reply is not None:
             batch.finished = reply
         self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
-        if suspects:  # otherwise the first suspect that answers its probe would be given all jobs
+        if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
         self._batches.update(dict.fromkeys(jobs, batch))
         self.backlog.add(jobs)
