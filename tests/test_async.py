@@ -7,11 +7,13 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
@@ -363,15 +365,50 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
         pool=ServerPool([fakes().url]),
         ranks=SimpleNamespace(rank=0),
     )
-    vllm._sampling = lambda: VLLMPool._sampling(vllm)
+    vllm._sampling = lambda window: VLLMPool._sampling(vllm, window)
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
-    jobs = VLLMPool._jobs(vllm, rows, 4)
+    jobs = VLLMPool._jobs(vllm, 0, rows, 4)
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
-    assert "seed" not in VLLMPool._sampling(vllm)
-    vllm.generation_kwargs = {"seed": 5}
-    first = VLLMPool._sampling(vllm)["seed"]
-    vllm.ranks.rank = 1  # the two ranks may share a group, and vLLM counts a request's seeds from this one
-    assert first == 5 and VLLMPool._sampling(vllm)["seed"] > first + 1000
+
+
+def test_no_two_rows_have_the_same_seed(fakes):
+    """Else rows of the same prompt would be equal. vLLM gives row i of a request the request's seed + i."""
+    fake, seeds = fakes(), []
+    answer = fake.answer
+
+    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if request["max_tokens"] > 1:  # else a trial
+            seeds.extend(None if request.get("seed") is None else request["seed"] + i for i in range(request["n"]))
+        answer(send, request, fault)
+
+    fake.answer = note
+    vllm = object.__new__(VLLMPool)
+    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "structured_outputs_regex", "context")
+    vars(vllm).update(dict.fromkeys(names), urls=[fake.url], server_timeout=20.0, request_timeout=20.0, end_ids=[])
+    vllm.max_completion_length, vllm.rank_timeout, vllm.timed = 8, 20.0, lambda what: nullcontext()
+    vllm.accelerator, vllm.generation_kwargs = Accelerator(cpu=True), {"seed": 5}
+    vllm._init_vllm()
+    vllm.pool.refit = None
+    vllm.pool.weights_sent(0, {fake.url: None})
+
+    async def turns(ask: Any) -> None:
+        await ask([1], 8)
+        await ask([1], 8)
+
+    rows = [[1]] * 8
+    for rank in range(2):
+        vllm.ranks.rank = rank
+        for window in range(2):
+            vllm.expect(2 * window, {2 * window: rows})
+            vllm.generate(rows, None, 4)
+            vllm.expect(2 * window + 1, {}, chains={2 * window + 1: [turns] * 8})
+            vllm.generate([], None, 4)
+            vllm.generate(rows, None, 4)
+            vllm.generate(rows, None, 1)  # later turns of an evaluation
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 5 * 8
+    vllm.generation_kwargs, seeds[:] = {}, []
+    vllm.generate(rows, None, 4)
+    assert seeds == [None] * 8
 
 
 def test_a_later_turn_of_an_evaluation_fits_into_the_context():

@@ -174,7 +174,7 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
 
     pool = object.__new__(VLLMPool)  # TRL's settings, without its constructor
     names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
-    pool.end_ids = []
+    pool.end_ids, pool._others = [], iter([-1])
     vars(pool).update({name: getattr(trainer, name) for name in names}, generation_kwargs={}, pool=Servers())
     vars(pool).update(structured_outputs_regex=None, ranks=Ranks(trainer.accelerator), _window=None, _steps={0: 0})
     monkeypatch.setattr(pool, "sync_weights", None)

@@ -244,7 +244,7 @@ def test_the_rows_of_a_prompt_have_different_seeds(model, tmp_path, writers):
     """Else they would be equal, and no group would have signal."""
     writer = writers(model, "a")
     train(model, tmp_path, [writer], lambda what, environment: None, generation_kwargs={"seed": 5})
-    seeds = [seed for prompt, seed in writer.seeds if ">0+1=" in prompt and "noted" not in prompt]
+    seeds = [seed for prompt, seed in writer.seeds if ">0+1=" in prompt]
     assert len(set(seeds)) == len(seeds) > 1
 
 

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import Any, Protocol
 
 import aiohttp
@@ -247,18 +248,22 @@ class ServerPool:
         Args:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
-            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
+            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`. A seed is that of the first
+                continuation; each further one has the next seed.
 
         Returns:
             The jobs, in the order of the prompts.
         """
 
-        def job(number: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
+        def job(number: int, first: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
             own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
+            if own.get("seed") is not None:  # vLLM counts the seeds within a job
+                own = {**own, "seed": own["seed"] + first}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
             return Job(tokens, n, ask=lambda server: server.complete(ids, n, own, timeout=math.inf), number=number)
 
-        return [job(number, *prompt) for number, prompt in enumerate(prompts)]
+        first = accumulate((n for _, n, *_ in prompts), initial=0)
+        return [job(number, next(first), *prompt) for number, prompt in enumerate(prompts)]
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[Job]:
         """Make one job for each sequence; its result is the log-prob of every token but the first, at temperature 1.
@@ -329,11 +334,11 @@ class ServerPool:
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
         """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
-        if sampling.get("seed") is not None:  # vLLM, too, gives each continuation its own seed
-            sampling = {**sampling, "seed": sampling["seed"] + number}
+        offsets = count(number, len(batch.jobs))  # each request of each chain has its own seed
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
-            (job,) = self.completions([(ids, 1, max_tokens)], sampling)
+            seed = {} if sampling.get("seed") is None else {"seed": sampling["seed"] + next(offsets)}
+            (job,) = self.completions([(ids, 1, max_tokens)], sampling | seed)
             job.order, job.number = order, number
             reply = asyncio.get_running_loop().create_future()
             await self._submit([job], None, _Reply(reply))

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, count, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +46,8 @@ from dash_trl.update import NO_LOG_PROB
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
-SEEDS_OF_RANK = 1 << 20  # distance between the seeds of two ranks; more than a rank has rows
+SEEDS_OF_RANK = 1 << 20  # distance between the seeds of two ranks; more than a rank has turns of rows in a window
+SEEDS_OF_WINDOW = 1 << 40  # distance between the seeds of two windows, for a million ranks
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
@@ -114,6 +115,7 @@ class VLLMPool(VLLMGeneration):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
+        self._others = count(-1, -1)  # numbers of the calls of `generate` for no announced window, for their seeds
         self._window: int | None = None  # window whose rows the next call of `generate` returns
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
         self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
@@ -154,7 +156,7 @@ class VLLMPool(VLLMGeneration):
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
             max_tokens = self._room(prompts) if max_tokens is None else max_tokens
-            done = jobs = self._jobs(prompts, num_generations, max_tokens)
+            done = jobs = self._jobs(next(self._others), prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
             with self.timed("rollouts"):
@@ -218,19 +220,24 @@ class VLLMPool(VLLMGeneration):
             return URGENT if number == window else number
 
         for number, rows in self._to_submit.items():
-            jobs = self._jobs(rows, num_generations)
+            jobs = self._jobs(number, rows, num_generations)
             seen = None if self._seen is None else _with_rows(partial(self._seen, number), jobs)
             self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=seen)
         for number, runs in self._to_run.items():
             chains = [Chain(run) for run in runs]
             seen = None if self._seen is None else _with_rows(partial(self._seen, number), chains)
-            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=order(number), seen=seen)
+            sampling = self._sampling(number)
+            self._in_flight[number] = self.pool.submit_chains(chains, sampling, order=order(number), seen=seen)
         self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
 
     def _jobs(
-        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int | None] | None = None
+        self,
+        window: int,
+        prompts: list[list[int]],
+        num_generations: int,
+        max_tokens: Sequence[int | None] | None = None,
     ) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
         limits = [None] * len(prompts) if max_tokens is None else max_tokens
@@ -240,7 +247,7 @@ class VLLMPool(VLLMGeneration):
             for ids, count, most in runs
             for done in range(0, count, num_generations)
         ]
-        return self.pool.completions(groups, self._sampling())
+        return self.pool.completions(groups, self._sampling(window))
 
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
         """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
@@ -253,8 +260,8 @@ class VLLMPool(VLLMGeneration):
         left = [most if context is None else context - len(ids) for ids in prompts]
         return [one if 0 < one < most else None for one in left]
 
-    def _sampling(self) -> dict[str, Any]:
-        """Return vLLM's sampling parameters."""
+    def _sampling(self, window: int) -> dict[str, Any]:
+        """Return vLLM's sampling parameters for the rows of a window, or of another call of `generate`."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             # Without these, a server takes the penalties of the model's generation_config.
@@ -272,7 +279,7 @@ class VLLMPool(VLLMGeneration):
         if not sampling.get("ignore_eos"):  # the end tokens of the server's model may be others
             sampling["stop_token_ids"] = list(self.end_ids)
         if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
-            sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK
+            sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK + window * SEEDS_OF_WINDOW
         return sampling
 
     def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
