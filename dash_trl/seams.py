@@ -6,7 +6,7 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -94,6 +94,16 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
         chat_template_kwargs=trainer.chat_template_kwargs,
     )
     return type(trainer)._get_tool_suffix_ids(this, messages)
+
+
+def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
+    """Let more tokens end a completion, so that TRL, too, does not count a row that ends with one as truncated.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        ids: token ids.
+    """
+    trainer.eos_token_ids = [*dict.fromkeys([*trainer.eos_token_ids, *ids])]  # a new list: the model may own the old
 
 
 def sampling_changes(model: Any, generation_config: Any) -> list[str]:

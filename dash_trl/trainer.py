@@ -67,6 +67,7 @@ from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
     FirstStates,
+    add_end_tokens,
     begin_anew,
     begin_trackio,
     count_pass_time,
@@ -151,8 +152,7 @@ class DASHTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.use_vllm:
             check_tied_adapter(self.model)
-            stop_ids = (args.generation_kwargs or {}).get("stop_token_ids") or ()
-            self.eos_token_ids = [*dict.fromkeys([*self.eos_token_ids, *stop_ids])]
+            add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
         elif one_ahead(self):
             check_distribution(self.model, self.generation_config)
         if on_servers:
