@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics
+from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
 from dash_trl.update.filtering import filter_rows
 from dash_trl.update.packing import MicroBatch
 from dash_trl.update.schedule import Pass, Segment
@@ -52,6 +52,21 @@ def test_the_first_window_and_ten_in_a_row_without_a_kept_row_are_warned_of_with
     for _ in range(15):
         empty.note(nothing)
     assert len(caplog.records) == 1, "once in a row of such windows"
+
+
+def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
+    """One rank has no survivor. On the other, the log-prob of one of two tokens is not reported."""
+    log_probs, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
+    found = sampler_metrics(
+        torch.tensor([[-1.25, torch.nan]]),
+        log_probs,
+        torch.tensor([[0.5, 1.0]]),
+        mask,
+        lambda local: torch.cat([local, torch.full((5,), torch.nan)]),
+    )
+    assert list(found.values()) == [0.25, 0.25, 0.5, 0.75, 1.0]
+    nothing = torch.zeros(1, 2)
+    assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), nothing, lambda local: local) == {}
 
 
 def test_clipping_per_sequence_counts_tokens_where_advantages_are_per_token():

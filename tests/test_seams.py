@@ -4,12 +4,21 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import constants
 from transformers import TrainerCallback
 from transformers.integrations import TrackioCallback
 from trl import GRPOTrainer
 
-from dash_trl.seams import begin_anew, begin_trackio, count_pass_time, weights_of, with_settings
+from dash_trl.seams import (
+    begin_anew,
+    begin_trackio,
+    count_pass_time,
+    sync_weights,
+    to_training_mode,
+    weights_of,
+    with_settings,
+)
 from dash_trl.update import OFF_POLICY_LOSSES, trl_settings
 from tests.tiny import run
 
@@ -57,6 +66,29 @@ def test_counters_and_logs_of_a_run(trainer):
     begin_anew(trainer)
     assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
     assert not trainer._metrics["train"]
+
+
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers, which evaluate with other weights than they train."""
+
+    def train(self):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "sent"), [(torch.optim.SGD, []), (WithModes, ["weights"])])
+def test_vllm_gets_the_weights_again_after_an_evaluation_of_an_optimizer_with_modes(kind, sent):
+    syncs: list[str] = []
+    model = torch.nn.Linear(1, 1)
+    this = SimpleNamespace(model_wrapped=model, optimizer=kind(model.parameters(), lr=1.0), use_vllm=True)
+    this.state, this._last_loaded_step = SimpleNamespace(global_step=3), 3
+    this.vllm_generation = SimpleNamespace(sync_weights=lambda: syncs.append("weights"))
+    to_training_mode(this)
+    sync_weights(this)
+    assert not syncs  # there was no evaluation
+    model.eval()
+    to_training_mode(this)
+    sync_weights(this)
+    assert syncs == sent and model.training
 
 
 @pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])
