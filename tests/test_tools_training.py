@@ -144,7 +144,12 @@ UPDATES: dict[str, dict[str, Any]] = {
     "grpo, packed": {"loss_type": "grpo", "max_tokens_per_microbatch": 300, "share_prompts": False},
     "grpo, padded": {"loss_type": "grpo", "also": padded},
     "cispo, packed and shared": {"loss_type": "cispo", "max_tokens_per_microbatch": 600, "learning_rate": 10.0},
-    "dr_grpo, two passes over a window": {"loss_type": "dr_grpo", "num_iterations": 2, "max_steps": 2},
+    "dr_grpo, two passes over a window": {
+        "loss_type": "dr_grpo",
+        "num_iterations": 2,
+        "max_steps": 2,
+        "learning_rate": 3.0,
+    },
     "a sampler's log-probs": {
         "noise": 0.1,
         "also": corrects,
