@@ -96,8 +96,8 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
 
     TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
     therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
-    window while it waits for rewards. In an evaluation, our losses have no correction, because the
-    policy itself samples.
+    window while it waits for rewards. In an evaluation, our losses have no correction, because
+    the policy itself samples.
 
     Args:
         trainer: a `DASHTrainer`.

@@ -11,7 +11,7 @@
 
     # A single file has only the split "train"; both parts are taken from it.
     accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl \\
-        --eval_strategy steps --eval_steps 50 --eval_k 1 8 \
+        --eval_strategy steps --eval_steps 50 --eval_k 1 8 \\
         --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a

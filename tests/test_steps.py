@@ -133,10 +133,9 @@ def test_a_process_reward_model_is_read_at_the_end_of_each_step(tokenizer):
             assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
     with pytest.raises(ValueError, match="takes 64"):
         scores(["1"], [["a" * 100]])
-    tokenizer.bos_token = "1"  # TRL's former PRMTrainer trained with it
-    assert (
-        scores(["2"], [["b"]]) == scores(["12"], [["b"]]) and scores._row("2", ["b"])[0] == scores._row("12", ["b"])[0]
-    )
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path, bos_token="1")
+    begun = ProcessRewardModel(model, other)  # TRL's former PRMTrainer trained with the token
+    assert begun(["2"], [["b"]]) == scores(["12"], [["b"]]) == begun(["12"], [["b"]]) != scores(["2"], [["b"]])
     with pytest.raises(ValueError, match="label=2.*cannot score steps"):
         ProcessRewardModel(model, tokenizer, label=2)
     model.config.num_labels = 1  # the softmax over one label is 1

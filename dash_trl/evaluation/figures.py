@@ -186,7 +186,7 @@ def differences(
     The models are compared problem by problem. The difficulty of a problem influences both models and cancels in the
     difference, so the intervals of differences are narrower than the intervals of the two models. A problem is left out
     if one of the models has too few scored samples of it. Each problem counts 1, however many of its samples are
-    scored. So if rewards failed, it may deviate from the difference of the models' accuracies, which are over samples.
+    scored. The accuracies of the models are over samples, so their difference may be another one if rewards failed.
 
     Args:
         rows: samples of the model, as in `figures_of`.

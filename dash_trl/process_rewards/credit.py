@@ -494,7 +494,8 @@ def _units(rewards: Rewards) -> tuple[Tensor, Tensor]:
     most = MOST_UNITS * of_others if of_others > 0 else torch.inf
     unit = torch.where(alike, of_others, own.clamp(-most, most))
     share = torch.where(alike | (own == 0), 0.0, 1 - unit / own)
-    return tuple(one.repeat_interleave(rewards.group_size).unsqueeze(1) for one in (unit, share))  # type: ignore[return-value]
+    per_row = torch.stack([unit, share], dim=1).repeat_interleave(rewards.group_size, dim=0)
+    return per_row[:, :1], per_row[:, 1:]
 
 
 def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
