@@ -1,7 +1,7 @@
 """Tests whether credit per episode learns faster than the outcome alone, on long chains of small sums.
 
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --json slips.json    # ~60 minutes
-    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # ~150 minutes
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # 4 to 7 hours
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --methods "centered_return, forced answer"
 
 A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; an optimizer step has 128 rows in groups
