@@ -4,10 +4,10 @@
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # 4 to 7 hours
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --methods "centered_return, forced answer"
 
-A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; an optimizer step has 128 rows in groups
-of 8. There are two tasks: *slips*, in which errors are unlikely tokens, and *confident*, in which errors are likely
-tokens (`confident.py`). Two more tasks had only pilot runs (`credit_tasks.py`): *unsolved*, in which most groups fail
-at first, and *padded*, in which any line may be repeated.
+A problem is a chain of 7 to 9 numbers (*padded*: 4 to 6). The model is warmed up on such chains; an optimizer step has
+128 rows in groups of 8. There are two tasks: *slips*, in which errors are unlikely tokens, and *confident*, in which
+errors are likely tokens (`confident.py`). Two more tasks had only pilot runs (`credit_tasks.py`): *unsolved*, in which
+most groups fail at first, and *padded*, in which any line may be repeated.
 
 Each method gets the learning rate, of three, with the best final accuracy. For this choice it runs with two other seeds
 and on other problems than those that are reported. Then every method runs with the seeds of the task, and so with the
