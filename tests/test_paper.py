@@ -221,6 +221,7 @@ def test_figure_5_is_of_evaluations_with_many_samples(tmp_path):
     assert [line["pass_at"]["2"][0] for line in lines.values()] == pytest.approx([0.4, 0.5, 0.6])
     assert list(lines) == ["Base", "DASH (with KL)", "No-KL"]
     assert tmp_path / "figure5.png" in runner.write(one, "table6")
+    assert "pass@k (%), Base: 1: 40.0 [30.0, 50.0], 2: 40.0 [30.0, 50.0]." in (tmp_path / "table6.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ interrupted runs

@@ -372,7 +372,8 @@ def write(scale: Scale, table: str) -> list[Path]:
         times = per_seed(scale, row, column)
         return report.over_seeds(times) if times else None
 
-    text = report.markdown(table, find, toy=scale.toy, notes=[*notes(scale), *paired(scale, table)])
+    said = [*notes(scale), *paired(scale, table), *pass_at_k_notes(scale, table)]
+    text = report.markdown(table, find, toy=scale.toy, notes=said)
     files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
     files[0].write_text(text)
     report.write_csv(table, find, files[1], toy=scale.toy)
@@ -431,6 +432,19 @@ def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
         cells = {k: report.measured(found, k) for k in found[0]["pass_at"]}
         lines[label] = {"pass_at": {k: [one.value / 100, one.low / 100, one.high / 100] for k, one in cells.items()}}
     return lines
+
+
+def pass_at_k_notes(scale: Scale, table: str) -> list[str]:
+    """Returns a sentence for each line of the table's figures of pass@k: its numbers in percent, with intervals."""
+    said = []
+    for figure in (one for one in FIGURES.values() if one.table == table and one.evaluation is not None):
+        for label, line in pass_at_k_lines(scale, figure).items():
+            cells = [
+                f"{k}: {100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+                for k, (value, low, high) in line["pass_at"].items()
+            ]
+            said.append(f"pass@k (%), {label}: {', '.join(cells)}.")
+    return said
 
 
 def notes(scale: Scale) -> list[str]:
