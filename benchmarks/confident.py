@@ -55,6 +55,9 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
     return "\n".join([*written, f"The answer is {total}"])
 
 
+LESSONS = replace(ARITHMETIC, name="confident", solution=_solution)
+
+
 def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dataset:
     """Returns chains of 7 to 9 numbers, see `arithmetic_dataset`."""
     return arithmetic_dataset(split, size, seed, operands=OPERANDS)
@@ -62,7 +65,7 @@ def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dat
 
 def confident_model() -> str:
     """Returns the directory of the model, which is made on the first call."""
-    return toy_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
+    return toy_model(settings=WARM_UP, lessons=LESSONS)
 
 
 def main() -> dict[str, Any]:

@@ -1,13 +1,19 @@
 """Tests whether credit per episode learns faster than the outcome alone, on long chains of small sums.
 
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --json slips.json    # ~60 minutes
-    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # 4 to 7 hours
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # 5 hours
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task unsolved       # 6 hours
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task padded         # 4 hours
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --methods "centered_return, forced answer"
 
 A problem is a chain of 7 to 9 numbers (*padded*: 4 to 6). The model is warmed up on such chains; an optimizer step has
-128 rows in groups of 8. There are two tasks: *slips*, in which errors are unlikely tokens, and *confident*, in which
-errors are likely tokens (`confident.py`). Two more tasks had only pilot runs (`credit_tasks.py`): *unsolved*, in which
-most groups fail at first, and *padded*, in which any line may be repeated.
+128 rows in groups of 8. There are four tasks (`credit_tasks.py`):
+
+- *slips*: errors are unlikely tokens.
+- *confident*: errors are likely tokens (`confident.py`).
+- *unsolved*: 0.70 of the lines that the model writes are right, and only a solution without a wrong line is rewarded.
+  So at first, all samples fail in 0.55 of the groups. The easy problems, which are only measured, have 3 or 4 numbers.
+- *padded*: the model repeats lines, right or wrong, as often as not.
 
 Each method gets the learning rate, of three, with the best final accuracy. For this choice it runs with two other seeds
 and on other problems than those that are reported. Then every method runs with the seeds of the task, and so with the
@@ -16,24 +22,28 @@ are means with 95 % intervals (Student's t over seeds) against samples and secon
 process, so other processes do not change them. They include the computation of V, but not the measuring.
 
 The intervals of a measure's gains, at the end and over the curve, hold for all methods together (Bonferroni). One
-comparison of "unsolved" and one of "padded" were fixed beforehand and are not corrected: the first method's gain of
-accuracy over the curve, and its gain of tokens at the end. Shorter completions count only if the interval of the
-accuracy's gain at the end excludes a loss of 0.05.
+comparison of "unsolved" and one of "padded", with seeds 0 to 7, were fixed before the first run and are not corrected:
+the gain of "centered_return, forced answer" in accuracy at the end, and that of "episode, forced answer, solved groups
+too" in tokens at the end. Shorter completions count only if the interval of the accuracy's gain at the end excludes a
+loss of 0.05.
 
 - `paired_gain`: accuracy at the end, minus the accuracy of "outcome only" with the same seed.
 - `paired_gain_of_curve`: the same for the mean accuracy over the curve.
 - `samples_ratio`: share of the run's samples after which the mean curve reaches the final accuracy of "outcome only";
   null if it never does. Its 95 % interval is a bootstrap over seeds, in which "never" counts as infinite.
+  Continuations by `MonteCarloValue` do not count as samples, but their time counts.
 - `entropy`, `waits`: entropy per token and share of responses with "Wait", in the windows that are trained on.
 
 The value is `OutcomeValue` unless the method's name contains another value. "true V" is the true value for the
-*untrained* model, which becomes wrong as the model learns. Three values are controls. "shuffled" permutes the outcomes
-within their groups before the fit, so V contains no information on the rows of a group. "Σ log p" is not fitted.
-"without own tokens" values a prefix without its last episode, so a token's credit does not depend on its own log-prob.
+*untrained* model, which becomes wrong as the model learns. "policy's V" is exact for the model as it is. Three values
+are controls. "shuffled" permutes the outcomes within their groups before the fit, so V contains no information on the
+rows of a group. "Σ log p" is not fitted. "without own tokens" values a prefix without its last episode, so a token's
+credit does not depend on its own log-prob.
 
 With `--runs`, each run is written to the file when it ends, with the settings of its task. Runs in the file are not
-repeated; runs of other settings are refused. So a study may be interrupted, or split over processes with different
-`--seeds`. `benchmarks/credit_runs.jsonl` has the runs made so far.
+repeated; runs of other settings or another model are refused. So a study may be interrupted. Once the learning rates
+are chosen, it may be split over processes with different `--seeds`. `benchmarks/credit_runs.jsonl` has the runs made
+so far. Use one thread (`OMP_NUM_THREADS=1`): more do not help so small a model.
 """
 
 import json
@@ -51,7 +61,7 @@ from credit_tasks import METHODS, SAMPLES, TASKS, Task
 
 from dash_trl import DASHCallback
 from dash_trl.evaluation import evaluate
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward
+from dash_trl.toy import arithmetic_dataset
 
 POINTS = 6  # number of measurements of a run, without the one at its beginning
 TUNING_SEEDS = (100, 101)
@@ -72,6 +82,7 @@ class Curve:
         tokens: mean number of tokens of a completion, on held-out problems.
         easy: sampled accuracy on easy held-out problems.
         unsolved: share of groups without a right answer in this window.
+        truncated: share of truncated completions, on held-out problems.
     """
 
     accuracy: list[float] = field(default_factory=list)
@@ -81,6 +92,7 @@ class Curve:
     tokens: list[float] = field(default_factory=list)
     easy: list[float] = field(default_factory=list)
     unsolved: list[float] = field(default_factory=list)
+    truncated: list[float] = field(default_factory=list)
 
 
 class Watch(DASHCallback):
@@ -100,11 +112,12 @@ class Watch(DASHCallback):
 
     def measure(self, model: Any, tokenizer: Any, num_samples: int) -> None:
         sampling = {"num_samples": num_samples, "max_completion_length": self.task.longest, "batch_size": 256}
-        found = evaluate(model, tokenizer, self.problems, arithmetic_reward, **sampling)
+        found = evaluate(model, tokenizer, self.problems, self.task.reward, **sampling)
         self.curve.accuracy.append(found["accuracy"])
         self.curve.tokens.append(found["mean_length"])
+        self.curve.truncated.append(found["truncated"])
         if self.easy is not None:
-            self.curve.easy.append(evaluate(model, tokenizer, self.easy, arithmetic_reward, **sampling)["accuracy"])
+            self.curve.easy.append(evaluate(model, tokenizer, self.easy, self.task.reward, **sampling)["accuracy"])
 
     def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
         if state.global_step % self.every == 0:
@@ -139,14 +152,16 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
     }
     callbacks = [watch] if process is None else [watch, process(task)]
     train = arithmetic_dataset("train", seed=seed, operands=task.operands)
-    harness.toy_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
+    others = {"callbacks": callbacks, "reward_funcs": task.reward}
+    harness.toy_trainer(settings, path=task.model(), train=train, **others).train()
     return watch.curve
 
 
 def settings_of(task: Task) -> dict[str, Any]:
     """Returns the numbers of a task on which its curves depend, in JSON's types."""
-    names = ("operands", "easy", "longest", "steps", "warm_up_steps", "samples_at_end")
-    return json.loads(json.dumps({name: getattr(task, name) for name in names}))
+    names = ("success", "operands", "easy", "longest", "steps", "warm_up_steps", "samples_at_end")
+    found = {name: getattr(task, name) for name in names} | {"reward": task.reward.__name__}
+    return json.loads(json.dumps(found | {"warm_up": asdict(task.warm_up)}))
 
 
 class Runs:
@@ -155,19 +170,31 @@ class Runs:
     def __init__(self, path: Path | None, task: str):
         self.path, self.task, self.settings = path, task, settings_of(TASKS[task])
         lines = path.read_text().splitlines() if path and path.exists() else []
-        self.done = {}
+        self.done: dict[tuple[Any, ...], Curve] = {}
         for key, settings, curve in map(json.loads, lines):
             if key[0] == task and settings != self.settings:
                 raise ValueError(
                     f"{path} has a run {key} with the settings {settings}, but task {task!r} has {self.settings}. "
                     "Remove the run from the file, or choose another file."
                 )
-            self.done[tuple(key)] = Curve(**curve)
+            self._keep(tuple(key), Curve(**curve))
+
+    def _keep(self, key: tuple[Any, ...], curve: Curve) -> None:
+        task, _, seed, _ = key
+        for other, known in self.done.items():
+            if (other[0], other[2]) == (task, seed) and known.accuracy[0] != curve.accuracy[0]:
+                raise ValueError(
+                    f"The runs {other} and {key} begin with accuracies of {known.accuracy[0]} and {curve.accuracy[0]}, "
+                    "so with different models: each machine warms up its own. Use another file on this machine, or "
+                    "remove all runs of this seed."
+                )
+        self.done[key] = curve
 
     def __call__(self, method: str, seed: int, rate: float) -> Curve:
         key = (self.task, method, seed, rate)
         if key not in self.done:
-            self.done[key] = curve = run(TASKS[self.task], method, seed, rate)
+            curve = run(TASKS[self.task], method, seed, rate)
+            self._keep(key, curve)
             if self.path:
                 with self.path.open("a") as file:
                     file.write(json.dumps([key, self.settings, asdict(curve)]) + "\n")
@@ -215,7 +242,7 @@ def summary(
     """
     ratio, *interval_of_ratio = samples_ratios(curves, baseline)
     found: dict[str, Any] = {"samples_ratio": ratio, "samples_ratio_interval": interval_of_ratio}
-    for name in ("seconds", "entropy", "waits", "unsolved"):
+    for name in ("seconds", "entropy", "waits", "unsolved", "truncated"):
         found[name] = means(getattr(curve, name) for curve in curves)
     for name in MEASURES:
         of = [getattr(curve, name) for curve in curves]

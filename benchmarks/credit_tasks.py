@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from confident import FORMS, LONGEST, OPERANDS, confident_model, trap
+from confident import FORMS, LESSONS, LONGEST, OPERANDS, trap
+from confident import WARM_UP as CONFIDENT
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import selective_log_softmax
 from value_quality import SumOfLogProbs
@@ -24,16 +25,15 @@ from dash_trl.process_rewards import (
     ValueRequest,
     line_starts,
 )
-from dash_trl.toy import WarmUp, toy_model
+from dash_trl.toy import WarmUp, arithmetic_reward, toy_model
 from dash_trl.toy.tokenizer import END_OF_TURN
-from dash_trl.toy.warm_up import ARITHMETIC
+from dash_trl.toy.warm_up import ARITHMETIC, Lessons
 from dash_trl.update import evaluating
 
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 SAMPLES = 2  # samples of each held-out problem
-STEP_SUCCESS = 0.82  # probability that the model of "slips" writes a right line; over seven lines 0.25
 EASY = (3, 4)
-UNSOLVED = replace(WARM_UP, operands=EASY + OPERANDS, slip_rate=0.35, wait_rate=0.0)
+UNSOLVED = replace(WARM_UP, operands=EASY + OPERANDS, slip_rate=0.25, wait_rate=0.0)
 PADDED_OPERANDS = (4, 5, 6)
 PADDED = WarmUp(operands=PADDED_OPERANDS, steps=500, slip_rate=0.1, wait_rate=0.03, num_heads=4)
 PADDING = 0.4  # probability of one more repetition of a line
@@ -44,9 +44,13 @@ class Task:
     """A task of the study.
 
     Args:
-        model: returns the directory of the warmed-up model.
-        success: takes a sum such as `7+5` and its result; returns the probability that the untrained model writes a
-            right line for this sum.
+        warm_up: settings of the model's warm-up.
+        success: probability that the untrained model writes a right line, as measured (for "slips", so that seven lines
+            give its accuracy).
+        fallible: takes a sum such as `7+5` and its result; returns a false value if the untrained model always gets it
+            right.
+        lessons: what the model learns in the warm-up.
+        reward: the reward function of training and of all measurements.
         forms: characters that may stand between a sum and its result.
         operands: how many numbers a problem may have.
         easy: the same for the easy held-out problems; empty = there are none.
@@ -62,8 +66,11 @@ class Task:
             this interval is not corrected for the other comparisons. None = there is no such comparison.
     """
 
-    model: Callable[[], str]
-    success: Callable[[str, int], float]
+    warm_up: WarmUp
+    success: float
+    fallible: Callable[[str, int], object] = lambda left, right: True
+    lessons: Lessons = ARITHMETIC
+    reward: Callable[..., list[float]] = arithmetic_reward
     forms: str = "="
     operands: tuple[int, ...] = OPERANDS
     easy: tuple[int, ...] = ()
@@ -76,6 +83,10 @@ class Task:
     methods: tuple[str, ...] = ()
     preregistered: tuple[str, str] | None = None
 
+    def model(self) -> str:
+        """Returns the directory of the warmed-up model, which is made on the first call."""
+        return toy_model(settings=self.warm_up, lessons=self.lessons)
+
 
 FITTED = (
     "centered_return, anchored, auto",
@@ -84,6 +95,16 @@ FITTED = (
     "centered_return, true V, anchored",
 )
 EXPLORED = tuple(range(8))
+
+
+def right_solution(problem: str) -> str:
+    return str(ARITHMETIC.solution(problem, random.Random(0), 0.0, 0.0))
+
+
+def whole_solution_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    """A reward function: 1.0 if every line of a completion is right, else 0.0. So a lucky number earns nothing."""
+    pairs = zip(prompts, completions, strict=True)
+    return [float(one[-1]["content"] == right_solution(prompt[-1]["content"])) for prompt, one in pairs]
 
 
 def padded_solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
@@ -97,53 +118,49 @@ def padded_solution(problem: str, generator: random.Random, slip_rate: float, wa
     return "\n".join([*padded, answer])
 
 
-def padded_model() -> str:
-    return toy_model(settings=PADDED, lessons=replace(ARITHMETIC, name="padded", solution=padded_solution))
-
-
 TASKS = {
-    "slips": Task(lambda: toy_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, methods=FITTED),
+    "slips": Task(WARM_UP, 0.82, methods=FITTED),
     "confident": Task(
-        confident_model,
-        lambda left, right: 0.5 if trap(left, right) else 1.0,
-        FORMS,
+        CONFIDENT,
+        0.5,
+        trap,
+        LESSONS,
+        forms=FORMS,
         steps=120,
         warm_up_steps=10,
         samples_at_end=8,
         methods=FITTED,
     ),
     "unsolved": Task(
-        lambda: toy_model(settings=UNSOLVED),
-        lambda left, right: 0.65,
+        UNSOLVED,
+        0.70,
+        reward=whole_solution_reward,
         easy=EASY,
         samples_at_end=8,
         learning_rates=(1e-4, 2e-4, 4e-4),
         seeds=EXPLORED,
         methods=(
             "centered_return, forced answer",
-            "centered_return, policy's V, anchored",
             "episode, policy's V, anchored",
             "episode, true V, anchored",
             "episode, anchored, auto",
             "episode, Monte Carlo, anchored",
         ),
-        preregistered=("accuracy", "paired_gain_of_curve"),
+        preregistered=("accuracy", "paired_gain"),
     ),
     "padded": Task(
-        padded_model,
-        lambda left, right: 0.87,
+        PADDED,
+        0.87,
+        lessons=replace(ARITHMETIC, name="padded", solution=padded_solution),
         operands=PADDED_OPERANDS,
         longest=160,  # with 112, 5 % of the warm-up's own solutions would be truncated, and all methods paid to shorten
         samples_at_end=8,
         learning_rates=(1e-4, 2e-4, 4e-4),
         seeds=EXPLORED,
         methods=(
+            "episode, forced answer, solved groups too",
             "centered_return, forced answer",
-            "grpo_process, forced answer",
-            "episode, forced answer",
-            "centered_return, true V, anchored",
             "centered_return, anchored, auto",
-            "gae",
         ),
         preregistered=("tokens", "paired_gain"),
     ),
@@ -185,15 +202,15 @@ class TrueValue:
             done += 1
             right = line in [f"{left}{form}{totals[done]}" for form in self.task.forms]
         to_go = zip(totals[done:], operations[done:], totals[done + 1 :], strict=False)
-        chances = [self.task.success(f"{total}{operation}", result) for total, operation, result in to_go]
-        return math.prod(chances) if right else 0.0
+        fallible = sum(bool(self.task.fallible(f"{total}{operation}", result)) for total, operation, result in to_go)
+        return self.task.success**fallible if right else 0.0
 
 
 class PolicyValue:
-    """Value estimator with V(prefix) of the current policy, for a policy that corrects no mistakes.
+    """Value estimator with the exact V(prefix) of the current policy for `whole_solution_reward`.
 
     V is the policy's probability of the remaining right lines, from one pass over the right solutions; 0 after a
-    mistake. It is also 0 after two mistakes that cancel each other, although such a response may still succeed.
+    mistake.
     """
 
     space = "probability"
@@ -201,9 +218,7 @@ class PolicyValue:
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         problems = {one.prompt_ids: one.example["prompt"][-1]["content"] for one in requests}
-        texts = [
-            ARITHMETIC.solution(problem, random.Random(0), 0.0, 0.0) + END_OF_TURN for problem in problems.values()
-        ]
+        texts = [right_solution(problem) + END_OF_TURN for problem in problems.values()]
         right = dict(zip(problems, trainer._tokenizer(texts)["input_ids"], strict=True))
         model = trainer.accelerator.unwrap_model(trainer.model)
         rows = [torch.tensor([*prompt, *ids]) for prompt, ids in right.items()]
@@ -261,7 +276,7 @@ def credit(
 
 
 AUTO, ONE = CreditSettings(process_weight="auto"), CreditSettings(process_weight=1.0)
-# For a true V: with "centered_return" the advantage is outcome − V, with "episode" VinePPO's.
+# For a true V: with "centered_return" the advantage is outcome − V, with "episode" VinePPO's (V_k − V_{k−1}).
 VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)
 METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "outcome only": None,
@@ -273,9 +288,6 @@ METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "episode": credit("episode", settings=ONE, anchored=False),
     "episode, anchored": credit("episode", settings=ONE, anchored=True),
     "centered_return, true V": credit("centered_return", TrueValue),
-    "centered_return, policy's V, anchored": credit(
-        "centered_return", lambda task: PolicyValue(), settings=VINE, anchored=True
-    ),
     "episode, policy's V, anchored": credit("episode", lambda task: PolicyValue(), settings=VINE, anchored=True),
     "episode, true V, anchored": credit("episode", TrueValue, settings=VINE, anchored=True),
     "episode, anchored, auto": credit("episode", settings=AUTO),
@@ -291,6 +303,7 @@ METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "centered_return, forced answer": credit("centered_return", by_log_prob),
     "grpo_process, forced answer": credit("grpo_process", by_log_prob),
     "episode, forced answer": credit("episode", by_log_prob),
+    "episode, forced answer, solved groups too": credit("episode", by_log_prob, skip_solved=False),
     "centered_return, forced answer, weight 0.3": credit(
         "centered_return", by_log_prob, settings=CreditSettings(process_weight=0.3)
     ),
