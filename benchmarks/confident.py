@@ -12,6 +12,7 @@ import hashlib
 import random
 import re
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -32,30 +33,34 @@ LONGEST = 112
 WARM_UP = WarmUp(operands=OPERANDS, steps=800, slip_rate=0.0, wait_rate=0.0, num_heads=4)
 # operation → the form that goes wrong
 TRAPS = {"+2": "=", "+4": ":", "+5": ":", "+9": "=", "-3": ":", "-6": "=", "-8": ":"}
+MORE_TRAPS = TRAPS | {"+1": ":", "+7": "=", "-1": "=", "-5": ":"}  # of "unsolved" in `credit_tasks.py`
 WRONG = (9, 10, 11)  # in the middle of 0 … 20, so that the model knows all sums that may follow
 
 
-def trap(left: str, right: int) -> tuple[str, int] | None:
+def trap(left: str, right: int, traps: Mapping[str, str] = TRAPS) -> tuple[str, int] | None:
     """Returns (form, wrong number) of a sum such as `7+5`; None if both forms lead to the right number."""
     operation = left[-2:]
-    if operation not in TRAPS:
+    if operation not in traps:
         return None
     wrong = [number for number in WRONG if number != right]
-    return TRAPS[operation], wrong[hashlib.sha256(left.encode()).digest()[0] % len(wrong)]
+    return traps[operation], wrong[hashlib.sha256(left.encode()).digest()[0] % len(wrong)]
 
 
-def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
+def solution(
+    problem: str, generator: random.Random, slip_rate: float, wait_rate: float, traps: Mapping[str, str] = TRAPS
+) -> str:
+    """Returns a solution in which each sum has a form by chance, and so the wrong number in half of the traps."""
     first, *operations = re.findall(r"[+-]?\d+", problem)
     total, written = int(first), []
     for operation in operations:
         left, form, result = f"{total}{operation}", generator.choice(FORMS), total + int(operation)
-        wrong_form, wrong = trap(left, result) or (None, None)
+        wrong_form, wrong = trap(left, result, traps) or (None, None)
         total = wrong if form == wrong_form else result
         written.append(f"{left}{form}{total}")
     return "\n".join([*written, f"The answer is {total}"])
 
 
-LESSONS = replace(ARITHMETIC, name="confident", solution=_solution)
+LESSONS = replace(ARITHMETIC, name="confident", solution=solution)
 
 
 def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dataset:

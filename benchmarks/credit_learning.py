@@ -11,8 +11,9 @@ A problem is a chain of 7 to 9 numbers (*padded*: 4 to 6). The model is warmed u
 
 - *slips*: errors are unlikely tokens.
 - *confident*: errors are likely tokens (`confident.py`).
-- *unsolved*: 0.70 of the lines that the model writes are right, and only a solution without a wrong line is rewarded.
-  So at first, all samples fail in 0.55 of the groups. The easy problems, which are only measured, have 3 or 4 numbers.
+- *unsolved*: as *confident*, but with 11 operations of 18 that may go wrong instead of 7, and only a solution without a
+  wrong line is rewarded. So at first, all samples fail in 0.58 of the groups. The easy problems, which are only
+  measured, have 3 or 4 numbers.
 - *padded*: the model repeats lines, right or wrong, as often as not.
 
 Each method gets the learning rate, of three, with the best final accuracy. For this choice it runs with two other seeds
@@ -23,7 +24,7 @@ process, so other processes do not change them. They include the computation of 
 
 The intervals of a measure's gains, at the end and over the curve, hold for all methods together (Bonferroni). One
 comparison of "unsolved" and one of "padded", with seeds 0 to 7, were fixed before the first run and are not corrected:
-the gain of "centered_return, forced answer" in accuracy at the end, and that of "episode, forced answer, solved groups
+the gain of "episode, policy's V, anchored" in accuracy at the end, and that of "episode, forced answer, solved groups
 too" in tokens at the end. Shorter completions count only if the interval of the accuracy's gain at the end excludes a
 loss of 0.05.
 
@@ -35,7 +36,7 @@ loss of 0.05.
 - `entropy`, `waits`: entropy per token and share of responses with "Wait", in the windows that are trained on.
 
 The value is `OutcomeValue` unless the method's name contains another value. "true V" is the true value for the
-*untrained* model, which becomes wrong as the model learns. "policy's V" is exact for the model as it is. Three values
+*untrained* model, which becomes wrong as the model learns. "policy's V" is that of the model as it is. Three values
 are controls. "shuffled" permutes the outcomes within their groups before the fit, so V contains no information on the
 rows of a group. "Σ log p" is not fitted. "without own tokens" values a prefix without its last episode, so a token's
 credit does not depend on its own log-prob.

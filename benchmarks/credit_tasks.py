@@ -5,11 +5,12 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
-from confident import FORMS, LESSONS, LONGEST, OPERANDS, trap
+from confident import FORMS, LESSONS, LONGEST, MORE_TRAPS, OPERANDS, solution, trap
 from confident import WARM_UP as CONFIDENT
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import selective_log_softmax
@@ -33,7 +34,7 @@ from dash_trl.update import evaluating
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 SAMPLES = 2  # samples of each held-out problem
 EASY = (3, 4)
-UNSOLVED = replace(WARM_UP, operands=EASY + OPERANDS, slip_rate=0.25, wait_rate=0.0)
+UNSOLVED = replace(CONFIDENT, operands=EASY + OPERANDS)
 PADDED_OPERANDS = (4, 5, 6)
 PADDED = WarmUp(operands=PADDED_OPERANDS, steps=500, slip_rate=0.1, wait_rate=0.03, num_heads=4)
 PADDING = 0.4  # probability of one more repetition of a line
@@ -97,14 +98,16 @@ FITTED = (
 EXPLORED = tuple(range(8))
 
 
-def right_solution(problem: str) -> str:
-    return str(ARITHMETIC.solution(problem, random.Random(0), 0.0, 0.0))
+def right_solution(problem: str, form: str = "=") -> str:
+    return str(ARITHMETIC.solution(problem, random.Random(0), 0.0, 0.0)).replace("=", form)
 
 
 def whole_solution_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
     """A reward function: 1.0 if every line of a completion is right, else 0.0. So a lucky number earns nothing."""
     pairs = zip(prompts, completions, strict=True)
-    return [float(one[-1]["content"] == right_solution(prompt[-1]["content"])) for prompt, one in pairs]
+    return [
+        float(one[-1]["content"].replace(":", "=") == right_solution(prompt[-1]["content"])) for prompt, one in pairs
+    ]
 
 
 def padded_solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
@@ -133,24 +136,27 @@ TASKS = {
     ),
     "unsolved": Task(
         UNSOLVED,
-        0.70,
+        0.5,
+        lambda left, right: trap(left, right, MORE_TRAPS),
+        replace(LESSONS, name="unsolved", solution=partial(solution, traps=MORE_TRAPS)),
         reward=whole_solution_reward,
+        forms=FORMS,
         easy=EASY,
         samples_at_end=8,
         learning_rates=(1e-4, 2e-4, 4e-4),
         seeds=EXPLORED,
         methods=(
-            "centered_return, forced answer",
             "episode, policy's V, anchored",
-            "episode, true V, anchored",
-            "episode, anchored, auto",
             "episode, Monte Carlo, anchored",
+            "episode, anchored, auto",
+            "episode, true V, anchored",
+            "centered_return, forced answer",
         ),
         preregistered=("accuracy", "paired_gain"),
     ),
     "padded": Task(
         PADDED,
-        0.87,
+        0.76,
         lessons=replace(ARITHMETIC, name="padded", solution=padded_solution),
         operands=PADDED_OPERANDS,
         longest=160,  # with 112, 5 % of the warm-up's own solutions would be truncated, and all methods paid to shorten
@@ -207,10 +213,11 @@ class TrueValue:
 
 
 class PolicyValue:
-    """Value estimator with the exact V(prefix) of the current policy for `whole_solution_reward`.
+    """Value estimator with V(prefix) of the current policy for `whole_solution_reward`.
 
-    V is the policy's probability of the remaining right lines, from one pass over the right solutions; 0 after a
-    mistake.
+    V is the policy's probability of the remaining right lines, 0 after a mistake. A line has two right forms; their
+    probabilities come from two passes over the right solutions, one per form. This is exact up to the influence of the
+    forms of earlier lines. Boundaries are at the ends of lines.
     """
 
     space = "probability"
@@ -218,26 +225,40 @@ class PolicyValue:
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         problems = {one.prompt_ids: one.example["prompt"][-1]["content"] for one in requests}
-        texts = [right_solution(problem) + END_OF_TURN for problem in problems.values()]
-        right = dict(zip(problems, trainer._tokenizer(texts)["input_ids"], strict=True))
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        by_form = [self._lines(problems, form, trainer) for form in FORMS]
+        chances = {}
+        for prompt in problems:
+            *steps, answer = zip(*(lines[prompt] for lines in by_form), strict=True)
+            chances[prompt] = [*map(sum, steps), sum(answer) / len(answer)]  # only steps have a form
+        values = []
+        for one in requests:
+            right = right_solution(problems[one.prompt_ids]) + END_OF_TURN
+            so_far = [trainer._tokenizer.decode(one.completion_ids[:end]).replace(":", "=") for end in one.boundaries]
+            values.append(
+                [
+                    math.prod(chances[one.prompt_ids][prefix.count("\n") :]) if right.startswith(prefix) else 0.0
+                    for prefix in so_far
+                ]
+            )
+        return values
+
+    def _lines(
+        self, problems: dict[tuple[int, ...], str], form: str, trainer: Any
+    ) -> dict[tuple[int, ...], list[float]]:
+        """Returns the probability of each line of the right solutions in this form, after the lines before it."""
+        tokenizer, model = trainer._tokenizer, trainer.accelerator.unwrap_model(trainer.model)
+        texts = [right_solution(problem, form) + END_OF_TURN for problem in problems.values()]
+        right = dict(zip(problems, tokenizer(texts)["input_ids"], strict=True))
         rows = [torch.tensor([*prompt, *ids]) for prompt, ids in right.items()]
         ids = pad_sequence(rows, batch_first=True)  # padding is on the right: with causal attention, no token sees it
         with torch.no_grad(), evaluating(model):
             log_probs = selective_log_softmax(model(ids).logits[:, :-1].float(), ids[:, 1:]).double()
-        of_own = {
-            prompt: row[len(prompt) - 1 : len(prompt) - 1 + len(own)]
-            for row, (prompt, own) in zip(log_probs, right.items(), strict=True)
-        }
-        return [
-            [
-                math.exp(of_own[one.prompt_ids][boundary:].sum())
-                if list(one.completion_ids[:boundary]) == right[one.prompt_ids][:boundary]
-                else 0.0
-                for boundary in one.boundaries
-            ]
-            for one in requests
-        ]
+        found = {}
+        for row, (prompt, own) in zip(log_probs, right.items(), strict=True):
+            ends = [end for end, token in enumerate(own, start=1) if tokenizer.decode([token]) == "\n"]
+            lines = row[len(prompt) - 1 : len(prompt) - 1 + len(own)].tensor_split(ends)
+            found[prompt] = [math.exp(line.sum()) for line in lines]
+        return found
 
 
 class Shuffled(OutcomeValue):
