@@ -161,7 +161,7 @@ TASKS = {
         operands=PADDED_OPERANDS,
         longest=160,  # with 112, 5 % of the warm-up's own solutions would be truncated, and all methods paid to shorten
         samples_at_end=8,
-        learning_rates=(1e-4, 2e-4, 4e-4),
+        learning_rates=(5e-5, 1e-4, 2e-4),
         seeds=EXPLORED,
         methods=(
             "episode, forced answer, solved groups too",
