@@ -1,7 +1,7 @@
 """Measures how much waiting for slow rewards remains: the experiment of the asynchronous reward agent at 1/100 scale.
 
     python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~2 minutes on 2 cores
-    python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 5 seeds: ~25 minutes
+    python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 5 seeds: ~45 minutes
 
 The reward of a completion takes 10 to 400 ms, drawn uniformly and the same in every run. (In the original experiment it
 takes 1 to 40 s, with GSM8K on 8 H20 GPUs.) The toy model samples 8 groups of 4 completions per window, and all rewards
