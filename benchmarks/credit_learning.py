@@ -156,8 +156,7 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
     }
     callbacks = [watch] if process is None else [watch, process(task)]
     train = arithmetic_dataset("train", seed=seed, operands=task.operands)
-    others = {"callbacks": callbacks, "reward_funcs": task.reward}
-    harness.toy_trainer(settings, path=task.model(), train=train, **others).train()
+    harness.toy_trainer(settings, path=task.model(), train=train, callbacks=callbacks, reward_funcs=task.reward).train()
     return watch.curve
 
 

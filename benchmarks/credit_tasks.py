@@ -59,7 +59,8 @@ class Task:
         warm_up_steps: number of steps in which the learning rate rises. Without them, some seeds of the tasks that have
             them lose half of what the model has learned before.
         samples_at_end: samples of each held-out problem in the last measurement.
-        learning_rates: the learning rates to choose from. At 8e-4, all methods fail on "slips" and "confident".
+        learning_rates: the learning rates to choose from. At 8e-4, 19 of 20 runs on "slips" and "confident"
+            end below an accuracy of 0.1.
         seeds: the seeds that are reported.
         methods: the default methods.
         preregistered: the pairs (measure, gain) of the first method over "outcome only" that were fixed beforehand, so
