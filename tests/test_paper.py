@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import experiments
@@ -233,7 +234,7 @@ def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tm
     for method in ("dash", "no_kl"):
         pretend(one, method, [0.8], [20.0])
     runner.Work(one, 0).train(run)  # starts nothing
-    with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
+    with pytest.raises(ValueError, match="holds results of other settings: 2, where this one has 40"):
         runner.Work(scale("toy", tmp_path), 0).train(run)
     assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
@@ -348,6 +349,10 @@ def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, ha
     runner.main([*QUICK, str(tmp_path)])
     assert len(called) == 5 and (tmp_path / "table10.md").read_text() == table
     assert "0 trainings and 0 evaluations" in capsys.readouterr().out
+    spec = replace(experiments.EVALUATIONS["in"], toy={**experiments.EVALUATIONS["in"].toy, "num_samples": 3})
+    monkeypatch.setitem(experiments.EVALUATIONS, "in", spec)
+    with pytest.raises(ValueError, match="holds results of other settings: .* where this one has"):
+        runner.main([*QUICK, str(tmp_path)])
 
 
 def test_the_problems_that_the_package_has_not(tmp_path):

@@ -13,7 +13,7 @@ tables and the paper's numbers. OUTPUT_DIR contains:
 
     table3.md, table3.csv, figure1.png, …
     runs/<run>/                                   models and metrics.jsonl
-    evaluation/<problems>/<run>.json, .jsonl      results and samples
+    evaluation/<problems>/<run>.json, .jsonl      results and samples; command.json has the command without models
     logs/
 """
 
@@ -165,6 +165,10 @@ class Scale:
         """Returns the file of an evaluation's results; it is named after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
+    def made_by(self, kind: str) -> Path:
+        """Returns the file of the command, without models, that made the results of an evaluation."""
+        return self.folder / "evaluation" / kind / "command.json"
+
     # ------------------------------------------------------------------------------------------ what is missing
 
     def left(self, tables: Sequence[str]) -> tuple[list[Run], list[tuple[str, list[str]]]]:
@@ -218,7 +222,7 @@ def check_same(file: Path, command: Sequence[str]) -> None:
     if found[1:] != list(command)[1:]:  # the path of Python does not matter
         was, now = [one for one in found if one not in command], [one for one in command if one not in found]
         raise ValueError(
-            f"{file.parent} holds a run of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
+            f"{file.parent} holds results of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
             f"Choose another --output_dir, or remove {file.parent}."
         )
 
@@ -301,6 +305,9 @@ class Work:
             from problems import write_problems  # imported here, since it imports torch
 
             write_problems(self.scale.problems)
+        made_by = self.scale.made_by(kind)
+        made_by.parent.mkdir(parents=True, exist_ok=True)
+        made_by.write_text(json.dumps(self.scale.evaluation(kind, [])))
         self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), self._gpus[:1])
 
     def _clear(self, home: Path) -> None:
@@ -349,6 +356,8 @@ class Work:
 
     def make(self, table: str) -> list[Path]:
         """Trains and evaluates what is missing for a table, and writes the table and its figures."""
+        for kind in EVALUATIONS:
+            check_same(self.scale.made_by(kind), self.scale.evaluation(kind, []))
         for run in self.scale.runs_of([table]):
             self.train(run)
         for kind, models in self.scale.left([table])[1]:
