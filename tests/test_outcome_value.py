@@ -192,6 +192,8 @@ def test_a_state_of_rewards_is_refused_where_probabilities_are_fitted():
 
 
 CRITIC = "estimator='gae' uses OutcomeValue as its critic from the beginning"
+EPISODE = ("an episode is paid for the change of V alone",)
+AUTO = CreditSettings(process_weight="auto")
 FREE = ("anchored=False with OutcomeValue, which learns during the run",)
 FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
 
@@ -202,7 +204,9 @@ FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
         (OutcomeValue(), {}, True, "auto", ()),
         (OutcomeValue(), FREELY, False, 0.5, FREE),
         (OutcomeValue(), {"settings": CreditSettings(process_weight=1)}, True, 1, ()),
-        (OutcomeValue(), {"estimator": "episode"}, True, "auto", ()),
+        (OutcomeValue(), {"estimator": "episode"}, True, "auto", EPISODE),
+        (MonteCarloValue(2), {"estimator": "episode", "settings": AUTO}, True, "auto", EPISODE),
+        (MonteCarloValue(2), {"settings": AUTO}, True, "auto", ()),
         (OutcomeValue(), {"estimator": "grpo"}, False, 1.0, ()),
         (OutcomeValue(), {"estimator": "gae"}, False, 1.0, (CRITIC,)),
         (MonteCarloValue(2), {}, False, 1.0, ()),
@@ -249,7 +253,6 @@ def logged(trainer, name):
     return [line[name] for line in trainer.state.log_history if name in line]
 
 
-AUTO = CreditSettings(process_weight="auto")
 # Number of windows in an optimizer step.
 ONE_WINDOW_OR_TWO = pytest.mark.parametrize(
     "shapes", [pytest.param({}, marks=pytest.mark.exhaustive), {"steps_per_generation": 2}], ids=["one", "two"]

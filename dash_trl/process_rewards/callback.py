@@ -198,8 +198,7 @@ class ProcessRewardCallback(DASHCallback):
         if settings.scale_floor is None:
             settings = replace(settings, scale_floor=FLOORS.get(str(space), FLOORS["log"]))
         self.estimator, self.settings = estimator, settings
-        if self._learns:
-            self._warn_of_losses(anchored)
+        self._warn_of_losses(anchored)
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
@@ -534,7 +533,16 @@ class ProcessRewardCallback(DASHCallback):
         return credit
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
-        """Warns of settings with which V can mislead the policy; called only if the value estimator learns."""
+        """Warns of settings with which V can mislead the policy."""
+        if self._auto and self.estimator == "episode":
+            logger.warning(
+                "process_weight='auto' with estimator='episode': the better V predicts outcomes, the less the outcome "
+                "counts, until an episode is paid for the change of V alone. So an error of V changes what the policy "
+                "learns, and it may learn less than from outcomes alone (docs/results/process-rewards.md). Use "
+                "estimator='centered_return', or give the weights as numbers."
+            )
+        if not self._learns:
+            return
         name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
