@@ -2,7 +2,7 @@
 
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --json slips.json    # ~60 minutes
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task confident      # 5 hours
-    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task unsolved       # 5 hours
+    python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task unsolved       # 9 hours
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --task padded         # 4 hours
     python benchmarks/credit_learning.py --runs benchmarks/credit_runs.jsonl --methods "centered_return, forced answer"
 
