@@ -117,9 +117,14 @@ def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) 
 
 
 class Clock(TrainerCallback):
-    """Callback that records the seconds and the end of each optimizer step, and the parameters after the first step."""
+    """Callback that records the seconds and the end of each optimizer step, and the parameters after the first step.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: False = do not record parameters.
+    """
+
+    def __init__(self, parameters: bool = True) -> None:
+        self.parameters = parameters
         self.seconds: list[float] = []
         self.ends: list[float] = []
         self.first: dict[str, Any] = {}
@@ -132,25 +137,28 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.seconds.append(self.ends[-1] - self.started)
-        if state.global_step == 1:
+        if self.parameters and state.global_step == 1:
             self.first = {name: one.detach().float().cpu().numpy().copy() for name, one in model.named_parameters()}
 
 
-def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any]) -> dict[str, float]:
+def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any] | None) -> dict[str, float]:
     """Compares the steps of TRL and DASH.
 
     Args:
         clocks: clocks of the trainers "trl" and "dash"; the first step is not counted.
-        start: the parameters before the first step.
+        start: the parameters before the first step. `None`: parameters are not compared.
     Returns:
         Median seconds of a step, their ratio, and `rel_param_diff`: the largest difference of a parameter after the
         first step, relative to the largest update.
     """
     trl, dash = clocks["trl"], clocks["dash"]
-    update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
-    difference = max(abs(value - dash.first[name]).max() for name, value in trl.first.items())
     seconds = medians({f"{kind}_s": clock.seconds[1:] for kind, clock in clocks.items()})
-    return {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"], "rel_param_diff": float(difference / update)}
+    found = {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"]}
+    if start is not None:
+        update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
+        difference = max(abs(value - dash.first[name]).max() for name, value in trl.first.items())
+        found["rel_param_diff"] = float(difference / update)
+    return found
 
 
 def begin_peak(on_gpu: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Compares the paper's GRPO baseline, which samples in every micro-step, with DASH, which samples once per step.
 
     python benchmarks/preemptive.py --json preemptive.json          # ~5 minutes on 2 cores
+    python benchmarks/preemptive.py --accumulations 32 --steps 2    # a part of it
 
 All runs train the toy model with 8 rows per micro-step and 16 or 32 accumulation steps; the other settings are
 identical. The baseline is TRL's GRPOTrainer with `steps_per_generation=1`. The table also has TRL's default, which
@@ -18,7 +19,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 
-ROWS, COUNTED_STEPS = 8, 5
+ROWS = 8
 PADDED_ROW = 80  # tokens of the longest prompt and completion
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, samples per micro-step": (GRPOTrainer, {"steps_per_generation": 1}),
@@ -28,9 +29,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) -> dict[str, float]:
+def step_times(trainer_class: Any, accumulation: int, steps: int, settings: dict[str, Any]) -> dict[str, float]:
     """Trains; returns the median seconds of a step and of its generation, and milliseconds of a decoding step."""
-    generation, decoded = [0.0] * (1 + COUNTED_STEPS), [0] * (1 + COUNTED_STEPS)
+    generation, decoded = [0.0] * (1 + steps), [0] * (1 + steps)
 
     class Timed(trainer_class):
         def _generate_single_turn(self, *args: Any) -> tuple:
@@ -43,7 +44,7 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
     settings = {
         "per_device_train_batch_size": ROWS,
         "gradient_accumulation_steps": accumulation,
-        "max_steps": 1 + COUNTED_STEPS,
+        "max_steps": 1 + steps,
         "logging_strategy": "no",
         **settings,
     }
@@ -53,12 +54,12 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
     return harness.medians({name: values[1:] for name, values in parts.items()})
 
 
-def main() -> dict[str, Any]:
+def main(accumulations: list[int], steps: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for accumulation in (16, 32):
+    for accumulation in accumulations:
         totals: dict[str, float] = {}
         for name, (trainer_class, settings) in RUNS.items():
-            row = step_times(trainer_class, accumulation, settings)
+            row = step_times(trainer_class, accumulation, steps, settings)
             totals[name] = row["step_s"]
             row["ratio"] = next(iter(totals.values())) / totals[name]
             results[f"{name}, {accumulation}"] = row
@@ -68,4 +69,9 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    harness.run(main, __doc__)
+    harness.run(
+        main,
+        __doc__,
+        accumulations={"type": int, "nargs": "+", "default": [16, 32], "help": "numbers of micro-steps"},
+        steps={"type": int, "default": 5, "help": "number of counted steps; one more step precedes them"},
+    )

@@ -5,20 +5,23 @@
     python benchmarks/qwen.py --shares 0 --steps 1 --prompt_tokens 512    # groups of 4 that share a few-shot prompt
 
 On a GPU the benchmark uses the paper's batch (256 rows of ≤ 2,048 tokens, two per pass), in bfloat16, with
-FlashAttention if it is installed.
+FlashAttention if it is installed. Such small passes leave a large GPU idle. So two more trainers have larger ones:
+`trl_wide` runs 32 rows per pass, and `dash_budget` has `max_tokens_per_microbatch=16384`.
 
 Completions and rewards are scripted, so no step samples. The model has hidden size 896, 24 layers, 14 heads, 2
-key-value heads and a vocabulary of 151,936. Each trainer runs in its own process.
+key-value heads and a vocabulary of 151,936. On a CPU, each trainer runs in its own process.
 
-- `trl_s`, `dash_s`: median seconds of a step, without the first step.
+- `trl_s`, `dash_s`: median seconds of a step, without the first step. `ratio` compares these two.
 - `trl_gb`, `dash_gb`: peak memory in these steps beyond the memory before them (resident on a CPU, allocated on a GPU).
 - `rel_param_diff`: the largest difference of a parameter after one step of SGD without clipping, relative to the
-  largest update. Only meaningful on a CPU, in float32.
+  largest update. Only on a CPU, in float32.
 
 With `--prompt_tokens`, a pass contains one group of 4, and `plain` is DASH without shared prompts.
 """
 
+import gc
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import harness
@@ -31,7 +34,13 @@ from dash_trl import DASHTrainer
 ON_GPU = torch.cuda.is_available()
 ROWS, GROUP, ROWS_PER_PASS, LONGEST, MEDIAN = (256, 4, 2, 2048, 500) if ON_GPU else (8, 2, 2, 256, 120)
 SHARES = (0.0, 0.75)  # shares of groups without signal
-KINDS = {"trl": (GRPOTrainer, {}), "dash": (DASHTrainer, {}), "plain": (DASHTrainer, {"share_prompts": False})}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "trl": (GRPOTrainer, {}),
+    "dash": (DASHTrainer, {}),
+    "plain": (DASHTrainer, {"share_prompts": False}),
+    "trl_wide": (GRPOTrainer, {"per_device_train_batch_size": 32}),
+    "dash_budget": (DASHTrainer, {"max_tokens_per_microbatch": 16_384}),
+}
 SHAPE = {  # Qwen/Qwen2.5-0.5B
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -47,7 +56,8 @@ SHAPE = {  # Qwen/Qwen2.5-0.5B
 
 def random_model() -> Any:
     attention = "flash_attention_2" if ON_GPU and is_flash_attn_2_available() else "sdpa"
-    model = harness.qwen2(attn_implementation=attention, **SHAPE)
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = harness.qwen2(attn_implementation=attention, **SHAPE)
     return model.to(torch.bfloat16 if ON_GPU else torch.float32)
 
 
@@ -68,7 +78,6 @@ def train(kind: str, share: float, steps: int, prompt_tokens: int | None) -> Clo
     group, rows_per_pass = (GROUP, ROWS_PER_PASS) if prompt_tokens is None else (4, 4)
     settings = {
         "per_device_train_batch_size": rows_per_pass,
-        "gradient_accumulation_steps": ROWS // rows_per_pass,
         "max_steps": 1 + steps,
         "beta": 0.0,
         "loss_type": "dr_grpo",
@@ -77,20 +86,24 @@ def train(kind: str, share: float, steps: int, prompt_tokens: int | None) -> Clo
         "gradient_checkpointing": ON_GPU,
         **own,
     }
+    settings["gradient_accumulation_steps"] = ROWS // settings["per_device_train_batch_size"]
     lengths = {"median": MEDIAN, "longest": LONGEST, "prompt_tokens": prompt_tokens}
     workload = harness.Scripted(share, ROWS, group, vocabulary=150_000, **lengths)
-    clock = Clock()
+    clock = Clock(parameters=not ON_GPU)
+    gc.collect()  # the trainer before this one would count as memory
     harness.scripted_trainer(trainer, random_model(), workload, settings, callbacks=[clock]).train()
     return clock
 
 
 def main(shares: list[float], steps: int, prompt_tokens: int | None) -> dict[str, dict[str, float]]:
     results = {}
-    kinds = [kind for kind in KINDS if prompt_tokens or kind != "plain"]
+    more = ["plain"] if prompt_tokens else ["trl_wide", "dash_budget"] if ON_GPU else []
+    kinds = ["trl", "dash", *more]
     for share in shares:
-        with ProcessPoolExecutor(1, max_tasks_per_child=1) as workers:  # each trainer in a process of its own
+        # On a CPU, each trainer has a process of its own, whose resident memory is measured.
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=None if ON_GPU else 1) as workers:
             clocks = {kind: workers.submit(train, kind, share, steps, prompt_tokens).result() for kind in kinds}
-        found = harness.against_trl(clocks, random_model().state_dict())
+        found = harness.against_trl(clocks, None if ON_GPU else random_model().state_dict())
         found |= {f"{kind}_gb": clock.taken / 1e9 for kind, clock in clocks.items()}
         results[f"{share:g}"] = found
         harness.say(f"{share:.0%} of the groups constant", found)

@@ -213,10 +213,10 @@ class LogProbs:
             self._log_correction(*tables)
 
     def _log_correction(self, old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor) -> None:
-        assert self.rules.correction is not None, "the ratio was computed with it"
-        mode = self.rules.correction["mode"]
+        correction = self.rules.correction
+        assert correction is not None, "the ratio was computed with it"
         self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
-        self._log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self._ranks.sum))
+        self._log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int

@@ -118,7 +118,8 @@ class ScriptedTurns:
         def generated(input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
             rows = zip(input_ids, attention_mask.bool(), strict=True)
             turns = [torch.tensor(self.turn(trainer._tokenizer, ids[real].tolist())) for ids, real in rows]
-            return torch.cat([input_ids, pad(turns, padding_value=trainer._tokenizer.pad_token_id)], dim=1)
+            padded = pad(turns, padding_value=trainer._tokenizer.pad_token_id).to(input_ids.device)
+            return torch.cat([input_ids, padded], dim=1)
 
         if self.generated:
             trainer.model.generate = generated

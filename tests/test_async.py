@@ -23,7 +23,7 @@ from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import Snapshot
 from dash_trl.sampling.weights.sync import WeightSync
 from tests.fake_server import Fake, factory
-from tests.tiny import prompts, run, tiny_tokenizer
+from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
 
 FIRST = 10  # the token of version 0
@@ -386,7 +386,7 @@ def test_no_two_rows_have_the_same_seed(fakes):
     names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "structured_outputs_regex", "context")
     vars(vllm).update(dict.fromkeys(names), urls=[fake.url], server_timeout=20.0, request_timeout=20.0, end_ids=[])
     vllm.max_completion_length, vllm.rank_timeout, vllm.timed = 8, 20.0, lambda what: nullcontext()
-    vllm.accelerator, vllm.generation_kwargs = Accelerator(cpu=True), {"seed": 5}
+    vllm.accelerator, vllm.generation_kwargs = Accelerator(cpu=not ON_GPU), {"seed": 5}
     vllm._init_vllm()
     vllm.pool.refit = None
     vllm.pool.weights_sent(0, {fake.url: None})

@@ -264,8 +264,9 @@ def test_a_correction_and_the_share_that_it_changes(mode, low, high):
     mask = (torch.rand(6, 5, generator=generator) < 0.8).long()
     sampler[0, 1], sampler[2, 3] = NAN, -9999.0  # what it did not report
     others = (old, sampler, mask)
-    corrected = importance_sampling_ratio(*others, mode=mode, clip_min=low, clip_max=high)
-    figures = corrected_share(corrected, *others, mode=mode, reduce_sum=lambda counts: counts)
+    correction = {"mode": mode, "clip_min": low, "clip_max": high}
+    corrected = importance_sampling_ratio(*others, **correction)
+    figures = corrected_share(*others, correction=correction, reduce_sum=lambda counts: counts)
     plain, bounded = (
         reference.importance_ratio(*(one.tolist() for one in others), mode, *bounds)
         for bounds in ((None, None), (low, high))
@@ -279,6 +280,5 @@ def test_a_correction_and_the_share_that_it_changes(mode, low, high):
     ]
     assert figures == {"off_policy/clipped_share": pytest.approx(sum(changed) / len(changed))}
     assert any(changed) == (low is not None or high is not None)
-    assert (
-        corrected_share(corrected[:0], *(one[:0] for one in others), mode=mode, reduce_sum=lambda counts: counts) == {}
-    )
+    empty = (one[:0] for one in others)
+    assert corrected_share(*empty, correction=correction, reduce_sum=lambda counts: counts) == {}

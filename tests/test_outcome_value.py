@@ -14,7 +14,7 @@ from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import CreditSettings, MonteCarloValue, OutcomeValue, ValueRequest
 from tests.test_resume import WIDER
-from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, run
+from tests.tiny import ON_GPU, ScriptedReward, ScriptedRollouts, parameters, prompts, run
 
 # -------------------------------------------------------------------------------------------------------- the estimator
 
@@ -23,7 +23,7 @@ def stage() -> SimpleNamespace:
     """Returns a stand-in with the attributes of a trainer that `OutcomeValue` uses."""
     logged = []
     recorder = SimpleNamespace(log=logged.append)
-    return SimpleNamespace(ranks=Ranks(Accelerator(cpu=True)), logged=logged, recorder=recorder)
+    return SimpleNamespace(ranks=Ranks(Accelerator(cpu=not ON_GPU)), logged=logged, recorder=recorder)
 
 
 def rollouts(seed: int, count: int = 24, entropies: bool = True, wrong: float = 0.5):

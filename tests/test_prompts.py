@@ -36,7 +36,7 @@ class Walk(DASHTrainer):
             self.windows.append(names(inputs))
             self.announced.append([names(rows) for rows in self._reader.upcoming(self._step)])
         self._step += 1
-        return torch.zeros(())
+        return torch.zeros((), device=self.args.device)
 
     def get_batch_samples(self, *args):
         batches, num_items = super().get_batch_samples(*args)

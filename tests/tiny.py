@@ -35,6 +35,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 VOCABULARY = 300
 EOS = 1  # <|im_end|>
+ON_GPU = bool(os.environ.get("TEST_ON_GPU"))  # True = trainers train on the GPU, so that the package is tested on it
 UNKNOWN = (math.nan, -9999.0, -math.inf)  # in place of a log-prob
 
 
@@ -95,7 +96,7 @@ def fsdp_on_cpu() -> None:
 
 def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Returns two [tokens] tensors: the sample of each token, and how many tokens of this sample are left."""
-    place = torch.arange(tokens)
+    place = torch.arange(tokens, device=ends.device)
     sample = torch.bucketize(place, ends[1:], right=True)
     return sample, ends[1:][sample] - place
 
@@ -183,7 +184,7 @@ class ScriptedRollouts:
 @torch.no_grad()
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
     """Returns log P of each token of one completion, from the logits of a plain pass."""
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].log_softmax(dim=-1)
+    logits = model(input_ids=torch.tensor([prompt + completion], device=model.device)).logits[0].log_softmax(dim=-1)
     return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)]
 
 
@@ -322,7 +323,7 @@ def run(
         optim=optimizer,
         max_grad_norm=0.0,
         beta=0.0,
-        use_cpu=True,
+        use_cpu=not ON_GPU,
         bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,
@@ -330,6 +331,8 @@ def run(
         report_to="none",
         disable_tqdm=True,
     )
+    if ON_GPU:
+        defaults["tf32"] = False  # otherwise, transformers turns it on with torch.compile, for all later runs, too
     if config is DASHConfig:
         defaults["share_prompts"] = True  # the prompts here are short
     # Without servers, sampling ahead is refused; but the prompts can be read ahead.

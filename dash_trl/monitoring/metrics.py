@@ -160,12 +160,11 @@ def sampler_metrics(
 
 
 def corrected_share(
-    corrected: Tensor,
     old_per_token_logps: Tensor,
     sampling_per_token_logps: Tensor,
     loss_mask: Tensor,
     *,
-    mode: str,
+    correction: Mapping[str, Any],
     reduce_sum: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return the share of the survivors' loss tokens whose importance sampling ratio is truncated or masked.
@@ -174,15 +173,16 @@ def corrected_share(
     "sequence_mask", the figure is the share of tokens that are left out of the loss.
 
     Args:
-        corrected: [B, T] or [B, 1], the truncated or masked ratio: the result of `importance_sampling_ratio`.
         old_per_token_logps: [B, T], the old log-probs.
         sampling_per_token_logps: [B, T], the sampler's log-probs.
         loss_mask: [B, T], 1 = a token that the loss counts.
-        mode: see `importance_sampling_ratio`.
+        correction: the keyword arguments of `importance_sampling_ratio`.
         reduce_sum: function that adds up a tensor over the ranks.
     """
     others = old_per_token_logps, sampling_per_token_logps, loss_mask
-    changed = corrected != importance_sampling_ratio(*others, mode=mode, clip_min=None, clip_max=None)
+    # Both ratios are computed here, on one device: the exponentials of a GPU and of a CPU differ in the last bit.
+    without_bounds = {**correction, "clip_min": None, "clip_max": None}
+    changed = importance_sampling_ratio(*others, **correction) != importance_sampling_ratio(*others, **without_bounds)
     clipped, tokens = reduce_sum(torch.stack([(changed & loss_mask.bool()).sum(), loss_mask.sum()])).tolist()
     return {"off_policy/clipped_share": clipped / tokens} if tokens else {}
 
