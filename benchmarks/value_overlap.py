@@ -16,13 +16,13 @@ trainer on another. The figures are medians over windows:
 import math
 import random
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import harness
 from transformers import TrainerCallback
 
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue
+from dash_trl.sampling import VLLMPool
 from dash_trl.toy import toy_model
 
 GROUPS, GROUP = 16, 4
@@ -52,6 +52,14 @@ def lengths(window: int) -> list[int]:
     return [min(max(round(draw.lognormvariate(math.log(MEDIAN), SPREAD)), 8), LONGEST) for _ in range(GROUPS)]
 
 
+class WithLengths(VLLMPool):
+    """Server pool that samples completions of `lengths`."""
+
+    def _jobs(self, window: int, prompts: list[list[int]], num_generations: int, max_tokens: Any = None) -> list[Any]:
+        longest = [length for length in lengths(window) for _ in range(GROUP)]
+        return super()._jobs(window, prompts, num_generations, longest)
+
+
 def found(value: Any, url: str) -> dict[str, Any]:
     """Runs the windows with one value estimator; returns its figures."""
     process = ProcessRewardCallback(value, max_episode_tokens=EPISODE, min_episode_tokens=1, skip_solved=False)
@@ -68,14 +76,7 @@ def found(value: Any, url: str) -> dict[str, Any]:
         "generation_kwargs": {"ignore_eos": True},
     }
     trainer = harness.toy_trainer(settings, callbacks=[process, clock])
-    servers, jobs = trainer.vllm_generation, trainer.vllm_generation._jobs
-    windows = iter(range(settings["max_steps"]))
-
-    def of_lengths(prompts: Sequence[list[int]], group: int, max_tokens: Any = None) -> list[Any]:
-        longest = [length for length in lengths(next(windows)) for _ in range(GROUP)]
-        return jobs(prompts, group, longest)
-
-    servers._jobs = of_lengths
+    trainer.vllm_generation.__class__ = WithLengths
     trainer.train()
     after, early = clock.seconds[2::2], clock.seconds[3::2]
     results: dict[str, Any] = {}

@@ -3,9 +3,11 @@
 import ast
 import graphlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -186,6 +188,27 @@ def test_the_attributes_of_trl():
     assert names - trls == set()
     known = {"_step", "_logs", "_metrics", "_current_train_step_time", "_last_loaded_step", "_tokenizer", "_name"}
     assert known | {"use_vllm", "vllm_generation"} <= names
+
+
+def overridden(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields (name, own parameters, parameters) of each method of the package that a class in this file overrides."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imported = [one for one in nodes if isinstance(one, ast.ImportFrom) and "dash_trl" in str(one.module)]
+    ours = {one.name: getattr(import_module(str(door.module)), one.name) for door in imported for one in door.names}
+    for kind in (one for one in nodes if isinstance(one, ast.ClassDef)):
+        bases = [ours[base.id] for base in kind.bases if isinstance(base, ast.Name) and base.id in ours]
+        methods = [one for one in kind.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for base, method in itertools.product(bases, methods):
+            taken = getattr(base, method.name, None)
+            if callable(taken) and method.name != "__init__" and not (method.args.vararg or method.args.kwarg):
+                own = [one.arg for one in method.args.args + method.args.kwonlyargs]
+                yield f"{path.name}: {kind.name}.{method.name}", own, list(inspect.signature(taken).parameters)
+
+
+def test_a_benchmark_overrides_a_method_as_it_is():
+    """The suite does not run benchmarks, so a method that got another parameter would break them unnoticed."""
+    found = [one for path in (PACKAGE.parent / "benchmarks").glob("*.py") for one in overridden(path)]
+    assert [one for one in found if one[1] != one[2]] == [] and len(found) > 3
 
 
 def test_the_trainer_has_few_fields():
