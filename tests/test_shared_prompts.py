@@ -19,7 +19,7 @@ from dash_trl.rollout import Survivors
 from dash_trl.update import MicroBatch, ModelPasses, has_dropout, packed_log_probs
 from dash_trl.update.packing import plan_segment
 from dash_trl.update.padding_free import PackedLayout, enable_padding_free
-from dash_trl.update.trees import TreeShape, flash_arguments, tree_attention
+from dash_trl.update.trees import TreeShape, attention_batches, flash_arguments, tree_attention
 from tests.test_padding_free import ARCHITECTURES
 from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
 
@@ -56,10 +56,13 @@ def one_row_at_a_time(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", ["of the CPU", "with masks"])
-def test_attention_and_its_gradients(dtype, kernel, monkeypatch):
-    if kernel == "with masks":
+@pytest.mark.parametrize("padded", [None, 256, 0])
+def test_attention_and_its_gradients(dtype, padded, monkeypatch):
+    """By the kernel of the CPU, by few batches, and by a batch for each length."""
+    if padded is not None:
         monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
+        monkeypatch.setattr("dash_trl.update.trees.PADDED_TOKENS", padded)
+        attention_batches.cache_clear()
     found, expected = states(dtype), states(torch.float64)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -76,17 +79,17 @@ def test_attention_and_its_gradients(dtype, kernel, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cpu_kernel_is_there(dtype, monkeypatch):
-    """Else the tests above compare masks with masks."""
-    monkeypatch.setattr("dash_trl.update.trees.masked_branch_attention", None)
+    """Else the tests above compare batches with batches."""
+    monkeypatch.setattr("dash_trl.update.trees.batched_attention", None)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     tree_attention(module, *states(dtype), None, trees=TREES)
 
 
-@pytest.mark.parametrize("kernel", ["of the CPU", "with masks"])
+@pytest.mark.parametrize("kernel", ["of the CPU", "in batches"])
 def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, monkeypatch):
     """No copies of the trunk's keys and values, neither one per branch nor one per head of the queries (GQA)."""
-    if kernel == "with masks":
+    if kernel == "in batches":
         monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -104,6 +107,21 @@ def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, monkey
         return sum(sizes.values()) if output.requires_grad else 0
 
     assert 0 < kept(TREES) <= 1.01 * kept(tuple(TreeShape(len(tree)) for tree in TREES))
+
+
+def test_batches_have_sequences_of_similar_lengths():
+    """A sequence of over 256 tokens is padded by a third at most."""
+    trees = (
+        *map(TreeShape, (1000, 700, 3, 750)),
+        TreeShape(200, (20, 10)),
+        TreeShape(200, (15, 2)),
+        TreeShape(90, (9, 9)),
+    )
+    batches, restored = attention_batches(trees, torch.device("cpu"))
+    shapes = [(*one.queries.shape, one.keys.shape[1] - one.queries.shape[1]) for one in batches]
+    assert shapes == [(4, 20, 200), (2, 9, 90), (2, 1000, 0), (1, 700, 0), (4, 200, 0)]
+    queries = torch.cat([one.queries.flatten() for one in batches])
+    assert queries[restored].tolist() == list(range(sum(map(len, trees))))
 
 
 def test_attention_under_autocast():

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 flash_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+PADDED_TOKENS = 256  # sequences of at most so many tokens share a batch, however different their lengths are
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,18 @@ def tree_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} has an attention mask of its own, which packed passes would ignore.")
+    if not _has_cpu_kernel(query, value) and all(tree.mask is None for tree in trees):
+        return batched_attention(module, query, key, value, trees, **kwargs), None
     lengths = [len(tree) for tree in trees]
     parts = zip(trees, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [output for part in parts for output in _of_tree(module, *part, **kwargs)]
     return torch.cat(outputs, dim=1), None
+
+
+def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's flash kernel for the CPU can compute the attention."""
+    known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
+    return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
 
 
 def _of_tree(
@@ -90,66 +99,134 @@ def _of_tree(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # autocast converts the inputs of SDPA, but not the inputs of `flash_cpu`
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
+    if not tree.branches:
+        return [sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]]
     trunk, states = tree.trunk, (query, key, value)
-    outputs = [sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]]
+    output = sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]
     if tree.mask is not None:
-        outputs.append(sdpa_attention_forward(module, query[:, :, trunk:], key, value, tree.mask, **kwargs)[0])
-    elif tree.branches:
-        scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-        attend = _BranchAttention.apply if _has_cpu_kernel(query, value) else masked_branch_attention
-        branches = attend(query[:, :, trunk:], key, value, tree.branches, scale)
-        outputs.append(branches.transpose(1, 2))
-    return outputs
+        return [output, sdpa_attention_forward(module, query[:, :, trunk:], key, value, tree.mask, **kwargs)[0]]
+    scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+    return [output, _BranchAttention.apply(query[:, :, trunk:], key, value, tree.branches, scale).transpose(1, 2)]
 
 
-def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's flash kernel for the CPU can compute the branches."""
-    known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
-    return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Sequences whose attention is computed by one call of SDPA; Q tokens each, after P tokens that they continue.
+
+    A trunk continues nothing, a branch continues its trunk. A shorter sequence is padded by its last token: later
+    tokens are not seen, and the outputs of padding are not used.
+
+    Attributes:
+        queries: [n, Q] int64, the tokens as positions in the packed row.
+        keys: [n, P + Q] int64, the tokens that they continue, and then the tokens themselves.
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
-def masked_branch_attention(
-    query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...], scale: float
-) -> Tensor:
-    """Compute the attention of branches that attach at the end of a trunk, one branch after the other.
+class _Sequence(NamedTuple):
+    """A trunk or a branch: P, its length, and where the trunk and the sequence start in the packed row."""
 
-    The mask is PyTorch's `causal_lower_right`, which GPU kernels support. For each branch, the keys and values of the
-    trunk and of the branch are copied into one tensor. The backward pass makes these copies again, because keeping them
-    takes 10 to 30 % more memory (measured with prompts of 32 to 768 tokens, groups of 8).
+    continued: int
+    length: int
+    trunk: int
+    start: int
+
+
+@lru_cache(maxsize=2)  # each layer asks for the same
+def attention_batches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[tuple[AttentionBatch, ...], Tensor]:
+    """Divide the trunks and branches of a packed row into few batches of sequences with similar lengths.
 
     Args:
-        query: [1, H, Q, D], queries of the branches.
-        key: [1, ·, P + Q, D], keys of trunk and branches; it may have fewer heads than `query` (GQA).
-        value: [1, ·, P + Q, D], values of trunk and branches; it may have fewer heads, too.
-        branches: number of tokens of each branch; the numbers add up to Q.
-        scale: factor of the attention scores.
+        trees: the trees, without masks.
+        device: device of the tensors.
     Returns:
-        [1, H, Q, D].
+        The batches, and [L] int64: the positions of the packed tokens in the outputs of all batches, end to end.
     """
-    trunk = key.shape[2] - query.shape[2]
+    sequences, end = [], 0
+    for tree in trees:
+        trunk = end
+        sequences.append(_Sequence(0, tree.trunk, trunk, trunk))
+        end += tree.trunk
+        for length in tree.branches:
+            sequences.append(_Sequence(tree.trunk, length, trunk, end))
+            end += length
+    buckets: list[list[_Sequence]] = []
+    for one in sorted(sequences, reverse=True):
+        longest = buckets[-1][0] if buckets else None
+        close = longest and (one.length >= 0.75 * longest.length or longest.length <= PADDED_TOKENS)
+        if longest and one.continued == longest.continued and close:
+            buckets[-1].append(one)
+        else:
+            buckets.append([one])
+    batches, outputs, restored = [], 0, torch.empty(end, dtype=torch.long)
+    for bucket in buckets:
+        _, lengths, trunks, starts = (column.unsqueeze(1) for column in torch.tensor(bucket).unbind(1))  # [n, 1] each
+        steps = torch.arange(bucket[0].length)
+        real = steps < lengths
+        queries = starts + torch.minimum(steps, lengths - 1)
+        keys = torch.cat([trunks + torch.arange(bucket[0].continued), queries], dim=1)
+        batches.append(AttentionBatch(_on(device, queries), _on(device, keys)))
+        restored[queries[real]] = outputs + real.flatten().nonzero().squeeze(1)
+        outputs += real.numel()
+    return tuple(batches), _on(device, restored)
 
-    def of_branch(own: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
-        length = own.shape[2]
-        keys, values = (
-            repeat_kv(
-                torch.cat([one[:, :, :trunk], one[:, :, start : start + length]], dim=2), own.shape[1] // one.shape[1]
-            )
-            for one in (key, value)
-        )
-        mask: Any = causal_lower_right(length, trunk + length)
-        return scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale)
 
-    owns = query.split(list(branches), dim=2)
-    starts = accumulate(branches, initial=trunk)
+def _on(device: torch.device, value: Tensor) -> Tensor:
+    """Copy a tensor from the CPU to a device; a GPU can compute during the copy."""
+    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+
+
+def batched_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, trees: tuple[TreeShape, ...], **kwargs: Any
+) -> Tensor:
+    """Compute `tree_attention` for trees without masks by one call of SDPA per `AttentionBatch`.
+
+    On a GPU, starting a kernel often takes longer than the kernel, and one call per trunk and branch would start many.
+    The mask of branches is PyTorch's `causal_lower_right`, which GPU kernels support. The copies of the keys and values
+    that branches share are made again in the backward pass, since keeping them takes 10 to 30 % more memory (measured
+    with prompts of 32 to 768 tokens, groups of 8).
+
+    Args:
+        module: see `tree_attention`.
+        query: see `tree_attention`.
+        key: see `tree_attention`.
+        value: see `tree_attention`.
+        trees: see `tree_attention`.
+        kwargs: see `tree_attention`.
+    Returns:
+        [1, L, H, D].
+    """
+    batches, restored = attention_batches(trees, query.device)
+
+    def taken(states: Tensor, tokens: Tensor) -> Tensor:
+        """Return the states of tokens [n, K], as [n, H, K, D]."""
+        return states.squeeze(0).index_select(1, tokens.flatten()).unflatten(1, tokens.shape).transpose(0, 1)
+
+    def of_trunks(batch: AttentionBatch) -> Tensor:
+        keys, values = (taken(one, batch.keys) for one in (key, value))
+        output, _ = sdpa_attention_forward(module, taken(query, batch.queries), keys, values, None, **kwargs)
+        return output.flatten(0, 1)
+
+    def of_branches(batch: AttentionBatch) -> Tensor:
+        keys, values = (repeat_kv(taken(one, batch.keys), query.shape[1] // key.shape[1]) for one in (key, value))
+        mask: Any = causal_lower_right(batch.queries.shape[1], batch.keys.shape[1])
+        own, scale = taken(query, batch.queries), kwargs.get("scaling")
+        output = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale)
+        return output.transpose(1, 2).flatten(0, 1)
+
     outputs = [
-        checkpoint(of_branch, own, key, value, start, use_reentrant=False, preserve_rng_state=False)
-        for own, start in zip(owns, starts, strict=False)
+        of_trunks(batch)
+        if batch.keys.shape == batch.queries.shape
+        else checkpoint(of_branches, batch, use_reentrant=False, preserve_rng_state=False)
+        for batch in batches
     ]
-    return torch.cat(outputs, dim=2)
+    return torch.cat(outputs).index_select(0, restored).unsqueeze(0)
 
 
 class _BranchAttention(torch.autograd.Function):
-    """Computes `masked_branch_attention` with PyTorch's flash kernel for the CPU, which has no lower-right causal mask.
+    """Computes the attention of branches with PyTorch's flash kernel for the CPU, which has no lower-right causal mask.
 
     The kernel is called once for the attention of all branch tokens to the trunk (without a mask), and once per branch
     for the attention of its tokens to each other (causal). The arguments of a call are a block. A branch token is in
