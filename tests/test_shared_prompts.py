@@ -1,6 +1,7 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTConfig
 
 from dash_trl import DASHTrainer
@@ -19,7 +21,7 @@ from dash_trl.rollout import Survivors
 from dash_trl.update import MicroBatch, ModelPasses, has_dropout, packed_log_probs
 from dash_trl.update.packing import plan_segment
 from dash_trl.update.padding_free import PackedLayout, enable_padding_free
-from dash_trl.update.trees import TreeShape, attention_batches, flash_arguments, tree_attention
+from dash_trl.update.trees import PADDED_TOKENS, TreeShape, attention_batches, flash_arguments, tree_attention
 from tests.test_padding_free import ARCHITECTURES
 from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
 
@@ -55,14 +57,25 @@ def one_row_at_a_time(
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+@pytest.fixture
+def in_batches(monkeypatch):
+    """Returns a function after whose call attention is computed in batches, as on a GPU."""
+
+    def begin(padded_tokens: int = PADDED_TOKENS) -> None:
+        monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
+        monkeypatch.setattr("dash_trl.update.trees.PADDED_TOKENS", padded_tokens)
+        attention_batches.cache_clear()
+
+    yield begin
+    attention_batches.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("padded", [None, 256, 0])
-def test_attention_and_its_gradients(dtype, padded, monkeypatch):
+@pytest.mark.parametrize("padded", [None, PADDED_TOKENS, 0])
+def test_attention_and_its_gradients(dtype, padded, in_batches):
     """By the kernel of the CPU, by few batches, and by a batch for each length."""
     if padded is not None:
-        monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
-        monkeypatch.setattr("dash_trl.update.trees.PADDED_TOKENS", padded)
-        attention_batches.cache_clear()
+        in_batches(padded)
     found, expected = states(dtype), states(torch.float64)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -87,10 +100,10 @@ def test_the_cpu_kernel_is_there(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["of the CPU", "in batches"])
-def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, monkeypatch):
+def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, in_batches):
     """No copies of the trunk's keys and values, neither one per branch nor one per head of the queries (GQA)."""
     if kernel == "in batches":
-        monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
+        in_batches(0)  # without padding, which rows have, too
     module = torch.nn.Module()
     module.num_key_value_groups = 2
 
@@ -99,33 +112,56 @@ def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, monkey
 
         def note(saved: torch.Tensor) -> torch.Tensor:
             storage = saved.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes() * saved.is_floating_point()  # all layers share the indices
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
             output, _ = tree_attention(module, *states(torch.float32), None, trees=trees)
         return sum(sizes.values()) if output.requires_grad else 0
 
-    assert 0 < kept(TREES) <= 1.01 * kept(tuple(TreeShape(len(tree)) for tree in TREES))
+    copies = sum(tree.trunk for tree in TREES) * (4 + 2 + 2) * 8 * 4  # bytes; a batch of trunks keeps one of each
+    rows = kept(tuple(TreeShape(len(tree)) for tree in TREES))
+    assert 0 < kept(TREES) <= 1.01 * rows + copies * (kernel == "in batches")
+
+
+def test_a_checkpointed_layer_keeps_no_states_of_branches(in_batches):
+    in_batches()
+    module, states_of_layer = torch.nn.Module(), []
+    module.num_key_value_groups = 2
+
+    def layer(*inputs: torch.Tensor) -> torch.Tensor:
+        made = [one * 2 for one in inputs]
+        states_of_layer.extend(map(weakref.ref, made))
+        return tree_attention(module, *made, None, trees=TREES)[0]
+
+    output = checkpoint(layer, *states(torch.float32), use_reentrant=False)
+    assert output.requires_grad and [one() for one in states_of_layer] == [None] * 3
 
 
 def test_batches_have_sequences_of_similar_lengths():
-    """A sequence of over 256 tokens is padded by a third at most."""
-    trees = (
+    """A sequence of over 256 tokens is padded by a third at most, and a batch has at most twice the tokens."""
+    own = (
         *map(TreeShape, (1000, 700, 3, 750)),
         TreeShape(200, (20, 10)),
         TreeShape(200, (15, 2)),
         TreeShape(90, (9, 9)),
     )
-    batches, restored = attention_batches(trees, torch.device("cpu"))
-    shapes = [(*one.queries.shape, one.keys.shape[1] - one.queries.shape[1]) for one in batches]
-    assert shapes == [(4, 20, 200), (2, 9, 90), (2, 1000, 0), (1, 700, 0), (4, 200, 0)]
-    queries = torch.cat([one.queries.flatten() for one in batches])
-    assert queries[restored].tolist() == list(range(sum(map(len, trees))))
+    few = (TreeShape(100, (30,) * 8),)
+    for trees, expected in (
+        (own, [(4, 20, 200), (2, 9, 90), (2, 1000, 0), (1, 700, 0), (4, 200, 0)]),
+        (few, [(5, 30, 100), (3, 30, 100), (1, 100, 0)]),  # 5 * 130 ≤ 2 * 340 < 6 * 130
+    ):
+        batches, restored = attention_batches(trees, torch.device("cpu"))
+        assert [(*one.queries.shape, one.keys.shape[1] - one.queries.shape[1]) for one in batches] == expected
+        queries = torch.cat([one.queries.flatten() for one in batches])
+        assert queries[restored].tolist() == list(range(sum(map(len, trees))))
 
 
-def test_attention_under_autocast():
+@pytest.mark.parametrize("kernel", ["of the CPU", "in batches"])
+def test_attention_under_autocast(kernel, in_batches):
     """Rotary embeddings leave queries and keys in float32, beside values in bfloat16; autocast makes them equal."""
+    if kernel == "in batches":
+        in_batches()
     query, key, value = states(torch.float32)
     module = torch.nn.Module()
     module.num_key_value_groups = 2

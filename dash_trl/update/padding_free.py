@@ -9,7 +9,7 @@ predicts the first token of a completion c, so it is computed again before each 
 The function that transformers' attention interface calls restricts the attention of each token to the token's own row:
 FlashAttention with its varlen kernels, or `tree_attention` if the model uses SDPA. Nothing is computed for padding, and
 attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i. Only the attention of SDPA on a GPU
-pads rows, to similar lengths (`batched_attention`).
+pads rows (`attention_batches`).
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """

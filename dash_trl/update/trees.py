@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 flash_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-PADDED_TOKENS = 256  # sequences of at most so many tokens share a batch, however different their lengths are
+PADDED_TOKENS = 256  # sequences of at most so many tokens may share a batch, however different their lengths are
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ def tree_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} has an attention mask of its own, which packed passes would ignore.")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # autocast converts the inputs of SDPA, but not those of `flash_cpu` and masks
+        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     if not _has_cpu_kernel(query, value) and all(tree.mask is None for tree in trees):
         return batched_attention(module, query, key, value, trees, **kwargs), None
     lengths = [len(tree) for tree in trees]
@@ -96,9 +99,6 @@ def _of_tree(
     module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
 ) -> list[Tensor]:
     """Return the outputs of the trunk and of the branches, [1, ·, H, D] each."""
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # autocast converts the inputs of SDPA, but not the inputs of `flash_cpu`
-        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     if not tree.branches:
         return [sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]]
     trunk, states = tree.trunk, (query, key, value)
@@ -135,8 +135,12 @@ class _Sequence(NamedTuple):
 
 
 @lru_cache(maxsize=2)  # each layer asks for the same
+@torch.inference_mode(False)  # else a training pass could not use what an evaluation has cached
 def attention_batches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[tuple[AttentionBatch, ...], Tensor]:
-    """Divide the trunks and branches of a packed row into few batches of sequences with similar lengths.
+    """Divide the trunks and branches of a packed row into few batches.
+
+    A sequence of more than `PADDED_TOKENS` tokens is padded by at most a third. The keys of a batch, padding included,
+    are at most twice the tokens of the packed row, so that the memory of a batch has a bound.
 
     Args:
         trees: the trees, without masks.
@@ -155,8 +159,9 @@ def attention_batches(trees: tuple[TreeShape, ...], device: torch.device) -> tup
     buckets: list[list[_Sequence]] = []
     for one in sorted(sequences, reverse=True):
         longest = buckets[-1][0] if buckets else None
+        fits = longest and (len(buckets[-1]) + 1) * (longest.continued + longest.length) <= 2 * end
         close = longest and (one.length >= 0.75 * longest.length or longest.length <= PADDED_TOKENS)
-        if longest and one.continued == longest.continued and close:
+        if longest and one.continued == longest.continued and fits and close:
             buckets[-1].append(one)
         else:
             buckets.append([one])
@@ -184,9 +189,8 @@ def batched_attention(
     """Compute `tree_attention` for trees without masks by one call of SDPA per `AttentionBatch`.
 
     On a GPU, starting a kernel often takes longer than the kernel, and one call per trunk and branch would start many.
-    The mask of branches is PyTorch's `causal_lower_right`, which GPU kernels support. The copies of the keys and values
-    that branches share are made again in the backward pass, since keeping them takes 10 to 30 % more memory (measured
-    with prompts of 32 to 768 tokens, groups of 8).
+    The mask of branches is PyTorch's `causal_lower_right`, which GPU kernels support. The backward pass copies the keys
+    and values that branches share again, so that no copies are kept.
 
     Args:
         module: see `tree_attention`.
@@ -204,24 +208,24 @@ def batched_attention(
         """Return the states of tokens [n, K], as [n, H, K, D]."""
         return states.squeeze(0).index_select(1, tokens.flatten()).unflatten(1, tokens.shape).transpose(0, 1)
 
-    def of_trunks(batch: AttentionBatch) -> Tensor:
+    def of_trunks(batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = (taken(one, batch.keys) for one in (key, value))
         output, _ = sdpa_attention_forward(module, taken(query, batch.queries), keys, values, None, **kwargs)
         return output.flatten(0, 1)
 
-    def of_branches(batch: AttentionBatch) -> Tensor:
+    def of_branches(batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = (repeat_kv(taken(one, batch.keys), query.shape[1] // key.shape[1]) for one in (key, value))
         mask: Any = causal_lower_right(batch.queries.shape[1], batch.keys.shape[1])
         own, scale = taken(query, batch.queries), kwargs.get("scaling")
         output = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale)
         return output.transpose(1, 2).flatten(0, 1)
 
-    outputs = [
-        of_trunks(batch)
-        if batch.keys.shape == batch.queries.shape
-        else checkpoint(of_branches, batch, use_reentrant=False, preserve_rng_state=False)
-        for batch in batches
-    ]
+    outputs, states = [], (query, key, value)
+    for batch in batches:
+        if batch.keys.shape == batch.queries.shape:
+            outputs.append(of_trunks(batch, *states))
+        else:  # the states are arguments: a checkpoint of the whole layer could not free those in a closure
+            outputs.append(checkpoint(of_branches, batch, *states, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outputs).index_select(0, restored).unsqueeze(0)
 
 
