@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
 from dash_trl.update.isolation import SAMPLE_TOKENS, computing_dtype, evaluating, isolation_flaw
-from dash_trl.update.trees import TreeShape, flash_arguments, flash_tree_attention, tree_attention
+from dash_trl.update.trees import TreeShape, copied, flash_arguments, flash_tree_attention, tree_attention
 from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
@@ -194,9 +194,7 @@ def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy a tensor or the tensors of a layout to a device.
-
-    A copy from the CPU to a GPU goes through page-locked memory, so that the GPU can compute during the copy.
+    """Copy a tensor or the tensors of a layout to a device; see `copied`.
 
     Args:
         value: a tensor, a `PackedLayout`, or any other value, which is returned unchanged.
@@ -204,11 +202,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, PackedLayout):
         return PackedLayout(**{name: to_device(part, device) for name, part in vars(value).items()})
-    if not isinstance(value, Tensor):
-        return value
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
+    return copied(value, device) if isinstance(value, Tensor) else value
 
 
 def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict[str, Any]:

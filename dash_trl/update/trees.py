@@ -172,15 +172,20 @@ def attention_batches(trees: tuple[TreeShape, ...], device: torch.device) -> tup
         real = steps < lengths
         queries = starts + torch.minimum(steps, lengths - 1)
         keys = torch.cat([trunks + torch.arange(bucket[0].continued), queries], dim=1)
-        batches.append(AttentionBatch(_on(device, queries), _on(device, keys)))
+        batches.append(AttentionBatch(copied(queries, device), copied(keys, device)))
         restored[queries[real]] = outputs + real.flatten().nonzero().squeeze(1)
         outputs += real.numel()
-    return tuple(batches), _on(device, restored)
+    return tuple(batches), copied(restored, device)
 
 
-def _on(device: torch.device, value: Tensor) -> Tensor:
-    """Copy a tensor from the CPU to a device; a GPU can compute during the copy."""
-    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+def copied(value: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device.
+
+    A copy from the CPU to a GPU goes through page-locked memory, so that the GPU can compute during the copy.
+    """
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def batched_attention(
