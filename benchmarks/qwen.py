@@ -102,7 +102,10 @@ def main(shares: list[float], steps: int, prompt_tokens: int | None) -> dict[str
     for share in shares:
         # On a CPU, each trainer has a process of its own, whose resident memory is measured.
         with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=None if ON_GPU else 1) as workers:
-            clocks = {kind: workers.submit(train, kind, share, steps, prompt_tokens).result() for kind in kinds}
+            clocks = {}
+            for kind in kinds:
+                clocks[kind] = workers.submit(train, kind, share, steps, prompt_tokens).result()
+                harness.say(f"{kind}, {share:.0%} constant", harness.medians({"seconds": clocks[kind].seconds[1:]}))
         found = harness.against_trl(clocks, None if ON_GPU else random_model().state_dict())
         found |= {f"{kind}_gb": clock.taken / 1e9 for kind, clock in clocks.items()}
         results[f"{share:g}"] = found
