@@ -5,7 +5,7 @@
     python benchmarks/qwen.py --shares 0 --steps 1 --prompt_tokens 512    # groups of 4 that share a few-shot prompt
 
 On a GPU the benchmark uses the paper's batch (256 rows of ≤ 2,048 tokens, two per pass), in bfloat16, with
-FlashAttention if it is installed. Such small passes leave a large GPU idle. So two more trainers have larger ones:
+FlashAttention if it is installed. Such passes may be too small for a large GPU. So two more trainers have larger ones:
 `trl_wide` runs 32 rows per pass, and `dash_budget` has `max_tokens_per_microbatch=16384`.
 
 Completions and rewards are scripted, so no step samples. The model has hidden size 896, 24 layers, 14 heads, 2

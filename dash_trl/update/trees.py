@@ -118,7 +118,7 @@ class AttentionBatch:
 
     Attributes:
         queries: [n, Q] int64, the tokens as positions in the packed row.
-        keys: [n, P + Q] int64, the tokens that they continue, and then the tokens themselves.
+        keys: [n, P + Q] int64, the tokens that they continue, and then the tokens themselves; `queries` if P is 0.
     """
 
     queries: Tensor
@@ -172,7 +172,8 @@ def attention_batches(trees: tuple[TreeShape, ...], device: torch.device) -> tup
         real = steps < lengths
         queries = starts + torch.minimum(steps, lengths - 1)
         keys = torch.cat([trunks + torch.arange(bucket[0].continued), queries], dim=1)
-        batches.append(AttentionBatch(copied(queries, device), copied(keys, device)))
+        own = copied(queries, device)
+        batches.append(AttentionBatch(own, copied(keys, device) if bucket[0].continued else own))
         restored[queries[real]] = outputs + real.flatten().nonzero().squeeze(1)
         outputs += real.numel()
     return tuple(batches), copied(restored, device)
@@ -193,9 +194,9 @@ def batched_attention(
 ) -> Tensor:
     """Compute `tree_attention` for trees without masks by one call of SDPA per `AttentionBatch`.
 
-    On a GPU, starting a kernel often takes longer than the kernel, and one call per trunk and branch would start many.
-    The mask of branches is PyTorch's `causal_lower_right`, which GPU kernels support. The backward pass copies the keys
-    and values that branches share again, so that no copies are kept.
+    One call per trunk and branch would start many kernels, and on a GPU, to start a small kernel can take longer than
+    its work. The mask of branches is PyTorch's `causal_lower_right`, which GPU kernels support. The backward pass makes
+    the copies of keys and values that branches share again, so that none are kept.
 
     Args:
         module: see `tree_attention`.
@@ -227,7 +228,7 @@ def batched_attention(
 
     outputs, states = [], (query, key, value)
     for batch in batches:
-        if batch.keys.shape == batch.queries.shape:
+        if batch.keys is batch.queries:
             outputs.append(of_trunks(batch, *states))
         else:  # the states are arguments: a checkpoint of the whole layer could not free those in a closure
             outputs.append(checkpoint(of_branches, batch, *states, use_reentrant=False, preserve_rng_state=False))
