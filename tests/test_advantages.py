@@ -14,12 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.update.advantages import (
-    OUTCOME_ESTIMATORS,
-    checked_advantages,
-    group_advantages,
-    outcome_advantages,
-)
+from dash_trl.update import OUTCOME_ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
 from tests.tiny import run
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulate_async import Setup, simulate
-from dash_trl.rollout.ahead import RunAhead, StaleRollouts
+from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet
 

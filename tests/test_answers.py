@@ -2,7 +2,8 @@
 
 import pytest
 
-from dash_trl.rewards.answers import MAX_ANSWER_CHARS, MAX_DEPTH, Answer, final_text, find_answer, gold_text, last_boxed
+from dash_trl.rewards import final_text, last_boxed
+from dash_trl.rewards.answers import MAX_ANSWER_CHARS, MAX_DEPTH, Answer, find_answer, gold_text
 from dash_trl.rewards.spelling import (
     is_text_answer,
     normalize_answer,

@@ -17,11 +17,9 @@ from accelerate import Accelerator
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling.pool import ServerPool
+from dash_trl.sampling import ServerPool, VLLMPool
 from dash_trl.sampling.server import ServerError
-from dash_trl.sampling.trl import VLLMPool
-from dash_trl.sampling.weights.snapshot import Snapshot
-from dash_trl.sampling.weights.sync import WeightSync
+from dash_trl.sampling.weights import Snapshot, WeightSync
 from tests.fake_server import Fake, factory
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until

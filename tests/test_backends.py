@@ -26,11 +26,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from dash_trl.workers import AsyncCalls, GivenUp, Overdue, RetriedCalls, ThreadCalls, ray_calls
-from dash_trl.workers.calls import Backend, Call
-from dash_trl.workers.process_calls import ProcessCalls, WorkerDied
+from dash_trl.workers import (
+    AsyncCalls,
+    Backend,
+    Call,
+    GivenUp,
+    Overdue,
+    ProcessCalls,
+    RayCalls,
+    RetriedCalls,
+    ThreadCalls,
+    WorkerDied,
+    ray_calls,
+)
 from dash_trl.workers.processes import FUNCTIONS_KEPT
-from dash_trl.workers.ray_calls import RayCalls
 from tests.test_workers import ends
 
 ROOT = Path(__file__).parents[1]

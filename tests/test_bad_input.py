@@ -31,12 +31,11 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks import arguments
-from dash_trl.checks.arguments import check_arguments, check_async
-from dash_trl.checks.models import check_model, context_of
-from dash_trl.checks.prompts import check_dataset, checked_rollouts
+from dash_trl.checks import arguments, check_arguments, check_model, checked_rollouts, context_of
+from dash_trl.checks.arguments import check_async
+from dash_trl.checks.prompts import check_dataset
 from dash_trl.config import CHOICES
-from dash_trl.sampling.weights.file import FileWeights
+from dash_trl.sampling.weights import FileWeights
 from tests.tiny import ScriptedReward, prompts, run, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}

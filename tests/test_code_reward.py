@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dash_trl import CodeReward, load_code_dataset
-from dash_trl.evaluation.reward import Reward
-from dash_trl.evaluation.sampler import SampledCompletion
+from dash_trl.evaluation import Reward, SampledCompletion
 from dash_trl.rewards.code import find_program
 from dash_trl.sandbox import Sandbox, SandboxError, UnfitTests
 from tests.attacks import programs

@@ -12,15 +12,8 @@ from threading import Barrier
 import pytest
 import torch
 
-from dash_trl.process_rewards.credit import (
-    ESTIMATORS,
-    SETTINGS,
-    CreditSettings,
-    Rewards,
-    _pooled,
-    anchor,
-    place_rewards,
-)
+from dash_trl.process_rewards import ESTIMATORS, CreditSettings
+from dash_trl.process_rewards.credit import SETTINGS, Rewards, _pooled, anchor, place_rewards
 from dash_trl.process_rewards.diagnostics import batch_figures, structured
 from tests import process_reference
 

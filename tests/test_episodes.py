@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Segmenter, line_starts, token_bytes
+from dash_trl.process_rewards import EPISODE_MARKERS, Segmenter, line_starts
+from dash_trl.process_rewards.episodes import token_bytes
 
 
 def byte_level() -> PreTrainedTokenizerFast:

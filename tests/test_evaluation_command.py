@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import MathAccuracyReward, load_math_dataset
-from dash_trl.evaluation import LocalSampler, open_sampler
-from dash_trl.evaluation.command import labels, main
+from dash_trl.evaluation import LocalSampler, main, open_sampler
+from dash_trl.evaluation.command import labels
 from dash_trl.toy import toy_model
 from tests.tiny import read_rows, save_tiny_model, write_rows
 

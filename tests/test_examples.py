@@ -32,7 +32,7 @@ from dash_trl import DASHConfig
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
-from dash_trl.toy.warm_up import WarmUp, toy_model
+from dash_trl.toy import WarmUp, toy_model
 from tests.tiny import read_rows
 
 ROOT = Path(__file__).parents[1]

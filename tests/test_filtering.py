@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from dash_trl.update.filtering import filter_rows
-from dash_trl.update.losses import loss_scale
-from dash_trl.update.schedule import Segment
+from dash_trl.update import Segment, filter_rows, loss_scale
 
 WHOLE, SCORED = [[1, 1, 1, 1]] * 5, [True] * 5
 

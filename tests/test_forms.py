@@ -7,8 +7,7 @@ import numpy
 import pytest
 import torch
 
-from dash_trl.rewards import RewardRunner, Score, form_of, read_score
-from dash_trl.rewards.runner import unpack
+from dash_trl.rewards import RewardRunner, Score, form_of, read_score, unpack
 
 ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
 

@@ -26,16 +26,17 @@ from trl.trainer.utils import add_fused_lm_head
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.process_rewards.tree import tree_flaw
-from dash_trl.update import padding_free
-from dash_trl.update.isolation import isolation_flaw
-from dash_trl.update.padding_free import (
+from dash_trl.update import (
     PackedLayout,
-    enable_padding_free,
+    TreeShape,
+    isolation_flaw,
     packed_log_probs,
     packing_flaw,
+    padding_free,
     to_device,
+    tree_attention,
 )
-from dash_trl.update.trees import TreeShape, tree_attention
+from dash_trl.update.padding_free import enable_padding_free
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.monitoring.metrics import corrected_share
-from dash_trl.update.losses import importance_sampling_ratio
+from dash_trl.monitoring import corrected_share
+from dash_trl.update import importance_sampling_ratio
 from tests import reference
 from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, prompts, run
 

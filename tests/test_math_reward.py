@@ -15,9 +15,10 @@ from unittest import mock
 import pytest
 
 from benchmarks.math_reward import DATA, FILES, in_box, run
+from dash_trl.rewards import MathAccuracyReward
 from dash_trl.rewards import math as math_reward
-from dash_trl.rewards.math import MathAccuracyReward, UnreadableGold, score_answer
-from dash_trl.workers.processes import OutOfWork, default_workers, run_within
+from dash_trl.rewards.math import UnreadableGold, score_answer
+from dash_trl.workers import OutOfWork, default_workers, run_within
 from tests.math_cases import RIGHT, UNSCORED, WRONG
 
 needs_data = pytest.mark.skipif(

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
-from dash_trl.update.filtering import filter_rows
-from dash_trl.update.packing import MicroBatch
-from dash_trl.update.schedule import Pass, Segment
+from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
+from dash_trl.update import MicroBatch, Pass, Segment, filter_rows
 from tests.test_rollouts import rollouts
 
 

@@ -12,9 +12,9 @@ from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.assembly import new_rewards
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
-from dash_trl.rewards.failures import watch
+from dash_trl.rewards import watch
+from dash_trl.sampling import VLLMPool
 from dash_trl.sampling.server import Completion
-from dash_trl.sampling.trl import VLLMPool
 from tests.tiny import prompts, run
 
 LONGEST = 24  # of the trainer's completions

@@ -6,7 +6,8 @@ from itertools import combinations_with_replacement
 import pytest
 import torch
 
-from dash_trl.process_rewards.features import FEATURES, prefix_features
+from dash_trl.process_rewards import FEATURES
+from dash_trl.process_rewards.features import prefix_features
 from dash_trl.process_rewards.fit import fit_outcomes
 
 # ----------------------------------------------------------------------------------------------------------- features

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_trl.micro_steps import MicroSteps
-from dash_trl.update.packing import plan_segment
-from dash_trl.update.schedule import Schedule
+from dash_trl.update import Schedule, plan_segment
 
 
 def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> torch.Tensor:

@@ -25,7 +25,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
-from dash_trl.update.padding_free import PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
+from dash_trl.update import PackedLayout, packed_log_probs
+from dash_trl.update.padding_free import enable_padding_free, pack_inputs
 from tests.tiny import assert_same_update, log_probs, parameters, run, save_tiny_model
 
 SIZES = dict(

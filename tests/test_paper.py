@@ -22,7 +22,7 @@ from trl import ModelConfig
 
 from dash_trl import DASHConfig
 from dash_trl.evaluation import EvaluationArguments
-from dash_trl.evaluation.command import main as evaluate
+from dash_trl.evaluation import main as evaluate
 from dash_trl.workers import Command
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

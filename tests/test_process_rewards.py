@@ -23,12 +23,12 @@ from dash_trl.process_rewards import (
     Segmenter,
     ServerValue,
     ValueRequest,
+    accepted_answers,
     checked_values,
+    credit_html,
     line_starts,
 )
-from dash_trl.process_rewards.callback import accepted_answers
 from dash_trl.process_rewards.diagnostics import Diagnostics
-from dash_trl.process_rewards.picture import credit_html
 from dash_trl.update import weighted_rewards
 from tests.test_credit import as_rewards, make_rows
 from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, relative_difference, run, tiny_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dash_trl.distributed import RankFailed, meet
-from dash_trl.sampling.pool import PoolError
+from dash_trl.sampling import PoolError
 
 NESTED: list = reduce(lambda inner, _: [inner], range(100_000), [])  # json raises a RecursionError
 

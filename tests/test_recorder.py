@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from dash_trl.monitoring.recorder import Recorder
+from dash_trl.monitoring import Recorder
 
 
 class Clock:

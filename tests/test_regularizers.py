@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.update.losses import ScaledCoefficient, regularizer_weight
-from dash_trl.update.schedule import Segment
+from dash_trl.update import ScaledCoefficient, Segment, regularizer_weight
 from tests.test_isolation import BLIND
 from tests.tiny import ScriptedReward, assert_same_update, parameters, prompts, run, save_tiny_model
 

@@ -11,15 +11,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.checkpoints import checkpoint_to_resume
-from dash_trl.rollout.resume import (
-    STATES,
-    SavedRun,
-    Shapes,
-    check_shards,
-    load_states,
-    one_run,
-    why_a_new_window,
-)
+from dash_trl.rollout import STATES, SavedRun, Shapes, check_shards, load_states, one_run, why_a_new_window
 from tests.tiny import ScriptedReward, prompts, run
 
 

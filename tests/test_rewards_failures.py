@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from dash_trl import DASHTrainer
 from dash_trl.monitoring import metrics
-from dash_trl.rewards.failures import FailureWatch, raise_mistakes, watch
+from dash_trl.rewards import FailureWatch, raise_mistakes, watch
 from tests.tiny import run
 
 NAN = float("nan")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from dash_trl.rollout.batch import RolloutBatch, Survivors, joined
-from dash_trl.rollout.window import GenerationWindow
+from dash_trl.rollout import GenerationWindow, RolloutBatch, Survivors, joined
 
 
 def rollouts() -> Survivors:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from dash_trl import CodeReward
-from dash_trl.sandbox import confinement
-from dash_trl.sandbox.box import ENVIRONMENT, PROTECTS, STRICT, Sandbox, SandboxError, UnfitTests, _Starter, is_idle
+from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError, UnfitTests, confinement
+from dash_trl.sandbox.box import ENVIRONMENT, STRICT, _Starter, is_idle
 from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ALLOWED_CHILDREN, ARCHITECTURES
 from tests.attacks import CHILDREN, FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends

@@ -18,10 +18,18 @@ from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTC
 from dash_trl import DASHTrainer
 from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import Survivors
-from dash_trl.update import MicroBatch, ModelPasses, has_dropout, packed_log_probs
-from dash_trl.update.packing import plan_segment
-from dash_trl.update.padding_free import PackedLayout, enable_padding_free
-from dash_trl.update.trees import PADDED_TOKENS, TreeShape, attention_batches, flash_arguments, tree_attention
+from dash_trl.update import (
+    MicroBatch,
+    ModelPasses,
+    PackedLayout,
+    TreeShape,
+    has_dropout,
+    packed_log_probs,
+    plan_segment,
+    tree_attention,
+)
+from dash_trl.update.padding_free import enable_padding_free
+from dash_trl.update.trees import PADDED_TOKENS, attention_batches, flash_arguments
 from tests.test_padding_free import ARCHITECTURES
 from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
 

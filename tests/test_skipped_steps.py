@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_trl import DASHTrainer
-from dash_trl.update.skipped_steps import SkippedSteps
+from dash_trl.update import SkippedSteps
 from tests.tiny import ScriptedReward, Snapshots, run
 
 

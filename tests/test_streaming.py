@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.rewards import EarlyRewards, RewardTeam
-from dash_trl.sampling.pool import ServerPool
+from dash_trl.sampling import ServerPool
 from tests.fake_server import factory
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
 from tests.tiny import parameters, prompts, relative_difference, said, save_tiny_model

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from dash_trl.tools.conversations import Conversations
+from dash_trl.tools import Conversations
 from tests.fake_server import factory
 from tests.scripted_turns import parsed, save_tool_model, user, written
 from tests.test_async import SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work

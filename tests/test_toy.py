@@ -19,10 +19,9 @@ from transformers.utils import get_json_schema
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl._cache import cache_folder
-from dash_trl.toy import warm_up
-from dash_trl.toy.problems import LARGEST_TOTAL, arithmetic_dataset, arithmetic_reward
-from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
-from dash_trl.toy.warm_up import WarmUp, toy_model
+from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, toy_model, warm_up
+from dash_trl.toy.problems import LARGEST_TOTAL
+from dash_trl.toy.tokenizer import END_OF_TURN
 
 SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.monitoring import sampler_metrics
 from dash_trl.rollout import CreditedRollouts, joined
-from dash_trl.sampling.trl import VLLMPool
+from dash_trl.sampling import VLLMPool
 from dash_trl.update import Schedule, plan_segment
 from tests.tiny import (
     ScriptedReward,

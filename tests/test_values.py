@@ -21,8 +21,16 @@ from transformers import (
 )
 
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
-from dash_trl.process_rewards.tree import Branch, Tree, branch_mask, loop_log_probs, tree_log_probs
+from dash_trl.process_rewards import (
+    AnswerLogProbValue,
+    Branch,
+    ServerValue,
+    Tree,
+    ValueRequest,
+    loop_log_probs,
+    tree_log_probs,
+)
+from dash_trl.process_rewards.tree import branch_mask
 from dash_trl.process_rewards.values import FLOOR
 from tests.tiny import VOCABULARY, log_probs, save_tiny_model
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
+from dash_trl.monitoring import plot_pass_at_k, plot_run, read_metrics, smooth
 from tests.tiny import write_rows
 
 

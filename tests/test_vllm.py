@@ -32,20 +32,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import DASHTrainer, RewardRunner
-from dash_trl.evaluation import LocalSampler, check_shapes, open_sampler
-from dash_trl.evaluation.checkpoint import Checkpoint
-from dash_trl.evaluation.command import main
+from dash_trl.evaluation import Checkpoint, LocalSampler, check_shapes, main, open_sampler
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
-from dash_trl.sampling import key_header, own_key
+from dash_trl.sampling import VLLMPool, key_header, own_key
 from dash_trl.sampling.changes import changes, pack
 from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
-from dash_trl.toy.problems import arithmetic_dataset
-from dash_trl.toy.warm_up import toy_model
+from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.tiny import run

@@ -18,15 +18,11 @@ from transformers import Qwen2Config
 
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
-from dash_trl.sampling.key import own_key
-from dash_trl.sampling.pool import PoolError, ServerPool
+from dash_trl.sampling import PoolError, ServerPool, VLLMPool, check_urls, own_key
 from dash_trl.sampling.server import Completion, ServerError
-from dash_trl.sampling.trl import VLLMPool
-from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
-from dash_trl.sampling.weights.sync import WeightSync
+from dash_trl.sampling.weights import FileWeights, Snapshot, WeightSync
+from dash_trl.sampling.weights.snapshot import WeightMismatch
 from tests.fake_server import Fake, factory
 from tests.tiny import said
 from tests.vllm_run import wait_until

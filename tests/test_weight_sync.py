@@ -22,20 +22,16 @@ from trl.generation import vllm_client
 
 from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.server import WeightReport
-from dash_trl.sampling.weights import file, nccl
-from dash_trl.sampling.weights.adapter import obstacle
-from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.nccl import NCCLWeights
+from dash_trl.sampling.weights import FileWeights, NCCLWeights, Snapshot, file, model_log_probs, nccl, obstacle
 from dash_trl.sampling.weights.proof import (
     check_probe,
-    model_log_probs,
     probe_tokens,
     scale_linear,
     scaled_outputs,
     shift_adapter,
     shifted_outputs,
 )
-from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
+from dash_trl.sampling.weights.snapshot import WeightMismatch
 from tests.fake_server import Fake, factory
 from tests.tiny import said
 

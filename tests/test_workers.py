@@ -9,11 +9,8 @@ import time
 
 import pytest
 
-from dash_trl.workers.async_calls import EventLoop
-from dash_trl.workers.calls import call_all
-from dash_trl.workers.process_calls import ProcessCalls
-from dash_trl.workers.processes import MEMORY, Command
-from dash_trl.workers.threads import Feeder
+from dash_trl.workers import Command, EventLoop, Feeder, ProcessCalls, call_all
+from dash_trl.workers.processes import MEMORY
 
 
 def ends(process: int) -> bool:

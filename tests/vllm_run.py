@@ -34,7 +34,7 @@ from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.checks import arguments as early_checks
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
-from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
 from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, run, without_compiled_ops
 
