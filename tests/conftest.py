@@ -20,6 +20,8 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.launching import launch, python  # noqa: E402, F401
+
 hypothesis.settings.register_profile("no clock", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("no clock")
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits

@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from dash_trl import versions
 
 ROOT = Path(__file__).parent.parent
 REQUIREMENT_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
+PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
@@ -31,9 +31,10 @@ def test_every_public_name_exists():
         _ = dash_trl.DASHTrainr
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md"])
-def test_links_of_the_documents_lead_somewhere(page):
-    for path in {one.resolve() for one in ROOT.glob(page)}:
+def test_links_of_the_documents_lead_somewhere():
+    pages = {path.resolve() for page in PAGES for path in ROOT.glob(page)}
+    assert len(pages) > 20
+    for path in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
             target, _, anchor = link.partition("#")
             if ":" in link:
@@ -65,42 +66,45 @@ def test_constraints_satisfy_the_requirements():
     assert [trl.contains(version) for version in ("1.15.0", "1.16.0", "1.16.3", "1.17.0")] == [False, True, True, False]
 
 
-@pytest.mark.parametrize(("found", "warned"), [("1.16.3", False), ("1.17.0", True), ("1.15.0", True), (None, False)])
-def test_another_trl_than_was_run_is_warned_of(found, warned, monkeypatch, recwarn):
-    monkeypatch.setattr(versions, "installed", lambda name: found)
+def test_another_trl_than_was_run_is_warned_of(tmp_path, monkeypatch, recwarn):
+    def said() -> list[str]:
+        versions.warn_of_trl()
+        return [str(one.message) for one in recwarn if one.category is RuntimeWarning]
+
+    for version, warned in (("1.16.3", 0), ("1.17.0", 1), ("1.15.0", 2)):
+        metadata = tmp_path / version / f"trl-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(metadata.parents[1])
+        assert len(said()) == warned, version
+    assert "trl 1.15.0 is installed" in said()[-1] and "trl<1.17" in said()[-1]
+    before = len(said())
     importlib.reload(dash_trl)
-    said = [str(one.message) for one in recwarn if one.category is RuntimeWarning]
-    assert len(said) == warned and all(f"trl {found} is installed" in one and "trl<1.17" in one for one in said)
-    assert dash_trl.DASHConfig.__name__ == "DASHConfig"
+    assert len(recwarn) > before and dash_trl.DASHConfig.__name__ == "DASHConfig"
 
 
 WITHOUT_EXTRAS = """
 import sys
 sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai", "trackio"]))  # importing one raises
 import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.toy
-from dash_trl.sampling.weights.proof import scaled_outputs
+from dash_trl.sampling.weights import of_all_weights
 for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.toy.__all__:
     assert any(getattr(room, name, None) for room in (dash_trl, dash_trl.evaluation, dash_trl.toy)), name
-with scaled_outputs(layer := torch.nn.Sequential(torch.nn.Linear(1, 1)), 2.0):
-    twice = layer(torch.ones(1))
-assert twice == 2 * layer(torch.ones(1))
+with of_all_weights(layer := torch.nn.Sequential(torch.nn.Linear(1, 1)), str).outputs():
+    half = layer(torch.ones(1))
+assert 2 * half == layer(torch.ones(1))
 """
 
 
-def test_everything_but_the_extras_works_without_the_extras():
-    """As after a plain `pip install dash_trl`. The tests' environment has all of them."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_everything_but_the_extras_works_without_the_extras(python, tmp_path):
+    """As after a plain `pip install dash_trl`. The tests' environment has all of them.
 
-
-def test_a_folder_of_the_same_name_hides_nothing(tmp_path):
-    """A script of one's own next to the clone imports the package, not the clone's folder."""
+    It runs next to a folder of the package's name, as a script of one's own beside the clone: this hides nothing.
+    """
     (tmp_path / "dash_trl").mkdir()
-    program = "import dash_trl; print(dash_trl.DASHConfig.__name__)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout == "DASHConfig\n", done.stderr[-2000:]
+    done = python("-c", WITHOUT_EXTRAS, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def fake_program(directory: Path, name: str, said: str) -> None:
@@ -111,7 +115,7 @@ def fake_program(directory: Path, name: str, said: str) -> None:
 
 
 def make(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """`make` in a directory with copies of the Makefile and of what it depends on."""
+    """`make` in a directory with copies of the Makefile and of what it depends on; all that it calls is pretended."""
     for name in ("Makefile", *REQUIREMENT_FILES):
         if not (directory / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -125,18 +129,15 @@ def make(directory: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @needs_make
-@pytest.mark.parametrize(
-    ("target", "python", "reason"),
-    [("demo", "old", "old is 3.9"), ("test", "old", "3.9"), ("demo", "none", "is missing")],
-)
-def test_make_explains_that_there_is_no_python(tmp_path, target, python, reason):
+def test_make_explains_that_there_is_no_python(tmp_path):
     fake_program(tmp_path / "bin", "old", "3.9")
-    done = make(tmp_path, target, f"PYTHON={tmp_path / 'bin' / python}")
-    assert done.returncode != 0 and done.stdout == ""
-    message, rest = done.stderr.split("\n", 1)
-    assert message.startswith("dash_trl needs Python 3.11 or newer") and f"/bin/{python} is " in message
-    assert reason in message and re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
-    assert not (tmp_path / ".venv").exists()
+    for target, python, reason in (("demo", "old", "old is 3.9"), ("test", "none", "none is missing")):
+        done = make(tmp_path, target, f"PYTHON={tmp_path / 'bin' / python}")
+        assert done.returncode != 0 and done.stdout == ""
+        message, rest = done.stderr.split("\n", 1)
+        assert message.startswith("dash_trl needs Python 3.11 or newer") and f"/bin/{reason}" in message
+        assert re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
+        assert not (tmp_path / ".venv").exists()
 
 
 @needs_make

@@ -1,0 +1,55 @@
+"""Fixtures that start processes. A test that starts an interpreter or a launch has one of them among its fixtures."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "accelerate_configs"
+Done = subprocess.CompletedProcess[str]
+HANGS = 1800.0  # seconds; a last resort
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def python() -> Callable[..., Done]:
+    """Returns a function that runs a new interpreter with arguments, to its end."""
+
+    def run(*arguments: object, **settings: object) -> Done:
+        """Args: settings: of `subprocess.run`."""
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, **settings)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launch(python) -> Callable[..., Done]:
+    """Returns a function that runs a script by `accelerate launch`, to its end."""
+
+    def launch(script: Path, *arguments: object, config: Path, options: tuple = (), threads: int = 1) -> Done:
+        """Runs a script on the ranks of an accelerate configuration.
+
+        Args:
+            script: the script.
+            arguments: of the script.
+            config: file of the configuration.
+            options: further ones of accelerate.
+            threads: of each rank.
+        """
+        command = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", free_port()]
+        path = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CI": "1", "PYTHONPATH": path}
+        return python(*command, *options, script, *arguments, env=environment)
+
+    return launch
