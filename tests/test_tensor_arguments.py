@@ -1,9 +1,11 @@
 """A tensor of another rank, length or dtype is an error that names it: broadcast, it would train on something else."""
 
-import pytest
+import re
+from collections.abc import Callable
+
 import torch
 
-from dash_trl.process_rewards.credit import Rewards, place_rewards
+from dash_trl.process_rewards import Rewards, place_rewards
 from dash_trl.update import group_advantages, outcome_advantages, weighted_rewards
 
 N, T, F, K = 4, 3, 2, 5
@@ -66,12 +68,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("function", RIGHT)
-def test_what_is_right_is_taken(function):
-    function(**RIGHT[function])
+def refusal(function: Callable, *given, **arguments) -> str:
+    """The text of the `ValueError` that a call raises; empty = it raises none."""
+    try:
+        function(*given, **arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize(("function", "wrong", "said"), WRONG)
-def test_the_wrong_argument_is_named(function, wrong, said):
-    with pytest.raises(ValueError, match=said):
-        function(**{**RIGHT[function], **wrong})
+def test_the_wrong_argument_is_named():
+    for function, right in RIGHT.items():
+        function(**right)
+    for function, wrong, said in WRONG:
+        found = refusal(function, **{**RIGHT[function], **wrong})
+        assert re.search(said, found), (function.__name__, said, found)
