@@ -4,8 +4,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,18 +50,18 @@ def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
         assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
 
 
-@pytest.mark.parametrize("method", [name for name, one in experiments.METHODS.items() if "train" in str(one.script)])
-def test_the_toy_flags_are_those_of_the_paper_s_file(method):
+def test_the_toy_flags_are_those_of_the_paper_s_file():
     """Beside the lengths: how much is sampled at once is told in micro-steps of 8 rows, 16 in place of 32."""
-    config = yaml.safe_load(experiments.config_of(method, "0.5").read_text())
-    flags = {"num_iterations": 1, "per_device_train_batch_size": 8}
-    flags |= {"gradient_accumulation_steps": 16, **experiments.METHODS[method].flags}
-    for name in ("beta", "loss_type", "filter_denominator", "gradient_filter_threshold", "num_iterations"):
-        assert flags[name] == config[name]
-    assert flags["per_device_train_batch_size"] == 4 * config["per_device_train_batch_size"]  # of 4 GPUs
-    sampled = flags.get("steps_per_generation", flags["gradient_accumulation_steps"])
-    assert flags["gradient_accumulation_steps"] == max(1, config["gradient_accumulation_steps"] // 2)
-    assert sampled == max(1, config["steps_per_generation"] // 2)
+    for method in (name for name, one in experiments.METHODS.items() if "train" in str(one.script)):
+        config = yaml.safe_load(experiments.config_of(method, "0.5").read_text())
+        flags = {"num_iterations": 1, "per_device_train_batch_size": 8}
+        flags |= {"gradient_accumulation_steps": 16, **experiments.METHODS[method].flags}
+        for name in ("beta", "loss_type", "filter_denominator", "gradient_filter_threshold", "num_iterations"):
+            assert flags[name] == config[name], method
+        assert flags["per_device_train_batch_size"] == 4 * config["per_device_train_batch_size"]  # of 4 GPUs
+        sampled = flags.get("steps_per_generation", flags["gradient_accumulation_steps"])
+        assert flags["gradient_accumulation_steps"] == max(1, config["gradient_accumulation_steps"] // 2)
+        assert sampled == max(1, config["steps_per_generation"] // 2)
 
 
 def test_what_a_run_depends_on_comes_before_it_and_its_hours(tmp_path):
@@ -84,8 +82,7 @@ TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathAr
 STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
 
 
-@pytest.mark.parametrize("name", ["toy", "paper"])
-def test_every_command_parses(name, tmp_path):
+def check_commands(name: str, tmp_path: Path) -> None:
     """By the parser of its script; files that are named exist."""
     lines = [line for line in runner.commands(scale(name, tmp_path), TABLES) if not line.startswith("#")]
     seen = set()
@@ -112,6 +109,11 @@ def test_every_command_parses(name, tmp_path):
     assert seen == {*SAMPLERS, *TRAINERS} | ({"dash_trl.serve"} if name == "paper" else set())
 
 
+def test_every_command_parses(tmp_path):
+    for name in ("toy", "paper"):
+        check_commands(name, tmp_path)
+
+
 def test_it_says_first_what_it_takes(tmp_path, capsys):
     def said(*arguments: str) -> str:
         runner.main([*arguments, "--dry_run", "--output_dir", str(tmp_path)])
@@ -127,18 +129,15 @@ def test_it_says_first_what_it_takes(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for arguments, message in (
         (["table3", "--scale", "paper", "--quick"], "--quick is for --scale toy"),
         (["table3", "--seeds", *map(str, range(11))], "11 seeds: give at most 10"),
         (["table3", "--scale", "paper"], "The runs take 6 GPUs, but 0 are visible. --dry_run prints the commands"),
-    ],
-)
-def test_mistakes(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("dash_trl.serve.visible_gpus", lambda: [])
-    with pytest.raises(ValueError, match=message):
-        runner.main([*arguments, "--output_dir", str(tmp_path)])
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.main([*arguments, "--output_dir", str(tmp_path)])
 
 
 # ------------------------------------------------------------------------------------------------------- the tables
@@ -228,7 +227,7 @@ def test_figure_5_is_of_evaluations_with_many_samples(tmp_path):
 # ------------------------------------------------------------------------------------------------ interrupted runs
 
 
-def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tmp_path):
+def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tmp_path, monkeypatch):
     one = scale("toy", tmp_path, quick=True)
     run = runner.Run("dash", "0.5", 0)
     for method in ("dash", "no_kl"):
@@ -238,8 +237,11 @@ def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tm
         runner.Work(scale("toy", tmp_path), 0).train(run)
     assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
-    runner.Work(one, 0)._clear(one.home(run))
-    assert not one.home(run).exists() and not one.figures("in", str(one.home(run))).exists()
+    monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["false"])
+    with pytest.raises(RuntimeError, match="false ended with 1"):
+        runner.Work(one, 0).train(run)
+    assert [path.name for path in one.home(run).iterdir()] == ["begun.json"]
+    assert not one.figures("in", str(one.home(run))).exists()
     assert one.figures("in", one.models("no_kl", "0.5")[0]).exists()
 
 
@@ -261,7 +263,7 @@ def test_two_at_once_are_refused_and_a_program_that_outlives_run_py_keeps_the_fo
 
     with runner.locked(tmp_path) as lock:
         refused()
-        program = Command(["sleep", "60"], log=tmp_path / "log", pass_fds=(lock,))
+        program = Command(["sleep", "600"], log=tmp_path / "log", pass_fds=(lock,))
     refused()
     program.stop(at_once=True)
     with runner.locked(tmp_path):
@@ -277,16 +279,12 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("moment", ["start", "wait"])
-def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers, moment):
-    """One that comes while a program is being started, too."""
+def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers):
+    """While it is waited for. (While it is being started: in the test of a whole table.)"""
     started = []
 
     def start(arguments, **settings):
-        kill = f"kill -TERM {os.getpid()}; " if moment == "wait" else ""
-        started.append(Command(["sh", "-c", f"{kill}exec sleep 60"], **settings))
-        if moment == "start":
-            signal.raise_signal(signal.SIGTERM)
+        started.append(Command(["sh", "-c", f"kill -TERM {os.getpid()}; exec sleep 600"], **settings))
         return started[0]
 
     monkeypatch.setattr(runner, "Command", start)
@@ -298,16 +296,16 @@ def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers, moment
         pass
 
 
-def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
-    with runner.locked(tmp_path) as lock:
-        work = runner.Work(scale("toy", tmp_path), lock)
-        with pytest.raises(RuntimeError, match=r"(?s)ended with 1. The end of .*ZeroDivisionError"):
-            work._call("fails", [sys.executable, "-c", "1/0"], [])
+def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", "seq 30; echo its end >&2; exit 3"])
+    with runner.locked(tmp_path) as lock, pytest.raises(RuntimeError, match=r"(?s)ended with 3. The end of ") as raised:
+        runner.Work(scale("toy", tmp_path), lock).train(runner.Run("dash", "0.5", 0))
+    assert str(raised.value).split("\n")[1:] == [*map(str, range(7, 31)), "its end"]
 
 
 def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkeypatch):
     """The paper's scale, with other programs: the training gets their URLs."""
-    server, training = "echo --vllm_server_urls http://a:1; exec sleep 60", "echo $CUDA_VISIBLE_DEVICES $*"
+    server, training = "echo --vllm_server_urls http://a:1; exec sleep 600", "echo $CUDA_VISIBLE_DEVICES $*"
     monkeypatch.setattr(runner.Scale, "servers", lambda self, run: ["sh", "-c", server])
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", training, "sh"])
     one, run = scale("paper", tmp_path), runner.Run("dash", "0.5", 0)
@@ -320,26 +318,30 @@ def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkey
 
 
 def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, handlers, capsys):
-    """Whatever a program does is pretended; the second one is interrupted."""
+    """Whatever a program does is pretended. The second one is interrupted while it is being started."""
     called = []
 
-    def call(work, name, command, gpus):
-        called.append(name)
+    def start(arguments, *, log, **settings):
+        called.append(log.stem)
         if called == ["no_gf_rows4_seed0", "dash_rows4_seed0"]:
             (half / "half").touch()
             signal.raise_signal(signal.SIGINT)
         for method in ("no_gf_rows4", "dash_rows4"):
-            if name == f"{method}_seed0":
+            if log.stem == f"{method}_seed0" and len(called) != 2:
                 pretend(one, method, seconds=[9.0])
-            elif name.startswith("evaluation"):
-                pretend(one, method, [0.8], kinds=[name.removeprefix("evaluation_")])
+            elif log.stem.startswith("evaluation"):
+                pretend(one, method, [0.8], kinds=[log.stem.removeprefix("evaluation_")])
+        programs.append(Command(["sleep", "600"] if len(called) == 2 else ["true"], log=log, **settings))
+        return programs[-1]
 
+    programs = []
     one = scale("toy", tmp_path, quick=True)
     half = one.home(runner.Run("dash_rows4", "0.5", 0))
-    monkeypatch.setattr(runner.Work, "_call", call)
+    monkeypatch.setattr(runner, "Command", start)
     monkeypatch.setattr(problems, "write_problems", lambda folder: None)
     with pytest.raises(SystemExit, match="Interrupted. Run the same command again to continue."):
         runner.main([*QUICK, str(tmp_path)])
+    assert not programs[-1].running
     assert (half / "half").exists() and (half / "begun.json").exists() and not runner.is_done(half)
     runner.main([*QUICK, str(tmp_path)])
     assert called[2:] == ["dash_rows4_seed0", "evaluation_in", "evaluation_out"] and not (half / "half").exists()
@@ -368,6 +370,7 @@ def test_the_problems_that_the_package_has_not(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_real_runs_make_a_table(tmp_path):
-    subprocess.run([sys.executable, str(EXAMPLES / "paper" / "run.py"), *QUICK, str(tmp_path)], check=True, timeout=900)
+def test_real_runs_make_a_table(python, tmp_path):
+    done = python(EXAMPLES / "paper" / "run.py", *QUICK, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "–" not in (tmp_path / "table10.md").read_text()
