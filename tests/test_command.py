@@ -1,7 +1,8 @@
 """`dash_trl`: the scripts that it runs, the arguments of accelerate, and the doctor's report on other machines."""
 
+import importlib.util
 import re
-import subprocess
+import shutil
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from trl import ModelConfig
 
 from dash_trl import DASHConfig, command, doctor
 from dash_trl.doctor import Machine, findings
-from dash_trl.sandbox import Sandbox, SandboxError, box
+from dash_trl.sandbox import Sandbox, SandboxError
 from dash_trl.versions import bounds, fits, installed
 
 ROOT = Path(__file__).parents[1]
@@ -45,32 +46,37 @@ def test_no_script_has_a_flag_of_the_launcher():
         assert not {*command.LAUNCH, "accelerate_config"} & {one.name for one in fields(kind)}
 
 
-def test_every_script_of_the_command_exists_where_it_is_looked_for(tmp_path, monkeypatch):
+def test_every_script_of_the_command_exists_where_it_is_looked_for(tmp_path):
     assert all((command.files("examples") / script).is_file() for script in command.SCRIPTS.values())
+    copy = shutil.copy(command.__file__, tmp_path / "command.py")  # beside the examples, as in a wheel
     (tmp_path / "examples").mkdir()
-    monkeypatch.setattr(command, "PACKAGE", tmp_path)  # as in a wheel
-    assert command.files("examples") == tmp_path / "examples"
+    spec = importlib.util.spec_from_file_location("copy_of_command", copy)
+    carried = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(carried)
+    assert carried.files("examples") == tmp_path / "examples"
+    assert carried.files("accelerate_configs") == tmp_path.parent / "accelerate_configs"
 
 
-@pytest.mark.parametrize(("name", "said"), [("serve", "dash_trl.serve"), ("eval", "dash_trl.evaluation")])
-def test_the_help_is_that_of_the_command(name, said, capsys):
+def test_the_help_is_that_of_the_command(capsys):
+    for name, said in (("serve", "dash_trl.serve"), ("eval", "dash_trl.evaluation")):
+        with pytest.raises(SystemExit) as ended:
+            command.main([name, "--help"])
+        assert ended.value.code == 0 and f"usage: python -m {said}" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("launch")  # it starts one process
+def test_a_failed_launch_ends_with_the_script_s_own_error(capfd):
     with pytest.raises(SystemExit) as ended:
-        command.main([name, "--help"])
-    assert ended.value.code == 0 and f"usage: python -m {said}" in capsys.readouterr().out
-
-
-def test_a_failed_launch_ends_with_the_script_s_own_error():
-    flags = ["--accelerate_config", "single_process", "--max_steps", "many"]
-    done = subprocess.run([sys.executable, "-m", "dash_trl", "train", *flags], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode != 0
-    last = done.stderr.splitlines()[-1]
+        command.main(["train", "--accelerate_config", "single_process", "--max_steps", "many"])
+    assert ended.value.code
+    last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("train_math.py: error: argument --max_steps") and last.endswith("invalid int value: 'many'")
 
 
 @pytest.mark.distributed
-def test_a_failed_launch_of_several_processes_does_so_too():
+def test_a_failed_launch_of_several_processes_does_so_too(python):
     flags = ["--accelerate_config", "cpu", "--use_cpu", "--bf16", "false", "--dataset_name", "none.jsonl"]
-    done = subprocess.run([sys.executable, "-m", "dash_trl", "train", *flags], capture_output=True, text=True, cwd=ROOT)
+    done = python("-m", "dash_trl", "train", *flags, cwd=ROOT)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.strip(" =")]
     assert said[-1].startswith("  ValueError: model_name_or_path=None with dataset_name='none.jsonl': give both")
@@ -108,56 +114,47 @@ def test_a_machine_with_everything_has_no_reservation():
     assert {one.works for one in findings(GPUS)} == {"yes"}
 
 
-@pytest.mark.parametrize(
-    ("machine", "what", "expected"),
-    [
-        (replace(GPUS, bf16=False), "on a GPU", "but: A, B, not in bf16: add --bf16 false"),
-        (replace(GPUS, gpus=["A"]), "several GPUs", "no: there is one"),
-        (replace(CPU_VLLM, driver=True), "on a GPU", "no: nvidia-smi exists, .*build: CPU.*install the build for your"),
-        (replace(GPUS, gpus=[], bf16=False), "on a GPU", "no: nvidia-smi exists, .*CUDA_VISIBLE_DEVICES"),
-        (CPU_VLLM, "on a GPU", "no: there is none"),
-        (CPU_VLLM, "on the CPU", "yes: --use_cpu true --bf16 false"),
-        (CPU_VLLM, "vLLM", "yes: 1.0.cpu; installed, but not started here"),
-        (replace(CPU_VLLM, versions=EVERYTHING), "vLLM", "no: 1.0 needs a GPU"),
-        (replace(GPUS, versions=CPU_VLLM.versions), "vLLM", "but: .*on the CPU although there are GPUs"),
-        (without(GPUS, "vllm"), "vLLM", r"no: not installed: `pip install .dash_trl\[vllm\]"),
-        (without(CPU_VLLM, "vllm"), "vLLM", "no: not installed: .*CPU build"),
-        (replace(GPUS, vllm_modules=False), "vLLM", "no: not installed .the metadata of 1.0 exist"),
-        (replace(GPUS, vllm_program=False), "vLLM", "but: 1.0, for --use_vllm only"),
-        (replace(CPU_VLLM, vllm_plugin=False), "vLLM", "but: .*plugin.*ignores new weights"),
-        (replace(GPUS, asked={"vllm": SpecifierSet("<=0.31")}), "vLLM", "but: 1.0, but TRL asks for <=0.31"),
-        (replace(GPUS, asked={"trl": SpecifierSet("<1")}), "training", r"but: trl 1.0 \(<1 was tested\)"),
-        (without(GPUS, "trl"), "training", "no: trl is missing"),
-        (without(GPUS, "peft"), "LoRA", r"no: peft is not installed: .*dash_trl\[peft\]"),
-        (replace(GPUS, asked={"peft": SpecifierSet(">2")}), "LoRA", "but: peft 1.0, but >2 was tested"),
-        (replace(GPUS, sandbox="landlock"), "sandbox", "but: confined by landlock. .*looked at every"),
-        (replace(GPUS, broken="ImportError: x"), "training", "no: DASHTrainer cannot be imported .ImportError: x"),
-        (replace(GPUS, sandbox=None, no_sandbox="no kernel"), "sandbox", "no: no kernel"),
-    ],
-    ids=str,
-)
-def test_what_follows_from_a_machine(machine, what, expected):
-    assert re.match(expected, said(machine, what)), said(machine, what)
+MACHINES: list[tuple[Machine, str, str]] = [
+    (replace(GPUS, bf16=False), "on a GPU", "but: A, B, not in bf16: add --bf16 false"),
+    (replace(GPUS, gpus=["A"]), "several GPUs", "no: there is one"),
+    (replace(CPU_VLLM, driver=True), "on a GPU", "no: nvidia-smi exists, .*build: CPU.*install the build for your"),
+    (replace(GPUS, gpus=[], bf16=False), "on a GPU", "no: nvidia-smi exists, .*CUDA_VISIBLE_DEVICES"),
+    (CPU_VLLM, "on a GPU", "no: there is none"),
+    (CPU_VLLM, "on the CPU", "yes: --use_cpu true --bf16 false"),
+    (CPU_VLLM, "vLLM", "yes: 1.0.cpu; installed, but not started here"),
+    (replace(CPU_VLLM, versions=EVERYTHING), "vLLM", "no: 1.0 needs a GPU"),
+    (replace(GPUS, versions=CPU_VLLM.versions), "vLLM", "but: .*on the CPU although there are GPUs"),
+    (without(GPUS, "vllm"), "vLLM", r"no: not installed: `pip install .dash_trl\[vllm\]"),
+    (without(CPU_VLLM, "vllm"), "vLLM", "no: not installed: .*CPU build"),
+    (replace(GPUS, vllm_modules=False), "vLLM", "no: not installed .the metadata of 1.0 exist"),
+    (replace(GPUS, vllm_program=False), "vLLM", "but: 1.0, for --use_vllm only"),
+    (replace(CPU_VLLM, vllm_plugin=False), "vLLM", "but: .*plugin.*ignores new weights"),
+    (replace(GPUS, asked={"vllm": SpecifierSet("<=0.31")}), "vLLM", "but: 1.0, but TRL asks for <=0.31"),
+    (replace(GPUS, asked={"trl": SpecifierSet("<1")}), "training", r"but: trl 1.0 \(<1 was tested\)"),
+    (without(GPUS, "trl"), "training", "no: trl is missing"),
+    (without(GPUS, "peft"), "LoRA", r"no: peft is not installed: .*dash_trl\[peft\]"),
+    (replace(GPUS, asked={"peft": SpecifierSet(">2")}), "LoRA", "but: peft 1.0, but >2 was tested"),
+    (replace(GPUS, sandbox="landlock"), "sandbox", "but: confined by landlock. .*looked at every"),
+    (replace(GPUS, broken="ImportError: x"), "training", "no: DASHTrainer cannot be imported .ImportError: x"),
+    (replace(GPUS, sandbox=None, no_sandbox="no kernel"), "sandbox", "no: no kernel"),
+]
 
 
-def test_the_sandbox_of_this_machine_is_tried(monkeypatch):
-    """As it is, without namespaces, and without anything."""
+def test_what_follows_from_a_machine():
+    for machine, what, expected in MACHINES:
+        assert re.match(expected, said(machine, what)), (expected, said(machine, what))
+
+
+def test_what_is_looked_at_is_this_machine(monkeypatch):
+    """Its sandbox is tried, and its GPUs are those of torch."""
     try:
         with Sandbox(count=1) as sandbox:
-            kind = sandbox.kind
-    except SandboxError:
-        kind = None
-    assert doctor.look().sandbox == kind
-    if kind == "namespaces":
-        monkeypatch.setattr(box, "STRICT", ("landlock",))
-        assert doctor.look().sandbox in ("landlock", None)
-    monkeypatch.setattr(box, "STRICT", ())
+            expected = sandbox.kind, ""
+    except SandboxError as error:
+        expected = None, str(error)
     found = doctor.look()
-    assert found.sandbox is None and "cannot be confined" in said(found, "sandbox")
-
-
-def test_the_gpus_are_those_of_torch(monkeypatch):
-    assert doctor.look().gpus == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    assert (found.sandbox, found.no_sandbox) == expected
+    assert found.gpus == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", "GPU {}".format)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
@@ -166,11 +163,14 @@ def test_the_gpus_are_those_of_torch(monkeypatch):
     assert (found.gpus, found.bf16, found.torch_build) == (["GPU 0", "GPU 1"], False, "CUDA 13.0")
 
 
-def test_vllm_is_looked_for_where_serve_looks(monkeypatch):
+def test_vllm_is_looked_for_where_serve_looks(monkeypatch, tmp_path):
+    """Beside Python, and on the PATH; here Python is in a folder with nothing else, and then with a vLLM."""
+    (tmp_path / "python").symlink_to(Path(sys.executable).resolve())
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(doctor, "_sandbox", lambda: (None, ""))  # Python itself is nowhere
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert not doctor.look().vllm_program
+    (tmp_path / "vllm").touch(0o755)
+    assert doctor.look().vllm_program
 
 
 def test_the_report_and_the_exit_code(monkeypatch, capsys):

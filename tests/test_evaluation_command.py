@@ -11,11 +11,10 @@ import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 
 from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, main, open_sampler
-from dash_trl.evaluation.command import labels
 from dash_trl.toy import toy_model
 from tests.tiny import read_rows, save_tiny_model, write_rows
 
@@ -89,20 +88,17 @@ def test_every_batch_and_seed_has_numbers_of_its_own(model):
     assert len(set(drawn)) == len(drawn) == 9
 
 
-@pytest.mark.parametrize("pads", [True, False])
-def test_truncated_is_what_did_not_end(model, tiny_model, pads):
-    network, tokenizer = model[0], AutoTokenizer.from_pretrained(tiny_model)
-    if not pads:
-        tokenizer.pad_token = None
-    ((_, samples),) = LocalSampler(network, tokenizer).sample(
-        ["1"], num_samples=64, max_completion_length=40, temperature=3.0
-    )
-    ended = [one.token_ids[-1] == tokenizer.eos_token_id for one in samples]
-    assert [one.truncated for one in samples] == [not one for one in ended]
-    assert any(ended) and all(len(one.token_ids) == 40 for one in samples if one.truncated)
-    assert [one.text for one in samples] == [
-        tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in samples
-    ]
+def test_truncated_is_what_did_not_end(model, tiny_model):
+    for padding in ({}, {"pad_token": None}):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model, **padding)
+        ((_, samples),) = LocalSampler(model[0], tokenizer).sample(
+            ["1"], num_samples=64, max_completion_length=40, temperature=3.0
+        )
+        ended = [one.token_ids[-1] == tokenizer.eos_token_id for one in samples]
+        assert [one.truncated for one in samples] == [not one for one in ended]
+        assert any(ended) and all(len(one.token_ids) == 40 for one in samples if one.truncated)
+        texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in samples]
+        assert [one.text for one in samples] == texts
 
 
 def test_a_lora_adapter_is_merged(tiny_model):
@@ -144,19 +140,23 @@ def test_toy_as_a_command(monkeypatch, capsys):
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, tmp_path, capsys):
-    other = save_tiny_model(tmp_path / "other", num_hidden_layers=1)
+def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, capsys):
+    """The files are named after as much of the models' paths as tells them apart."""
+    shutil.copytree(tiny_model, "a/checkpoint-10")
+    save_tiny_model(Path("b/checkpoint-10"), num_hidden_layers=1)
     arguments = ("--dataset_name", problems, "--num_samples", 4, "--k", 4, 1, "--reward_path", reward)
-    evaluate(tiny_model, other, *arguments, *FAST)
-    names = [Path(tiny_model).name, "other"]
+    evaluate("a/checkpoint-10", "./b/checkpoint-10/", *arguments, *FAST)
+    names = ["a-checkpoint-10", "b-checkpoint-10"]
     lines = [line for line in capsys.readouterr().out.splitlines() if "[" in line]
-    assert [line.split()[0] for line in lines] == [*names, "other"]
-    assert lines[2].startswith(f"other − {names[0]}, paired by problem: accuracy ")
-    difference = json.loads(Path("out", "other.json").read_text())["difference"]
-    both = [json.loads(Path("out", f"{name}.json").read_text())["accuracy"] for name in names]
-    assert difference["from"] == names[0] and difference["accuracy"][0] == pytest.approx(both[1] - both[0])
-    for name in names:
-        figures = json.loads(Path("out", f"{name}.json").read_text())
+    assert [line.split()[0] for line in lines] == [*names, names[1]]
+    every = [json.loads(Path("out", f"{name}.json").read_text()) for name in names]
+    difference = every[1]["difference"]
+    assert difference["from"] == names[0]
+    assert difference["accuracy"][0] == pytest.approx(every[1]["accuracy"] - every[0]["accuracy"])
+    shares = {what: [f"{100 * one:+.1f}" for one in difference[what]] for what in ("accuracy", "pass@1", "pass@4")}
+    said = "  ".join(f"{what} {mean} [{low}, {high}]" for what, (mean, low, high) in shares.items())
+    assert lines[2] == f"{names[1]} − {names[0]}, paired by problem: {said}"
+    for name, figures in zip(names, every, strict=True):
         assert list(figures["pass_at"]) == ["1", "4"] and figures["samples"] == 28
         for row in read_rows(Path("out", f"{name}.jsonl"))[1:]:
             assert row["prompt"].startswith(PROBLEMS[row["index"]]["problem"])
@@ -170,32 +170,31 @@ def test_an_interrupted_run_goes_on_to_the_same_file(tiny_model, problems, rewar
     (file,) = Path("out").glob("*.jsonl")
     whole = file.read_bytes()
     ends = [match.end() for match in re.finditer(b"\n", whole)]
-    batches, generate = [], LocalSampler._generate
+    batches, generate = [], GenerationMixin.generate
     monkeypatch.setattr(
-        LocalSampler,
-        "_generate",
-        lambda self, ids, draw, number: batches.append(number) or generate(self, ids, draw, number),
+        GenerationMixin, "generate", lambda *args, **kwargs: batches.append(None) or generate(*args, **kwargs)
     )
     # in a line; between the lines of a batch; before the first row; nowhere
-    for length, drawn in ((ends[4] + 30, [2, 3]), (ends[3], [1, 2, 3]), (40, [0, 1, 2, 3]), (len(whole), [])):
+    for length, drawn in ((ends[4] + 30, 2), (ends[3], 3), (40, 4), (len(whole), 0)):
         file.write_bytes(whole[:length])
         batches.clear()
         evaluate(*arguments)
-        assert file.read_bytes() == whole and batches == drawn
-    monkeypatch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
+        assert file.read_bytes() == whole and len(batches) == drawn
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     evaluate(*arguments, "--k", 3)  # other k are new figures of the same samples
     assert list(figures_in()["pass_at"]) == ["3"]
 
 
 @needs_data
-@pytest.mark.parametrize(("source", "columns"), [("math500", {"answer"}), ("mbppplus", set())])
-def test_math_and_code_are_told_apart(tiny_model, source, columns):
-    Path("part.jsonl").write_text("\n".join((SHARED / source / "test.jsonl").read_text().splitlines()[:2]))
-    evaluate(tiny_model, "--dataset_name", "part.jsonl", "--num_samples", 2, *FAST)
-    (file,) = Path("out").glob("*.jsonl")
-    rows = read_rows(file)[1:]
-    assert len(rows) == 2 and all(one["reward"] == 0.0 for row in rows for one in row["samples"])
-    assert all(row.keys() - {"index", "prompt", "samples"} == columns for row in rows)
+def test_math_and_code_are_told_apart(tiny_model):
+    for source, columns in (("math500", {"answer"}), ("mbppplus", set())):
+        part = Path(f"{source}.jsonl")
+        part.write_text("\n".join((SHARED / source / "test.jsonl").read_text().splitlines()[:2]))
+        evaluate(tiny_model, "--dataset_name", part, "--num_samples", 2, *FAST, "--output_dir", source)
+        (file,) = Path(source).glob("*.jsonl")
+        rows = read_rows(file)[1:]
+        assert len(rows) == 2 and all(one["reward"] == 0.0 for row in rows for one in row["samples"])
+        assert all(row.keys() - {"index", "prompt", "samples"} == columns for row in rows), source
 
 
 def test_olympiad_bench():
@@ -210,14 +209,22 @@ def test_olympiad_bench():
     assert MathAccuracyReward()(completions=answers, answer=loaded["answer"]) == [1.0, 1.0, 0.0]
 
 
-def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog):
+def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, capsys):
     path = rewards("return float(int(answer) > 4) if answer != '6' else 1 / 0")
     evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", path, *FAST)
     figures = figures_in()
     assert figures["accuracy"] == 0.5 and figures["failed"] == pytest.approx(1 / 7) and figures["marked"]
     assert figures["left_out"] == {"1": 1, "2": 1}
     assert "the reward failed on 14.3% of 14 samples" in caplog.text
-    assert "pass@2 leaves out 1 of 7 problems" in caplog.text
+    assert "pass@2 leaves out 1 of 7 problems" in caplog.text and "pass@1 leaves out 1" in caplog.text
+    line = next(line for line in capsys.readouterr().out.splitlines() if "]*" in line)
+    assert "50.0 [" in line and line.endswith(" 14.3%")
+
+
+def test_where_nothing_was_scored_there_is_no_figure(tiny_model, problems, capsys):
+    evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 1, "--reward_path", rewards("return None"), *FAST)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith("100.0%"))
+    assert line.split()[1:3] == ["–*", "–*"]
 
 
 def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model):
@@ -226,54 +233,42 @@ def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model):
         evaluate(tiny_model, "--dataset_name", many, "--num_samples", 1, "--reward_path", path, *FAST)
 
 
-@pytest.mark.parametrize(
-    ("models", "names"),
-    [
-        (["Qwen/Qwen2.5-0.5B", "outputs/gsm8k/"], ["Qwen2.5-0.5B", "gsm8k"]),
-        (["a/checkpoint-10", "b/checkpoint-10", "c"], ["a-checkpoint-10", "b-checkpoint-10", "c"]),
-        (["../x"], ["x"]),
-    ],
-)
-def test_labels_tell_models_apart(models, names):
-    assert labels(models) == names
-
-
 # ------------------------------------------------------------------------------------------------------ bad input
 
 OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
-        ((*OURS, "--chat_template_kwargs", "enable_thinking"), "chat_template_kwargs='enable_thinking' is no JSON"),
-        ((*OURS, "--k", 0), r"k=\[0\] with num_samples=16"),
-        ((*OURS, "--temperature", 0), "greedy decoding"),
-        ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
-        ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
-        ((*OURS, "--dataset_name", "unknown.jsonl"), r"neither gold answers .* nor unit tests .*\['text', 'label'\]"),
-        ((*OURS, "--reward_path", "judge.py"), "rubric"),
-        ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
-        ((*OURS, "--reward_name", "score"), "has no effect without --reward_path"),
-        ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
-        ((*OURS, "--vllm_server_urls", "localhost"), "is not the address of a server"),
-        # the models
-        (("TINY",), "add --dataset_name"),
-        (("./no/such/model", *OURS[1:]), r"'./no/such/model' cannot be read.*config.json"),
-        (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model' cannot be read"),
-        (("TINY", *OURS), "name each once"),
-        (("lora", *OURS[1:]), r"base model './gone' of the adapter '.*lora'"),
-    ],
-)
-def test_mistakes_are_found_before_weights_are_loaded(arguments, message, tiny_model, problems, monkeypatch):
+MISTAKES = [
+    ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
+    ((*OURS, "--chat_template_kwargs", "enable_thinking"), "chat_template_kwargs='enable_thinking' is no JSON"),
+    ((*OURS, "--k", 0), r"k=\[0\] with num_samples=16"),
+    ((*OURS, "--temperature", 0), "greedy decoding"),
+    ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
+    ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
+    ((*OURS, "--dataset_name", "unknown.jsonl"), r"neither gold answers .* nor unit tests .*\['text', 'label'\]"),
+    ((*OURS, "--reward_path", "judge.py"), "rubric"),
+    ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
+    ((*OURS, "--reward_name", "score"), "has no effect without --reward_path"),
+    ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
+    ((*OURS, "--vllm_server_urls", "localhost"), "is not the address of a server"),
+    # the models
+    (("TINY",), "add --dataset_name"),
+    (("./no/such/model", *OURS[1:]), r"'./no/such/model' cannot be read.*config.json"),
+    (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model' cannot be read"),
+    (("TINY", *OURS), "name each once"),
+    (("lora", *OURS[1:]), r"base model './gone' of the adapter '.*lora'"),
+]
+
+
+def test_mistakes_are_found_before_weights_are_loaded(tiny_model, problems, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     write_rows(Path("unknown.jsonl"), [{"text": "a", "label": 1}])
     Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
     Path("lora").mkdir()
     Path("lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./gone"}))
-    with pytest.raises(ValueError, match=message):
-        evaluate(*(tiny_model if one == "TINY" else one for one in arguments))
+    for arguments, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            evaluate(*(tiny_model if one == "TINY" else one for one in arguments))
 
 
 def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, reward, monkeypatch):

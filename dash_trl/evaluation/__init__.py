@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, open_sampler
     from dash_trl.evaluation.tasks import Task
 
-if TYPE_CHECKING:  # imported by other folders of the package, not public
+if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.evaluation.checkpoint import TOY, Checkpoint
     from dash_trl.evaluation.command import main
-    from dash_trl.evaluation.figures import CORRECT_ABOVE, metrics_of
+    from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
     from dash_trl.evaluation.sampler import prompt_ids
     from dash_trl.evaluation.samplers import check_shapes
     from dash_trl.evaluation.tasks import TaskArguments, command_parser, hash_of, model_of
