@@ -24,8 +24,7 @@ import harness
 import torch
 from qwen import SHAPE
 
-from dash_trl.sampling import ServerPool
-from dash_trl.sampling.changes import changes
+from dash_trl.sampling import ServerPool, find_changes
 from dash_trl.sampling.weights import DifferenceWeights, FileWeights
 from dash_trl.serve import Servers
 from dash_trl.toy import arithmetic_tokenizer
@@ -68,7 +67,7 @@ def at_rate(rate: float, steps: int, pool: ServerPool, directory: Path) -> dict[
         before = {name: value.bfloat16() for name, value in model.named_parameters()}
         step(model, optimizer, number)
         new = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
-        found = [one for name, value in new.items() for one in changes(name, before[name], value)]
+        found = [one for name, value in new.items() for one in find_changes(name, before[name], value)]
         make, loaded = load(few, number)
         if number == 1:  # AdamW's first step changes every weight by the learning rate
             continue

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate_async import Setup, simulate
 from dash_trl.rollout import RunAhead, StaleRollouts
-from dash_trl.sampling.backlog import Backlog, Job
-from dash_trl.sampling.health import Fleet
+from dash_trl.sampling import Backlog, Fleet, Job
 
 # ---------------------------------------------------------------------------------------------------- the semantics
 
@@ -50,35 +49,38 @@ def windows_of(k: int, per_generation: int, accumulation: int, iterations: int, 
     return windows
 
 
-@pytest.mark.parametrize(
-    ("k", "per_generation", "accumulation", "iterations", "submitted", "weights", "behind"),
-    [  # of windows 0, 1, 2, …: submitted when that window begins; sampled by the weights of that step; steps behind
-        # steps_per_generation = accumulation: a window for each optimizer step, n sampled by π_max(0, n−k)
-        (0, 4, 4, 1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [[0], [0], [0], [0], [0]]),
-        (1, 4, 4, 1, [0, 0, 1, 2, 3], [0, 0, 1, 2, 3], [[0], [1], [1], [1], [1]]),
-        (2, 4, 4, 1, [0, 0, 0, 1, 2], [0, 0, 0, 1, 2], [[0], [1], [2], [2], [2]]),
-        (9, 4, 4, 1, [0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [[0], [1], [2], [3], [4]]),
-        # = 2 × accumulation: two optimizer steps between versions, the last of them up to (k+1)·2 − 1 behind
-        (0, 8, 4, 1, [0, 1, 2], [0, 2, 4], [[0, 1], [0, 1], [0, 1]]),
-        (1, 8, 4, 1, [0, 0, 1], [0, 0, 2], [[0, 1], [2, 3], [2, 3]]),
-        (2, 8, 4, 1, [0, 0, 0, 1], [0, 0, 0, 2], [[0, 1], [2, 3], [4, 5], [4, 5]]),
-        # = accumulation / 2: two windows for each version, and for each optimizer step
-        (0, 2, 4, 1, [0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2], [[0], [0], [0], [0], [0], [0]]),
-        (1, 2, 4, 1, [0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 2], [[0], [0], [1], [0], [1], [0]]),
-        (2, 2, 4, 1, [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 1], [[0], [0], [1], [1], [1], [1]]),
-        # num_iterations = 3: three optimizer steps between versions
-        (0, 4, 4, 3, [0, 1, 2], [0, 3, 6], [[0, 1, 2], [0, 1, 2], [0, 1, 2]]),
-        (1, 4, 4, 3, [0, 0, 1], [0, 0, 3], [[0, 1, 2], [3, 4, 5], [3, 4, 5]]),
-        # = 3/2 × accumulation: every other window begins within an optimizer step, with the weights before it
-        (1, 6, 4, 1, [0, 0, 1, 2], [0, 0, 1, 3], [[0, 1], [1, 2], [2, 3], [1, 2]]),
-    ],
-)
-def test_which_weights_sample_a_window(k, per_generation, accumulation, iterations, submitted, weights, behind):
-    steps = -(-len(weights) * per_generation * iterations // accumulation)
-    windows = windows_of(k, per_generation, accumulation, iterations, steps)
-    assert [window.submitted for window in windows[: len(weights)]] == submitted
-    assert [window.weights for window in windows[: len(weights)]] == weights
-    assert [window.behind for window in windows[: len(weights)]] == behind
+# k, steps_per_generation, accumulation, num_iterations; then of windows 0, 1, 2, …: submitted when that window begins;
+# sampled by the weights of that step; steps behind
+TABLE = [
+    # steps_per_generation = accumulation: a window for each optimizer step, n sampled by π_max(0, n−k)
+    (0, 4, 4, 1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [[0], [0], [0], [0], [0]]),
+    (1, 4, 4, 1, [0, 0, 1, 2, 3], [0, 0, 1, 2, 3], [[0], [1], [1], [1], [1]]),
+    (2, 4, 4, 1, [0, 0, 0, 1, 2], [0, 0, 0, 1, 2], [[0], [1], [2], [2], [2]]),
+    (9, 4, 4, 1, [0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [[0], [1], [2], [3], [4]]),
+    # = 2 × accumulation: two optimizer steps between versions, the last of them up to (k+1)·2 − 1 behind
+    (0, 8, 4, 1, [0, 1, 2], [0, 2, 4], [[0, 1], [0, 1], [0, 1]]),
+    (1, 8, 4, 1, [0, 0, 1], [0, 0, 2], [[0, 1], [2, 3], [2, 3]]),
+    (2, 8, 4, 1, [0, 0, 0, 1], [0, 0, 0, 2], [[0, 1], [2, 3], [4, 5], [4, 5]]),
+    # = accumulation / 2: two windows for each version, and for each optimizer step
+    (0, 2, 4, 1, [0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2], [[0], [0], [0], [0], [0], [0]]),
+    (1, 2, 4, 1, [0, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 2], [[0], [0], [1], [0], [1], [0]]),
+    (2, 2, 4, 1, [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 1], [[0], [0], [1], [1], [1], [1]]),
+    # num_iterations = 3: three optimizer steps between versions
+    (0, 4, 4, 3, [0, 1, 2], [0, 3, 6], [[0, 1, 2], [0, 1, 2], [0, 1, 2]]),
+    (1, 4, 4, 3, [0, 0, 1], [0, 0, 3], [[0, 1, 2], [3, 4, 5], [3, 4, 5]]),
+    # = 3/2 × accumulation: every other window begins within an optimizer step, with the weights before it
+    (1, 6, 4, 1, [0, 0, 1, 2], [0, 0, 1, 3], [[0, 1], [1, 2], [2, 3], [1, 2]]),
+]
+
+
+def test_which_weights_sample_a_window():
+    for *setup, submitted, weights, behind in TABLE:
+        k, per_generation, accumulation, iterations = setup
+        steps = -(-len(weights) * per_generation * iterations // accumulation)
+        windows = windows_of(k, per_generation, accumulation, iterations, steps)[: len(weights)]
+        assert [window.submitted for window in windows] == submitted, setup
+        assert [window.weights for window in windows] == weights, setup
+        assert [window.behind for window in windows] == behind, setup
 
 
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
@@ -131,11 +133,11 @@ def test_ranks_share_what_a_server_holds():
     assert [Counter(url for _, url in one.assign()) for one in ranks] == [{"a": 2, "b": 2}] * 4
 
 
-@pytest.mark.parametrize(("jobs", "each"), [(5, 2), (1, 1)])
-def test_servers_share_the_connections(jobs, each):
-    one = backlog("a", "b", jobs=jobs)
-    one.add(Job(1, number=number) for number in range(9))
-    assert Counter(url for _, url in one.assign()) == {"a": each, "b": each}
+def test_servers_share_the_connections():
+    for jobs, each in ((5, 2), (1, 1)):
+        one = backlog("a", "b", jobs=jobs)
+        one.add(Job(1, number=number) for number in range(9))
+        assert Counter(url for _, url in one.assign()) == {"a": each, "b": each}, jobs
 
 
 def test_what_a_server_had_waits_again_when_it_fails_or_dies_until_nobody_needs_it():
@@ -201,17 +203,8 @@ def test_a_job_that_failed_waits_for_room_elsewhere_while_smaller_ones_do_not_ta
 # --------------------------------------------------------------------------------------------------- the simulation
 
 
-@pytest.mark.parametrize(
-    ("k", "train", "window"),
-    [  # seconds: sending takes 10, generation 64 groups × 500 tokens × 0.01 × (1 + 8 / 128) = 340, one group at a time
-        (0, 100.0, 340.0 + 100.0 + 10.0),
-        (0, 400.0, 340.0 + 400.0 + 10.0),
-        (1, 100.0, 340.0 + 10.0),
-        (1, 400.0, 400.0 + 10.0),
-        (4, 100.0, 340.0 + 10.0),
-        (4, 400.0, 400.0 + 10.0),
-    ],
-)
-def test_simulated_windows_without_variance_take_the_sum_of_the_stages_or_the_longer_one(k, train, window):
-    begins = simulate(Setup(k, servers=1, seats=8, train=train, sync=10.0, sigma=0.0)).begins
-    assert begins[20] - begins[10] == pytest.approx(10 * window)
+def test_simulated_windows_without_variance_take_the_sum_of_the_stages_or_the_longer_one():
+    """Sending takes 10 s, generation 64 groups × 500 tokens × 0.01 × (1 + 8 / 128) = 340 s, one group at a time."""
+    for k, train, window in ((0, 400.0, 340.0 + 400.0 + 10.0), (1, 100.0, 340.0 + 10.0), (4, 400.0, 400.0 + 10.0)):
+        begins = simulate(Setup(k, servers=1, seats=8, train=train, sync=10.0, sigma=0.0)).begins
+        assert begins[20] - begins[10] == pytest.approx(10 * window), (k, train)

@@ -89,7 +89,7 @@ def decode_gaps(encoded: Tensor) -> Tensor:
     return passed + torch.arange(len(passed))
 
 
-def changes(name: str, old: Tensor | None, new: Tensor, *, part_bytes: int = PART_BYTES) -> Iterator[Change]:
+def find_changes(name: str, old: Tensor | None, new: Tensor, *, part_bytes: int = PART_BYTES) -> Iterator[Change]:
     """Yield the changes that turn `old` into `new`. If the two are equal, yield nothing.
 
     Args:

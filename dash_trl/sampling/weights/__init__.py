@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from dash_trl.sampling.weights.difference import DifferenceWeights
     from dash_trl.sampling.weights.file import WEIGHT_DIR, FileWeights
     from dash_trl.sampling.weights.nccl import NCCLWeights
-    from dash_trl.sampling.weights.proof import model_log_probs, of_adapter, of_all_weights
-    from dash_trl.sampling.weights.snapshot import Snapshot
+    from dash_trl.sampling.weights.proof import check_probe, model_log_probs, of_adapter, of_all_weights
+    from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
     from dash_trl.sampling.weights.sync import WeightSync, check_servers, load_checkpoint, takes_seeds
 
 __getattr__, __dir__, __all__ = lazy(__name__)

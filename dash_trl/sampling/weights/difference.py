@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dash_trl.sampling.changes import Change, changes, pack
+from dash_trl.sampling.changes import Change, find_changes, pack
 from dash_trl.sampling.checksum import tensor_checksum
 from dash_trl.sampling.server import ServerError, VLLMServer, WeightReport
 from dash_trl.sampling.weights.file import FileWeights
@@ -72,7 +72,7 @@ class DifferenceWeights(FileWeights):
             checksum += tensor_checksum(new)
             new = new.cpu()
             if self._base is not None:
-                found += changes(name, self._held[name], new)
+                found += find_changes(name, self._held[name], new)
                 if sum(one.nbytes for one in found) > room:
                     self._base, found = None, []
             if name in self._held:
@@ -92,7 +92,7 @@ class DifferenceWeights(FileWeights):
             if await self._changed(server, snapshot):
                 return
         if snapshot.tag == self._first or not await server.sees(str(self.run)):
-            whole = pack(one for name, tensor in self._held.items() for one in changes(name, None, tensor))
+            whole = pack(one for name, tensor in self._held.items() for one in find_changes(name, None, tensor))
             snapshot.verify(await self._send(server, snapshot, whole), server.url)
             return
         async with self._writing:  # the files are written for the first server that needs them
