@@ -35,8 +35,7 @@ from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.evaluation import Checkpoint, LocalSampler, check_shapes, main, open_sampler
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
-from dash_trl.sampling import VLLMPool, key_header, own_key
-from dash_trl.sampling.changes import changes, pack
+from dash_trl.sampling import VLLMPool, find_changes, key_header, own_key, pack
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
@@ -363,7 +362,7 @@ def test_only_what_changed_goes_to_the_servers(servers, model, calls, tmp_path, 
     assert not list((tmp_path / "weights").glob("*/version-*"))  # nobody needs files
     assert "gets all" not in caplog.text
 
-    (other,) = pack(changes("model.norm.weight", None, torch.zeros_like(model.model.norm.weight)))
+    (other,) = pack(find_changes("model.norm.weight", None, torch.zeros_like(model.model.norm.weight)))
     pool.pool.on_each(lambda server: server._rpc("dash_load_differences", dtype="float32", **other), [first])
     change_few(model, 2)
     assert sync() == {first: few + whole, servers.urls[1]: few}
