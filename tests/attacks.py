@@ -467,22 +467,22 @@ LEFT_BEHIND = programs("""
 import threading, time
 def f(x):
     threading.stack_size(32768)
-    for _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()
-    time.sleep(1)
+    for _ in range(100): threading.Thread(target=time.sleep, args=(600,)).start()
+    time.sleep(600)
     return x + 1
 ## a hundred threads behind a name
 import ctypes, threading, time
 def f(x):
     ctypes.CDLL(None).prctl(15, b'Threads: 1')
     threading.stack_size(32768)
-    for _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()
-    time.sleep(1)
+    for _ in range(100): threading.Thread(target=time.sleep, args=(600,)).start()
+    time.sleep(600)
     return x + 1
 ## ten thousand files
 import time
 def f(x):
     for i in range(10000): open(str(i), 'w').close()
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files deleted while they are open
 import os, time
@@ -492,7 +492,7 @@ def f(x):
         held.append(open('deleted', 'wb', buffering=0))
         os.remove('deleted')
         held[-1].write(b'x' * (1 << 20))
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files deleted while they are mapped
 import ctypes, os, time
@@ -505,7 +505,7 @@ def f(x):
         os.write(file, b'x' * (1 << 20))
         libc.mmap(None, 4096, 1, 2, file, 0)
         os.close(file)
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files deleted while a socket holds them
 import os, socket, time
@@ -517,7 +517,7 @@ def f(x):
         os.write(file, b'x' * (1 << 20))
         socket.send_fds(one, [b'x'], [file])
         os.close(file)
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files deleted while they are open, when its first thread has ended
 import ctypes, os, threading, time
@@ -527,12 +527,12 @@ def hold():
         held.append(open('deleted', 'wb', buffering=0))
         os.remove('deleted')
         held[-1].write(b'x' * (1 << 20))
-    time.sleep(1)
+    time.sleep(600)
     text = b'["value", 2, null]'
     for n in range(3, 64):
         try: os.write(n, len(text).to_bytes(4, 'big') + text)
         except OSError: pass
-    time.sleep(1)
+    time.sleep(600)
 def f(x):
     threading.Thread(target=hold).start()
     ctypes.CDLL(None).syscall(60, 0)
@@ -541,22 +541,27 @@ import os, time
 def f(x):
     for _ in range(30): os.mkdir('d' * 200); os.chdir('d' * 200)
     for i in range(40): open(str(i), 'wb').write(b'x' * (1 << 20))
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files below a hundred folders
 import os, time
 def f(x):
     for _ in range(100): os.mkdir('d'); os.chdir('d')
     for i in range(40): open(str(i), 'wb').write(b'x' * (1 << 20))
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
 ## large files in a folder that cannot be read
 import os, time
 def f(x):
     os.mkdir('a', 0o300)
     for i in range(40): open(f'a/{i}', 'wb').write(b'x' * (1 << 20))
-    time.sleep(1)
+    time.sleep(600)
     return x + 1
+## a thousand folders within each other
+import os
+def f(x):
+    for _ in range(1200): os.mkdir('d'); os.chdir('d')
+    os._exit(0)
 ## the temporary folder filled
 def f(x):
     for i in range(1000): open(f'file{i}', 'wb').write(b'x' * (1 << 20))
@@ -574,7 +579,7 @@ def f(x):
 import os, time
 if os.fork() == 0:
     os.setsid()
-    time.sleep(1000)
+    time.sleep(600)
 os._exit(0)
 """)
 # Where it may have children.

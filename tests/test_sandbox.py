@@ -1,7 +1,7 @@
 """The sandbox: each attack is contained and scored as failed, and the next program is scored as if there was none."""
 
 import os
-import re
+import select
 import socket
 import subprocess
 import sys
@@ -9,16 +9,15 @@ import sysconfig
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dash_trl import CodeReward
-from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError, UnfitTests, confinement
-from dash_trl.sandbox.box import ENVIRONMENT, STRICT, _Starter, is_idle
-from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ALLOWED_CHILDREN, ARCHITECTURES
+from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError, UnfitTests
+from dash_trl.sandbox.box import ENVIRONMENT, STRICT, is_idle
 from tests.attacks import CHILDREN, FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends
 
@@ -32,7 +31,7 @@ LIMITS = {"cpu_seconds": 1, "memory": 512 << 20, "disk": 8 << 20, "processes": 2
 WITH_CHILDREN = ("a fork bomb", "a hundred children", "a daemon", "a daemon that stays when its program exits")
 ATTACKS = {
     "namespaces": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
-    "landlock": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
+    "landlock": TOO_MUCH | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,  # how tests are answered is the same code
     "rlimits": OUTWARD | UNSCORED,
     "children": CHILDREN | {name: (OUTWARD | LEFT_BEHIND)[name] for name in WITH_CHILDREN},
 }
@@ -43,28 +42,17 @@ LONG = {
 }
 # Attacks on a limit that another test tries in this kind of isolation, too.
 SEEN = {
-    ("namespaces", "a fork bomb"),
-    ("landlock", "a fork bomb"),
-    ("rlimits", "a fork bomb"),
-    ("landlock", "an endless loop that ignores all signals"),
-    ("landlock", "10 GB bit by bit"),
-    ("landlock", "a huge value"),
-    ("landlock", "a number with a million digits"),
-    ("children", "CPU time of children one after the other"),
+    "namespaces": {"a fork bomb"},
+    "landlock": {
+        *("a fork bomb", "an endless loop that ignores all signals", "10 GB bit by bit", "a huge value"),
+        "a number with a million digits",
+    },
+    "rlimits": {"a fork bomb"},
+    "children": {"CPU time of children one after the other"},
 }
-
 
 # By rlimits, programs of root are nobody's, who may not read a Python in root's home; `as_user` makes a way to it.
 KINDS = [kind for kind in PROTECTS if kind != "rlimits" or os.geteuid() or os.stat("/root").st_mode & 0o005 == 0o005]
-
-
-def attacks():
-    for kind, some in ATTACKS.items():
-        if kind == "rlimits" and kind not in KINDS:
-            continue
-        for name in some:
-            is_long = name in LONG or (kind, name) in SEEN
-            yield pytest.param(kind, name, marks=[pytest.mark.exhaustive] * is_long)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +64,8 @@ def boxes():
     yield made
     for one in made.values():
         one.close()
-    confinement.remove(folder)
     del os.environ["DASH_TRL_TEST_API_KEY"], ENVIRONMENT["TMPDIR"]
+    os.rmdir(folder)  # no file of a program is left, however deep its folders were
 
 
 @pytest.fixture
@@ -105,15 +93,27 @@ def places(tmp_path_factory):
             server.accept()  # nobody came through
 
 
-@pytest.mark.parametrize(("kind", "name"), attacks())
-def test_attacks(boxes, places, kind, name):
-    program, secret = ATTACKS[kind][name], places["FOLDER"] / "secret"
-    for word, value in places.items():
-        program = program.replace(word, str(value))
-    verdict = boxes[kind].run(program, TESTS)
-    assert not verdict.right and verdict.passed == 0 and verdict.reason, verdict
-    assert secret.read_text() == SECRET and secret.stat().st_mode & 0o777 == 0o666
-    assert boxes[kind].run(RIGHT, TESTS).right
+def check_all(check, rows) -> None:
+    """Calls a check with each row, in two threads; raises the first failure."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda row: check(*row), rows))
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [*KINDS, "children"])
+def test_attacks(boxes, places, kind, more):
+    secret = places["FOLDER"] / "secret"
+
+    def check(name: str, program: str) -> None:
+        for word, value in places.items():
+            program = program.replace(word, str(value))
+        verdict = boxes[kind].run(program, TESTS)
+        assert not verdict.right and verdict.passed == 0 and verdict.reason, (name, verdict)
+        assert secret.read_text() == SECRET and secret.stat().st_mode & 0o777 == 0o666, name
+        assert boxes[kind].run(RIGHT, TESTS).right, name
+
+    later = LONG | SEEN[kind]
+    check_all(check, [(name, program) for name, program in ATTACKS[kind].items() if (name in later) == more])
 
 
 def test_nothing_of_one_program_reaches_the_next(box):
@@ -125,6 +125,36 @@ def test_nothing_of_one_program_reaches_the_next(box):
     assert box.run(look, ["assert f(1) == [[], False, False]"]).right
 
 
+# -------------------------------------------------------------------------------------------------- its own processes
+
+
+def parents() -> dict[int, int]:
+    """Each process of the machine and its parent."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def below(process: int) -> set[int]:
+    """The processes that this one has started, and those that they have."""
+    known = parents()
+    found, new = set(), {process}
+    while new:
+        found |= new
+        new = {child for child, parent in known.items() if parent in new} - found
+    return found - {process}
+
+
+def launcher_of(box: Sandbox) -> int:
+    """The first process of a sandbox that has not run before."""
+    before = {one for one, parent in parents().items() if parent == os.getpid()}
+    assert box.run(RIGHT, TESTS).right
+    (launcher,) = {one for one, parent in parents().items() if parent == os.getpid()} - before
+    return launcher
+
+
 def test_no_process_is_left(boxes, places):
     for one in boxes.values():
         assert one.run(RIGHT, TESTS).right
@@ -134,151 +164,91 @@ def test_no_process_is_left(boxes, places):
     assert all(map(ends, below(os.getpid()) - before))
 
 
-def below(process: int) -> set[int]:
-    """The processes that this one has started, and those that they have."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found, new = set(), {process}
-    while new:
-        found |= new
-        new = {child for child, parent in parents.items() if parent in new} - found
-    return found - {process}
-
-
-def test_the_machine_without_memory_ends_programs_before_the_trainer(boxes):
-    for one in boxes.values():
-        assert one.run(RIGHT, TESTS).right
-        scores = set()
-        for process in [one._starter.process.pid, *below(one._starter.process.pid)]:
+@pytest.mark.parametrize("kind", STRICT)
+def test_the_machine_without_memory_ends_programs_before_the_trainer(kind):
+    with Sandbox(isolation=kind, **LIMITS) as box:
+        launcher, scores = launcher_of(box), set()
+        for process in [launcher, *below(launcher)]:
             with suppress(FileNotFoundError, ProcessLookupError):  # the last program's, which has ended
                 scores.add(Path(f"/proc/{process}/oom_score_adj").read_text())
         assert scores == {"1000\n"}
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_an_older_landlock_empties_no_file(version, tmp_path, monkeypatch):
-    """Those before version 3 do not know of it."""
-    packages, folder = tmp_path / "packages", tmp_path / "folder"
-    for one in (packages, folder):
-        one.mkdir()
-    (packages / "module.py").write_text("untouched")
-    monkeypatch.setattr(confinement, "landlock_version", lambda: version)
-    child = os.fork()
-    if child == 0:
-        try:
-            confinement.call("prctl", confinement.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            confinement.restrict_files([str(packages)], str(folder))
-            confinement.filter_calls(confinement.make_filter(alone=False))
-            for access in (os.O_RDONLY, os.O_ACCMODE):
-                with suppress(OSError):
-                    os.open(packages / "module.py", access | os.O_TRUNC)
-            with suppress(OSError):
-                os.truncate(packages / "module.py", 0)
-            for _ in range(2):
-                (folder / "own").write_text("x")
-        finally:
-            os._exit((folder / "own").read_text() != "x")
-    assert os.waitpid(child, 0)[1] == 0
-    assert (packages / "module.py").read_text() == "untouched"
-
-
 TRAINER = """
 import sys, threading
-from dash_trl.sandbox.box import ENVIRONMENT, Sandbox
-ENVIRONMENT["TMPDIR"] = sys.argv[2]
-box = Sandbox(isolation=sys.argv[1], cpu_seconds=600, wall_seconds=900, count=2)
-assert box.run("def f(x): return x", ["assert f(1) == 1"]).right
+from dash_trl.sandbox.box import ENVIRONMENT, STRICT, Sandbox
+ENVIRONMENT["TMPDIR"] = sys.argv[1]
 sleep = "import os, time\\nos.makedirs('a/b')\\nopen('a/b/ready', 'w')\\ndef f(x): time.sleep(600)"
-threading.Thread(target=box.run, args=(sleep, ["assert f(1) == 1"])).start()
+for kind in STRICT:
+    box = Sandbox(isolation=kind, cpu_seconds=600, wall_seconds=900, count=2)
+    assert box.run("def f(x): return x", ["assert f(1) == 1"]).right
+    threading.Thread(target=box.run, args=(sleep, ["assert f(1) == 1"])).start()
 print("at work", flush=True)
 """
 
 
-@pytest.fixture
-def temporary(monkeypatch):
-    """The temporary folder of sandboxes. Not `tmp_path`: of a deep tree pytest's own removal would not end."""
-    folder = tempfile.mkdtemp(dir=IN_MEMORY)
-    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", folder)
-    yield Path(folder)
-    confinement.remove(folder)
-
-
-@pytest.mark.parametrize("kind", STRICT)
-def test_all_of_it_ends_with_the_trainer(kind, temporary):
-    """Killed with SIGKILL, while a program sleeps."""
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, kind, temporary], stdout=subprocess.PIPE, text=True)
+def test_all_of_it_ends_with_the_trainer(tmp_path):
+    """Killed with SIGKILL, while programs sleep in each kind of isolation."""
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, tmp_path], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "at work\n"
-    while len(started := below(trainer.pid)) < 6:
-        time.sleep(0.01)  # the launcher, the starter, two supervisors, the program, its tests
-    while kind == "landlock" and not list(temporary.glob("*/*/a/b/ready")):
+    # In each kind: the launcher, the starter, two supervisors, the program, its tests.
+    while len(started := below(trainer.pid)) < 12 or not list(tmp_path.glob("*/*/a/b/ready")):
         time.sleep(0.01)
-    (launcher,) = [one for one in started if len(below(one)) == len(started) - 1]
+    launchers = {one for one, parent in parents().items() if parent == trainer.pid}
+    assert len(launchers) == 2
+    handles = {}
+    for one in started:
+        with suppress(ProcessLookupError):  # of the first program
+            handles[one] = os.pidfd_open(one)
     trainer.kill()
     trainer.wait()
-    assert ends(launcher)
-    left = [one for one in started - {launcher} if Path(f"/proc/{one}").exists()]
-    assert left == [], "a process has outlived the launcher"
-    assert os.listdir(temporary) == [], "files were left behind"
+    assert all(map(ends, launchers))
+    # A process that has ended may stay in /proc for a moment after its launcher, so /proc does not tell.
+    ended, _, _ = select.select(handles.values(), [], [], 0)
+    assert set(ended) == set(handles.values()), "a process has outlived the launcher"
+    for handle in ended:
+        os.close(handle)
+    assert os.listdir(tmp_path) == [], "files were left behind"
 
 
-def test_files_of_a_killed_launcher_are_removed_by_the_next(temporary):
-    """But not those of one that is at work."""
+def test_files_of_a_killed_launcher_are_removed_by_the_next(tmp_path, monkeypatch):
+    """But not those of one that is at work. The killed one is started again."""
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     with Sandbox(isolation="landlock", **LIMITS) as killed, Sandbox(isolation="landlock", **LIMITS) as other:
-        assert killed.run(RIGHT, TESTS).right
-        started = below(killed._starter.process.pid)
-        killed._starter.process.kill()
-        killed._starter.process.wait()
-        assert all(map(ends, started))
-        (left,) = temporary.iterdir()
+        launcher = launcher_of(killed)
+        started = below(launcher)
+        os.kill(launcher, 9)
+        assert all(map(ends, {launcher, *started}))
+        (left,) = tmp_path.iterdir()
         (left / "program").mkdir()
         (left / "program" / "file").write_text("x")
         assert other.run(RIGHT, TESTS).right
         while left.exists():
             time.sleep(0.01)
-        (at_work,) = temporary.iterdir()
+        (at_work,) = tmp_path.iterdir()
         assert killed.run(RIGHT, TESTS).right and other.run(RIGHT, TESTS).right
         assert at_work.exists()
-    assert os.listdir(temporary) == []
+    assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_of_any_depth_is_removed(temporary):
-    top = temporary / "top"
-    depth = os.open(temporary, os.O_RDONLY)
-    for name in ["top", *["d" * 200] * 1200]:
-        os.mkdir(name, 0o700, dir_fd=depth)
-        above, depth = depth, os.open(name, os.O_RDONLY, dir_fd=depth)
-        os.close(above)
-    os.symlink(temporary, "link", dir_fd=depth)
-    os.mkdir("without rights", 0, dir_fd=depth)
-    os.close(depth)
-    (temporary / "kept").write_text("x")
-    confinement.remove(top)
-    assert os.listdir(temporary) == ["kept"]
-
-
-def test_the_starter_killed_is_started_again(box):
-    assert box.run(RIGHT, TESTS).right
-    box._starter.process.kill()
-    box._starter.process.wait()
-    assert box.run(RIGHT, TESTS).right
-
-
-@pytest.mark.parametrize("kind", STRICT)
-def test_closed_while_a_forked_child_has_its_socket(kind):
-    box = Sandbox(isolation=kind, **LIMITS)
-    assert box.run(RIGHT, TESTS).right
-    starter = box._starter.process
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-        os._exit(0)
-    box.close()
+def test_closed_while_a_forked_child_has_its_socket():
+    with Sandbox(**LIMITS) as box:
+        launcher = launcher_of(box)
+        exits = []
+        real = subprocess.Popen.wait
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess.Popen, "wait", lambda self, *rest: exits.append(real(self, 300)) or exits[-1])
+            box.close()
     os.kill(child, 9)
     os.waitpid(child, 0)
-    assert starter.returncode == 0, "it had to be killed"
+    assert exits == [0] and ends(launcher), "it had to be killed"
 
+
+# ----------------------------------------------------------------------------------------------- the clock, the users
 
 WAITING = programs("""
 ## asleep while it is loaded
@@ -297,34 +267,19 @@ def f(x):
 """)
 
 
-@pytest.mark.parametrize("name", WAITING)
-@pytest.mark.parametrize("kind", STRICT)
-def test_a_program_that_waits_for_nothing_is_wrong(kind, name, monkeypatch):
-    """Whatever else the machine does: how long it waited for a CPU tells (here: never long enough)."""
-    monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 1e9)
-    with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5) as one:
-        verdict = one.run(WAITING[name], TESTS)
-        assert (verdict.passed, verdict.right) == (0, False) and "wait for something" in verdict.reason
+def test_a_program_that_waits_for_nothing_is_wrong():
+    """A busy machine may be the cause at first, so that it gets more time."""
 
+    def check(kind: str, name: str) -> None:
+        verdict, wall = None, 1.5
+        while verdict is None:
+            with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=wall) as one, suppress(TimeoutError):
+                verdict = one.run(WAITING[name], TESTS)
+            wall *= 2
+            assert wall < 1000, name
+        assert (verdict.passed, verdict.right) == (0, False) and "wait for something" in verdict.reason, name
 
-@pytest.mark.parametrize("kind", STRICT)
-def test_a_program_that_makes_a_very_deep_folder_is_wrong(boxes, kind):
-    program = "import os\ndef f(x):\n    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
-    verdict = boxes[kind].run(program, TESTS)
-    assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, verdict
-
-
-def test_the_sandbox_s_own_start_takes_no_time_from_a_program(monkeypatch):
-    real, more = _Starter.__init__, [0.0]
-
-    def takes_long(self, settings):
-        real(self, settings)
-        more[0] += 1000
-
-    monkeypatch.setattr(_Starter, "__init__", takes_long)
-    monkeypatch.setattr("dash_trl.sandbox.box.time", SimpleNamespace(monotonic=lambda: time.monotonic() + more[0]))
-    with Sandbox(**LIMITS) as box:
-        assert box.run(RIGHT, TESTS).right
+    check_all(check, [*(("namespaces", name) for name in WAITING), ("landlock", "a deadlock")])
 
 
 def test_what_tells_a_busy_machine_from_a_sleeping_program():
@@ -359,58 +314,42 @@ def as_user(script: str, user: int | None) -> list[str]:
     if os.geteuid() == 0:
         become = f"setpriv --reuid {user} --regid {user} --clear-groups --inh-caps=-all " if user else ""
         command = ["unshare", "--mount", "sh", "-ec", f'{shown()}exec {become}"$@"', "sh", *command]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
 
-def test_an_ordinary_user_gets_the_same():
-    """As root, these tests have rights that a user has not."""
-    assert as_user(USER, 65533) == ["namespaces", "True", "False"]
-
-
-USER = """
-from dash_trl.sandbox.box import Sandbox
-with Sandbox(cpu_seconds=1) as box:
-    print(box.kind)
-    print(box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
-    print(box.run("import os\\ndef f(x): return [os.fork() for _ in range(100)] and x + 1", ["assert f(1) == 2"]).right)
-"""
-
-
-@pytest.mark.parametrize(("kind", "user"), [("rlimits", 65533), ("rlimits", None), ("landlock", 65533)])
-def test_what_holds_without_namespaces_whoever_the_user_is(kind, user):
-    """By rlimits programs of root are nobody's, and do not reach their tests."""
-    said = as_user(f"kind = {kind!r}\n{ATTACKED}", user)
-    assert said[0] == "True" and set(said[1:]) == {"False"}
+@pytest.mark.parametrize("user", [65533, None])
+def test_what_holds_for_other_users(user):
+    """As root, these tests have rights that a user has not; by rlimits, programs of root are nobody's."""
+    assert as_user(ATTACKED, user) == (["rlimits True"] if user is None else [f"{kind} True" for kind in PROTECTS])
 
 
 ATTACKED = """
 import os
-from dash_trl.sandbox.box import Sandbox
+from concurrent.futures import ThreadPoolExecutor
+from dash_trl.sandbox import PROTECTS, Sandbox
 from tests.attacks import LEFT_BEHIND, OUTWARD, UNSCORED
-tests, uncounted = ["assert f(1) == 2", "assert f(41) == 42"], "large files deleted"
-with Sandbox(cpu_seconds=1, disk=8 << 20, isolation=kind) as box:
-    print(box.run("import sqlite3, os\\ndef f(): return os.getuid()", [f"assert f() == {os.getuid() or 65534}"]).right)
-    attacks = (OUTWARD | UNSCORED if kind == "rlimits" else {}) | (LEFT_BEHIND if os.getuid() else {})
-    for name, program in attacks.items():
-        if name != "a fork bomb" and not (kind == "rlimits" and name.startswith(uncounted)):
-            verdict = box.run(program.replace("PID", str(os.getpid())).replace("PORT", "1"), tests)
-            print(name if verdict.passed else "False")
+tests, uncounted, is_user = ["assert f(1) == 2", "assert f(41) == 42"], "large files deleted", os.getuid() != 0
+attacks = {
+    "namespaces": {"a fork bomb": OUTWARD["a fork bomb"]},
+    "landlock": LEFT_BEHIND,
+    "rlimits": {**OUTWARD, **UNSCORED, **(LEFT_BEHIND if is_user else {})},
+}
+for kind in PROTECTS if is_user else ["rlimits"]:
+    with Sandbox(cpu_seconds=1, disk=8 << 20, isolation=kind, count=2) as box, ThreadPoolExecutor(2) as pool:
+        program = "import sqlite3, os\\ndef f(): return os.getuid()"
+        print(kind, box.run(program, [f"assert f() == {os.getuid() or 65534}"]).right)
+        names = [name for name in attacks[kind] if kind == "namespaces" or name != "a fork bomb"]
+        names = [name for name in names if kind != "rlimits" or not name.startswith(uncounted)]
+        made = [attacks[kind][name].replace("PID", str(os.getpid())).replace("PORT", "1") for name in names]
+        for name, verdict in zip(names, pool.map(lambda program: box.run(program, tests), made)):
+            if verdict.passed:
+                print(name)
 """
 
 
-def test_weak_isolation_is_not_chosen_unasked(monkeypatch):
-    real = _Starter.__init__
-
-    def fails(self, settings):
-        if settings["isolation"] != "rlimits":
-            raise SandboxError("this machine has none")
-        real(self, settings)
-
-    monkeypatch.setattr(_Starter, "__init__", fails)
-    with Sandbox() as box, pytest.raises(SandboxError, match="Landlock .5.13 or newer.*isolation='rlimits'"):
-        box.run(RIGHT, TESTS)
+# ---------------------------------------------------------------------------------------------------- right and wrong
 
 
 def test_a_program_holds_no_file_but_its_link_to_the_tests(boxes):
@@ -438,49 +377,49 @@ STOPPED = ("all(map(f, [1]))", "all(map(lambda x: f(x) == 2, [1]))", "list(filte
 CLOSE = "import numpy as np\nassert np.allclose"
 ASSERTS = ("allclose", "almost_equal", "array_almost_equal", "array_equal")
 RAISES = "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
+ENDLESS = ("def f(x): return range(10**9)", "assert list(f(1)) == [2]")
+WRONG = [
+    # what a program gives its tests to work on for ever
+    ("def f(x): return range(10**15)", "assert sum(f(1)) == 2"),
+    ENDLESS,
+    ("def f(x): return 'x' * ((8 << 20) - 30)", "assert f(f(1)) == 2"),
+    # names of Python's own, and of modules that the tests do not import
+    ("def f(x): return 0\ndef all(x): return True", "assert all([f(1) == 2])"),
+    ("def f(x): return 0\ndef isinstance(x, y): return True", "assert isinstance(f(1), str)"),
+    (FORGES_AN_ANSWER, "assert all([f(1) == 2])"),
+    *[(IS_CLOSE.format(name), f"assert {name}.isclose(f(1), 2)") for name in ("math", "cmath", "np", "numpy")],
+    # an end of the process, or of an iterator, where the test expects something else
+    (EXIT, "try:\n    f(1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"),
+    (EXIT, "for x in [1, 2]:\n    try: y = f(x)\n    except Exception: y = 2\n    assert y == 2"),
+    (EXIT, "try:\n    f(1)\nexcept:\n    pass"),
+    *[("def f(x): raise StopIteration", f"assert {test}") for test in STOPPED],
+    # an empty list is close to everything, and a number to all of a list
+    ("def f(x): return []", f"{CLOSE}(f(1), 2.5)"),
+    ("def f(x): return []", f"{CLOSE}(f(1), [2.5])"),
+    ("def f(x): return 0", f"{CLOSE}(f(1), [])"),
+    ("def f(x): return 0", f"{CLOSE}(f(1), [0.0, 0.0])"),
+    ("def f(x): return [[]]", f"{CLOSE}(f(1), [])"),
+    ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
+    ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
+    ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
+    *[("def f(x): return []", f"import numpy\nnumpy.testing.assert_{name}(f(1), 2.5)") for name in ASSERTS],
+    # nothing to call, or a type by which a function of the tests makes what cannot be sent
+    ("def f(g): return g(object)", "assert f(lambda t: t()) == 3"),
+    ("def f(x: List[int]): return 2", "assert f(1) == 2"),  # only `Solution` has names without an import
+    ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
-        # what a program gives its tests to work on for ever
-        ("def f(x): return range(10**15)", "assert sum(f(1)) == 2"),
-        ("def f(x): return range(10**9)", "assert list(f(1)) == [2]"),
-        ("def f(x): return 'x' * ((8 << 20) - 30)", "assert f(f(1)) == 2"),
-        # names of Python's own, and of modules that the tests do not import
-        ("def f(x): return 0\ndef all(x): return True", "assert all([f(1) == 2])"),
-        ("def f(x): return 0\ndef isinstance(x, y): return True", "assert isinstance(f(1), str)"),
-        (FORGES_AN_ANSWER, "assert all([f(1) == 2])"),
-        *[(IS_CLOSE.format(name), f"assert {name}.isclose(f(1), 2)") for name in ("math", "cmath", "np", "numpy")],
-        # an end of the process, or of an iterator, where the test expects something else
-        (EXIT, "try:\n    f(1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"),
-        (EXIT, "for x in [1, 2]:\n    try: y = f(x)\n    except Exception: y = 2\n    assert y == 2"),
-        (EXIT, "try:\n    f(1)\nexcept:\n    pass"),
-        *[("def f(x): raise StopIteration", f"assert {test}") for test in STOPPED],
-        # an empty list is close to everything, and a number to all of a list
-        ("def f(x): return []", f"{CLOSE}(f(1), 2.5)"),
-        ("def f(x): return []", f"{CLOSE}(f(1), [2.5])"),
-        ("def f(x): return 0", f"{CLOSE}(f(1), [])"),
-        ("def f(x): return 0", f"{CLOSE}(f(1), [0.0, 0.0])"),
-        ("def f(x): return [[]]", f"{CLOSE}(f(1), [])"),
-        ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
-        ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
-        ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
-        *[("def f(x): return []", f"import numpy\nnumpy.testing.assert_{name}(f(1), 2.5)") for name in ASSERTS],
-        # nothing to call, or a type by which a function of the tests makes what cannot be sent
-        ("def f(g): return g(object)", "assert f(lambda t: t()) == 3"),
-        ("def f(x: List[int]): return 2", "assert f(1) == 2"),  # only `Solution` has names without an import
-        ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
-    ],
-)
-def test_what_is_wrong(box, program, test):
-    verdict = box.run(program, [test], entry_point="f")
-    assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, verdict
+def test_what_is_wrong(box):
+    def check(program: str, test: str) -> None:
+        verdict = box.run(program, [test], entry_point="f")
+        assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, (program, test, verdict)
+
+    check_all(check, WRONG)
 
 
-@pytest.mark.parametrize(
-    ("program", "test", "entry_point"),
-    [
+def test_what_is_right(box):
+    rows = [
         (ALONE, "assert f(1) == [1, 0, False]", None),  # of processes it sees its own
         *[(IS_CLOSE.format(name), f"assert {name}.isclose(f(1), 1)", None) for name in ("math", "cmath", "np")],
         # a module's name for a function that the tests call, and for what they test
@@ -500,11 +439,13 @@ def test_what_is_wrong(box, program, test):
         ("class Solution:\n    def f(self, x: List[int]): return x", "assert Solution().f([1]) == [1]", "Solution"),
         ("class No(ValueError): pass\ndef f(x): raise No('no')", RAISES, None),
         ("def f(x): return iter([x])", "x = f(1)\nassert next(x) == 1\nassert next(x, 2) == 2", None),
-    ],
-)
-def test_what_is_right(box, program, test, entry_point):
-    verdict = box.run(program, [test], entry_point)
-    assert verdict.right, verdict
+    ]
+
+    def check(program: str, test: str, entry_point: str | None) -> None:
+        verdict = box.run(program, [test], entry_point)
+        assert verdict.right, (program, test, verdict)
+
+    check_all(check, rows)
 
 
 def test_tests_that_never_name_the_entry_point_are_unfit(box):
@@ -519,14 +460,7 @@ def test_the_reason_can_be_written_to_a_log(box):
     assert verdict.reason.encode() == "ValueError: \\ud800é".encode()
 
 
-def test_what_else_is_in_python_s_folder_is_not_readable(tmp_path, monkeypatch):
-    """Python may be installed in ~/.local, or in the home folder."""
-    for name in ("bin", "lib", "share"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    monkeypatch.setitem(confinement.SETTINGS, "packages", [])
-    own = [path for path in confinement.readable_paths() if path.startswith(str(tmp_path))]
-    assert sorted(own) == [str(tmp_path / name) for name in ("bin", "lib")]
+# -------------------------------------------------------------------------------------- what a program may and may not
 
 
 def test_all_but_the_folder_is_read_only(box):
@@ -559,20 +493,6 @@ def test_packages_of_an_environment_in_tmp(kind, monkeypatch):
     assert verdict.right, verdict
 
 
-@pytest.mark.parametrize(
-    ("column", "header"), [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")], ids=ARCHITECTURES
-)
-def test_the_numbers_of_system_calls_are_the_kernel_s(column, header):
-    path = Path("/usr/include", header)
-    if not path.exists():
-        pytest.skip("the kernel's headers are not installed")
-    known = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", path.read_text(), re.MULTILINE)
-    known = {name: int(number) for name, number in known}
-    listed = {**ALLOWED, **ALLOWED_ALONE, **ALLOWED_CHILDREN}.items()
-    allowed = {name: numbers[column] for name, numbers in listed if column < len(numbers)}
-    assert {name: known.get(name, number) for name, number in allowed.items()} == allowed  # headers may be older
-
-
 UNUSUAL = {  # on x86-64 and ARM64
     "shmat": (30, 196),
     "msgsnd": (69, 189),
@@ -590,9 +510,8 @@ UNUSUAL = {  # on x86-64 and ARM64
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_no_program_needs_are_refused(boxes, kind):
-    column = list(ARCHITECTURES).index(os.uname().machine)
+def test_calls_that_no_program_needs_are_refused(boxes):
+    column = ["x86_64", "aarch64"].index(os.uname().machine)
     program = (
         "import ctypes, socket\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "def f(number): return libc.syscall(number, -1, 0, 0, 0), ctypes.get_errno()\n"
@@ -602,8 +521,9 @@ def test_calls_that_no_program_needs_are_refused(boxes, kind):
     tests = [f"assert f({numbers[column]}) == (-1, 38), {name!r}" for name, numbers in UNUSUAL.items()]
     # of sockets only pairs that are connected: no other reaches /dev/log
     tests += ["assert [pair(1, kind) for kind in (1, 2, 5)] == [True, 1, 1]", "assert pair(16, 1) == 1"]
-    verdict = boxes[kind].run(program, tests)
-    assert verdict.right, verdict
+    for kind in KINDS:
+        verdict = boxes[kind].run(program, tests)
+        assert verdict.right, (kind, verdict)
 
 
 OWN_PROCESSES = "processes of its own"
@@ -656,13 +576,26 @@ def f():
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "use"),
-    [(kind, use) for kind in [*KINDS, "children"] for use in USES if (kind == "children") == (use == OWN_PROCESSES)],
-)
-def test_what_programs_use_of_the_standard_library(boxes, kind, use):
-    verdict = boxes[kind].run(USES[use], ["assert f()"])
-    assert verdict.right, verdict
+def test_what_programs_use_of_the_standard_library(boxes):
+    for kind in [*KINDS, "children"]:
+        for use in [OWN_PROCESSES] if kind == "children" else USES.keys() - {OWN_PROCESSES}:
+            verdict = boxes[kind].run(USES[use], ["assert f()"])
+            assert verdict.right, (kind, use, verdict)
+
+
+def test_threads_that_end_while_files_are_counted_are_no_excess():
+    """Hundreds of them, under many looks."""
+    program = """
+import threading, time
+def f(x):
+    for _ in range(300):
+        threads = [threading.Thread(target=time.sleep, args=(0.0005,)) for _ in range(4)]
+        for one in threads: one.start()
+        for one in threads: one.join()
+    return x + 1
+"""
+    with Sandbox(isolation="landlock", count=1) as one:
+        assert one.run(program, ["assert f(1) == 2"]).right
 
 
 # --------------------------------------------------------------------------- the tables of docs/reference/rewards.md
@@ -676,52 +609,61 @@ def table(head: str) -> dict[str, list[str]]:
     return {first: others for first, *others in cells}
 
 
-SCORES = table("| what happens | score |")
 SLEEPS = "import time\ndef f(x): time.sleep(600)"
 OWN_CLASS = "class Node: pass\nassert f(Node()) == 1"
-# By the words that begin a row: programs, or (program, test).
+# By the words that begin a row with the score 0: the attacks that have it, or (program, test).
 CAUSES = {
-    "an assert fails": ["def f(x): return 0", "def f(x): 1 / 0", EXIT, FORGED["a crash"], "def f(x) return 2"],
-    "more than its CPU time": [TOO_MUCH["an endless loop"]],
-    "more than its memory": [TOO_MUCH["10 GB at once"], TOO_MUCH["10 GB of mapped memory"]],
-    "more than its files": [LEFT_BEHIND["the temporary folder filled"], LEFT_BEHIND["ten thousand files"]],
-    "more than its threads": [LEFT_BEHIND["a hundred threads"]],
-    "a child process": [OUTWARD["a child"], OUTWARD["a program of the system"]],
-    "a value that cannot": [TOO_MUCH["a value that holds itself"]],
-    "a value whose comparison": [("def f(x): return range(10**9)", "assert list(f(1)) == [2]")],
-    "60 s by the clock": [SLEEPS],
-    "the same on a busy machine": [SLEEPS],
-    "tests that are not valid Python": [(RIGHT, "assert f("), (RIGHT, "assert 1 == 1"), (RIGHT, OWN_CLASS)],
-    "something outside killed it": [SLEEPS],
-    "no sandbox": [RIGHT],
+    "an assert fails": [
+        ("def f(x): return 0", TESTS[0]),
+        ("def f(x): 1 / 0", TESTS[0]),
+        ("def f(x) return 2", TESTS[0]),
+    ],
+    "more than its CPU time": ["an endless loop in C"],
+    "more than its memory": ["10 GB at once", "10 GB of mapped memory"],
+    "more than its files": ["the temporary folder filled", "ten thousand files"],
+    "more than its threads": ["a hundred threads"],
+    "a child process": ["a child", "a program of the system"],
+    "with children": ["CPU time of children that nobody waits for"],
+    "a value that cannot": ["a value that holds itself"],
+    "a value whose comparison": [ENDLESS],
+    "60 s by the clock": [],  # `test_a_program_that_waits_for_nothing_is_wrong`
+    "no program": [],
 }
+ROWS = table("| what happens | score |")
 
 
-@pytest.mark.parametrize(
-    ("kind", "row"),
-    [(kind, row) for kind in STRICT for row in SCORES if kind == "namespaces" or not row.startswith("with children")],
-)
-def test_the_table_of_scores(boxes, kind, row, monkeypatch):
-    box = boxes[kind]
-    if row == "no program in the completion":
-        assert scored(box, "I do not know.") == SCORES[row][0]
-        return
-    if row.startswith("with children"):  # in namespaces only
-        assert scored(boxes["children"], fenced(CHILDREN["CPU time of children one after the other"])) == SCORES[row][0]
-        return
-    (case,) = [case for begin, case in CAUSES.items() if row.startswith(begin)] or pytest.fail("a row without a case")
-    with ExitStack() as stack:
-        if row.startswith(("60 s", "the same")):
-            box = stack.enter_context(Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5))
-            monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 1e9 if row.startswith("60 s") else 0.0)
-        if row.startswith("no sandbox"):
-            box = stack.enter_context(Sandbox(isolation=kind))
-            monkeypatch.setattr("dash_trl.sandbox.box.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
+def test_the_rows_of_the_table_of_scores_that_are_0(box):
+    """`test_attacks` and `test_what_is_wrong` make most of them."""
+    zero = [row for row, (score,) in ROWS.items() if score == "0"]
+    assert len(zero) == len(CAUSES) and scored(box, "I do not know.") == "0"
+    for row in zero:
+        (case,) = [case for begin, case in CAUSES.items() if row.startswith(begin)] or pytest.fail(f"{row}: no case")
         for one in case:
-            program, *tests = [one] if isinstance(one, str) else one
-            if row.startswith("something outside"):
-                stack.enter_context(killing(box))
-            assert scored(box, fenced(program), tests or TESTS) == SCORES[row][0], program
+            if isinstance(one, str):
+                assert one in ATTACKS["children" if row.startswith("with children") else "namespaces"], row
+            elif one not in WRONG:
+                assert scored(box, fenced(one[0]), [one[1]]) == "0", one
+
+
+@pytest.mark.parametrize("kind", STRICT)
+def test_the_rows_of_the_table_of_scores_that_are_unscored(boxes, kind, monkeypatch):
+    begins = ["the same on a busy machine", "tests that are not valid Python", "something outside", "no sandbox"]
+    rows = [row for row, (score,) in ROWS.items() if score == "unscored"]
+    assert all(row.startswith(begin) for row, begin in zip(rows, begins, strict=True))
+    for test in ("assert f(", "assert 1 == 1", OWN_CLASS):
+        assert scored(boxes[kind], fenced(RIGHT), [test]) == "unscored", test
+    with killing(boxes[kind]):
+        assert scored(boxes[kind], fenced(SLEEPS)) == "unscored"
+    with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5) as box:
+        monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 0.0)
+        assert scored(box, fenced(SLEEPS)) == "unscored"
+
+
+def test_without_a_sandbox_there_is_no_score_and_no_weaker_kind(monkeypatch):
+    monkeypatch.setattr("dash_trl.sandbox.box.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
+    with Sandbox() as box, pytest.raises(SandboxError, match="Landlock .5.13 or newer.*isolation='rlimits'") as error:
+        CodeReward(box)(fenced(RIGHT), TESTS)
+    assert [f"'{kind}': " in str(error.value) for kind in PROTECTS] == [True, True, False]
 
 
 def fenced(program: str) -> str:
@@ -739,11 +681,10 @@ def scored(box: Sandbox, completion: str, tests: list[str] = TESTS) -> str:
 def killing(box: Sandbox):
     """Kills the next program and its tests, as the kernel does when the machine has no memory left."""
     assert box.run(RIGHT, TESTS).right
-    starter = box._starter.process.pid
-    before = below(starter)
+    before = below(os.getpid())
 
     def kill():
-        while len(started := below(starter) - before) < 4:  # two supervisors and what they supervise
+        while len(started := below(os.getpid()) - before) < 4:  # two supervisors and what they supervise
             time.sleep(0.01)
         for process in started:
             if not below(process):
@@ -781,19 +722,3 @@ def test_the_table_of_what_holds():
         )
         for kind, cell in zip(PROTECTS, cells, strict=True):
             assert kind == "rlimits" or "**not" not in cell and set(names) <= ATTACKS[kind].keys(), (row, kind)
-
-
-def test_threads_that_end_while_files_are_counted_are_no_excess():
-    """Hundreds of them, under many looks."""
-    program = """
-import threading, time
-def f(x):
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        threads = [threading.Thread(target=time.sleep, args=(0.0005,)) for _ in range(4)]
-        for one in threads: one.start()
-        for one in threads: one.join()
-    return x + 1
-"""
-    with Sandbox(isolation="landlock", count=1) as one:
-        assert one.run(program, ["assert f(1) == 2"]).right
