@@ -55,11 +55,12 @@ class Ranks:
     Attributes:
         rank: index of this rank.
         count: number of ranks.
+        timeout: seconds for which a rank waits for the other ranks in `agree`.
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
         self._accelerator = accelerator
-        self._timeout = timeout
+        self.timeout = timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
 
@@ -95,7 +96,7 @@ class Ranks:
             _depths.pop()
         if self.count > 1:
             store = dist.distributed_c10d._get_default_store()
-            others = meet(store, self.rank, self.count, error, meeting, _left_behind, timeout=self._timeout)
+            others = meet(store, self.rank, self.count, error, meeting, _left_behind, timeout=self.timeout)
             if error is None and others:
                 rank, (text, relayed) = min(others.items())
                 cause = RankFailed(f"Rank {rank} failed with {text}")

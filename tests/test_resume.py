@@ -197,8 +197,7 @@ def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, sav
     assert "has no generation window; training goes on with a new" in caplog.text
 
 
-@pytest.mark.parametrize("damaged", [lambda content: content[:2000], lambda content: b"a note"])
-def test_a_damaged_file_is_refused(tmp_path, saved, damaged):
+def test_a_damaged_file_is_refused(tmp_path, saved):
     content = (saved[1] / "checkpoint-1" / "generation_window_0.pt").read_bytes()
     window = tmp_path / "generation_window_0.pt"
     loads = {window.name: lambda: SavedRun.load(str(window)), STATES: lambda: load_states(str(tmp_path))}
@@ -206,9 +205,10 @@ def test_a_damaged_file_is_refused(tmp_path, saved, damaged):
         assert not load()
         (tmp_path / name).write_bytes(content)
         assert load()
-        (tmp_path / name).write_bytes(damaged(content))
-        with pytest.raises(ValueError, match=f"{name} is damaged.*Resume from another checkpoint, or delete"):
-            load()
+        for damaged in (content[:2000], b"a note"):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{name} is damaged.*Resume from another checkpoint, or delete"):
+                load()
 
 
 # ---------------------------------------------------------------------- the rule, without a model
@@ -230,20 +230,14 @@ SHAPES = Shapes(
 SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 
 
-@pytest.mark.parametrize(
-    "found, message",
-    [
+def test_ranks_agree_or_refuse_together():
+    for found, message in (
         ([SAVED, None], "generation_window_1.pt is missing"),
         ([None, SAVED], "generation_window_0.pt is missing"),
         ([SAVED, replace(SAVED, step=8)], "generation_window_1.pt is .*of another step"),
-    ],
-)
-def test_ranks_refuse_together(found, message):
-    with pytest.raises(ValueError, match=message):
-        one_run(found, 2, "checkpoint-1")
-
-
-def test_ranks_agree():
+    ):
+        with pytest.raises(ValueError, match=message):
+            one_run(found, 2, "checkpoint-1")
     assert one_run([SAVED, SAVED], 2, "checkpoint-1") == SAVED
     assert one_run([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
     assert one_run([SAVED], 1, "checkpoint-1") == SAVED
@@ -254,38 +248,39 @@ HALVED = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "s
 LARGER = {"per_device_train_batch_size": 8}  # windows of 16 prompts, where SHAPES has 8 in 4 micro-batches
 
 
-@pytest.mark.parametrize(
-    ("old", "used", "new", "start", "verdict"),
-    [  # (epoch, micro-batches) that were used by the old shapes; at which Transformers would go on with the new ones
-        ({}, (0, 6), {}, (0, 6), "old"),
-        ({}, (0, 8), HALVED, (0, 4), "new"),
-        ({}, (0, 8), HALVED, (0, 2), "refused"),  # prompts used twice
-        ({}, (0, 8), HALVED, (0, 6), "refused"),  # lost
-        ({}, (0, 8), HALVED, (0, 3), "refused"),  # within a window
-        ({}, (0, 6), HALVED, (0, 4), "new"),  # the rest of a window whose prompts were used is thrown away
-        ({}, (0, 8), LARGER, (0, 4), "new"),
-        ({}, (0, 8), LARGER, (0, 8), "refused"),
-        (LARGER, (0, 4), {}, (0, 8), "new"),
-        ({}, (0, 8), {"processes": 1}, (0, 16), "new"),
-        ({}, (0, 8), {"processes": 1}, (0, 8), "refused"),
-        ({"num_iterations": 2}, (0, 8), {}, (0, 4), "new"),
-        ({"num_iterations": 2}, (0, 8), {}, (0, 8), "refused"),
-        ({}, (0, 4), {"num_iterations": 2}, (0, 8), "new"),
-        ({}, (1, 8), HALVED, (0, 4), "refused"),  # of another epoch
-        ({}, (0, 8), {"prompts": 72}, (0, 8), "refused"),  # in another order
-        ({}, (0, 8), {"shuffle_seed": 1}, (0, 8), "refused"),
-        ({}, (1, 0), {"prompts": 72}, (1, 0), "new"),
-        ({}, (1, 0), {"shuffle_seed": 1}, (1, 0), "new"),
-    ],
-)
-def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice(old, used, new, start, verdict):
-    saved = SavedRun(replace(SHAPES, **old), position=used, step=4, skipped_steps=0, window=None)
-    for ignore in (False, True):
-        refused = verdict == "refused" and not ignore
-        with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
-            now = replace(SHAPES, **new)
-            reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
-            assert (reason is None) == (verdict == "old")
+# Old shapes, what they used as (epoch, micro-batches), new shapes, where Transformers would go on with these, verdict
+GOES_ON = [
+    ({}, (0, 6), {}, (0, 6), "old"),
+    ({}, (0, 8), HALVED, (0, 4), "new"),
+    ({}, (0, 8), HALVED, (0, 2), "refused"),  # prompts used twice
+    ({}, (0, 8), HALVED, (0, 6), "refused"),  # lost
+    ({}, (0, 8), HALVED, (0, 3), "refused"),  # within a window
+    ({}, (0, 6), HALVED, (0, 4), "new"),  # the rest of a window whose prompts were used is thrown away
+    ({}, (0, 8), LARGER, (0, 4), "new"),
+    ({}, (0, 8), LARGER, (0, 8), "refused"),
+    (LARGER, (0, 4), {}, (0, 8), "new"),
+    ({}, (0, 8), {"processes": 1}, (0, 16), "new"),
+    ({}, (0, 8), {"processes": 1}, (0, 8), "refused"),
+    ({"num_iterations": 2}, (0, 8), {}, (0, 4), "new"),
+    ({"num_iterations": 2}, (0, 8), {}, (0, 8), "refused"),
+    ({}, (0, 4), {"num_iterations": 2}, (0, 8), "new"),
+    ({}, (1, 8), HALVED, (0, 4), "refused"),  # of another epoch
+    ({}, (0, 8), {"prompts": 72}, (0, 8), "refused"),  # in another order
+    ({}, (0, 8), {"shuffle_seed": 1}, (0, 8), "refused"),
+    ({}, (1, 0), {"prompts": 72}, (1, 0), "new"),
+    ({}, (1, 0), {"shuffle_seed": 1}, (1, 0), "new"),
+]
+
+
+def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice():
+    for old, used, new, start, verdict in GOES_ON:
+        saved = SavedRun(replace(SHAPES, **old), position=used, step=4, skipped_steps=0, window=None)
+        now = replace(SHAPES, **new)
+        for ignore in (False, True):
+            refused = verdict == "refused" and not ignore
+            with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
+                reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
+                assert (reason is None) == (verdict == "old"), (old, used, new, start, ignore)
 
 
 def test_shards_of_another_number_of_processes_are_refused():

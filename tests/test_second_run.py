@@ -1,5 +1,6 @@
 """`train()` again on the same trainer: nothing of an interrupted step, or of the run before, is left."""
 
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -58,7 +59,9 @@ def logged(trainer):
         (None, {"use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_coef_delta": 0.1}, 8),
     ],
 )
-def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted_in, settings, micro_steps):
+def test_a_second_run_is_that_of_a_new_trainer(
+    tiny_model, tmp_path, monkeypatch, interrupted_in, settings, micro_steps
+):
     trainers = []
     settings = {"reward": Reward(interrupted_in), "max_steps": 2, "prepare": trainers.append, **settings}
     with suppress(KeyboardInterrupt):
@@ -67,7 +70,11 @@ def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted
     assert trainer._step == micro_steps
     weights = parameters(trainer.model)
     # What an interrupt elsewhere, or sampling with vLLM, may leave
-    trainer.recorder._spans.append(("train", 0.0, 1e6))
+    ticks = itertools.count(0.0, 1e6)
+    with monkeypatch.context() as patched:
+        patched.setattr("time.perf_counter", lambda: next(ticks))
+        with trainer.recorder.timed("train"):
+            pass
     trainer._current_train_step_time = 1e6
     trainer._entropy_window_stats, trainer._last_loaded_step = torch.ones(2), 0
     set_out(trainer, weights)

@@ -76,28 +76,25 @@ def test_a_row_of_them_ends_the_run(tiny_model, tmp_path):
         run(spoiled(math.nan, steps=range(3, 100)), tiny_model, tmp_path, max_steps=20)
 
 
-@pytest.mark.parametrize(
-    "loss_scaling, skipped, said",
-    [
+def test_what_counts_as_a_row():
+    for loss_scaling, skipped, said in (
         (False, [True] * 4 + [False] + [True] * 4, "step 10 "),
         # From 2^16 down to 1 by halves, and then no further than a run without a scaler.
         (True, [True] * (16 + 4), "fp16"),
-    ],
-)
-def test_what_counts_as_a_row(loss_scaling, skipped, said):
-    steps = SkippedSteps(loss_scaling=loss_scaling)
-    for step, one in enumerate(skipped, 1):
-        steps.count(one, step)
-    assert steps.total == sum(skipped)
-    with pytest.raises(RuntimeError, match=said):
-        steps.count(True, len(skipped) + 1)
+    ):
+        steps = SkippedSteps(loss_scaling=loss_scaling)
+        for step, one in enumerate(skipped, 1):
+            steps.count(one, step)
+        assert steps.total == sum(skipped)
+        with pytest.raises(RuntimeError, match=said):
+            steps.count(True, len(skipped) + 1)
 
 
-@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
-def test_deepspeed_must_not_apply_it(norm):
-    with pytest.raises(RuntimeError, match=r"step 3: the parameters are lost.*check_grad_overflow"):
-        SkippedSteps.check_applied(norm, False, 3)
-    SkippedSteps.check_applied(norm, True, 3)
+def test_deepspeed_must_not_apply_it():
+    for norm in (math.nan, math.inf, -1.0):
+        with pytest.raises(RuntimeError, match=r"step 3: the parameters are lost.*check_grad_overflow"):
+            SkippedSteps.check_applied(norm, False, 3)
+        SkippedSteps.check_applied(norm, True, 3)
     for usable in (0.0, 1.5, None):
         SkippedSteps.check_applied(usable, False, 3)
 
