@@ -8,7 +8,6 @@ from trl.kernels import chunked_logprob
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.process_rewards.values import LOGITS_TOKENS
 from tests.tiny import pad, run, save_tiny_model
 
 POSITIONS, VOCABULARY = 32, 3001  # of a chunk; of the model, so large that nothing else comes near
@@ -41,16 +40,15 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", VOCABULARY)
 
 
-def train(trainer_class, model, tmp_path, value=False, **settings):
-    """Old and reference log-probs, the loss and its backward pass, and V(prefix) if it is asked for."""
-    estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=LOGITS_TOKENS * POSITIONS)
-    every = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
-    callbacks = [ProcessRewardCallback(estimator, **every)] if value else None
-    shapes = {"num_iterations": 2, "max_steps": 2, "beta": 0.04, "max_tokens_per_microbatch": 256}
+@pytest.mark.parametrize("way", ["padded", "packed, and values"])
+def test_no_tensor_is_as_large_as_the_logits(way, model, tmp_path, small_chunks):
+    """Old and reference log-probs, the loss and its backward pass, and V(prefix)."""
+    estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=32 * POSITIONS)  # 32 per scored token
+    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
+    settings = {"num_iterations": 2, "max_steps": 2, "beta": 0.04, "max_tokens_per_microbatch": 256}
+    ways = {
+        "padded": {"prepare": pad},
+        "packed, and values": {"callbacks": [ProcessRewardCallback(estimator, **episodes)]},
+    }
     with Limited():
-        return run(trainer_class, model, tmp_path, callbacks=callbacks, **{**shapes, **settings})
-
-
-@pytest.mark.parametrize("settings", [{"prepare": pad}, {"value": True}], ids=["padded", "packed, and values"])
-def test_no_tensor_is_as_large_as_the_logits(settings, model, tmp_path, small_chunks):
-    assert train(DASHTrainer, model, tmp_path, **settings).state.global_step == 2
+        assert run(DASHTrainer, model, tmp_path, **settings, **ways[way]).state.global_step == 2

@@ -1,22 +1,40 @@
 """`StepValue` and `ProcessRewardModel`: scores of episodes become values, and the credit of their tokens."""
 
 import math
+import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForTokenClassification
 
-from dash_trl import DASHTrainer
-from dash_trl.distributed import Ranks
+from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.process_rewards import ProcessRewardCallback, ProcessRewardModel, StepValue, ValueRequest
+from tests.test_tensor_arguments import refusal
 from tests.tiny import run
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    """A run in which a step is worth its length: trainer, callback, advantages."""
+
+    def longer(prompts, steps, **columns):
+        return [[float(len(step)) for step in row] for row in steps]
+
+    class Look(DASHCallback):
+        def on_advantages(self, args, state, control, rollouts, **kwargs):
+            self.advantages = rollouts.advantages.clone()
+
+    settings = {"estimator": "episode", "min_episode_tokens": 1, "max_episode_tokens": 4, "skip_solved": False}
+    look, callback = Look(), ProcessRewardCallback(StepValue(longer), **settings)
+    folder = tmp_path_factory.mktemp("steps")
+    trainer = run(DASHTrainer, tiny_model, folder, callbacks=[callback, look], constant=1.0)  # outcomes say nothing
+    return trainer, callback, look.advantages
 
 
 def request(tokenizer, prompt: str, *steps: str, **example) -> ValueRequest:
@@ -37,12 +55,8 @@ def test_sums_of_scores_have_not_the_unit_of_the_outcome():
         ProcessRewardCallback(StepValue(lambda **given: [], rewards=False), **settings)
 
 
-def values(value: StepValue, requests, tokenizer) -> list[list[float]]:
-    ranks = Ranks(SimpleNamespace(process_index=0, num_processes=1))
-    return value(requests, SimpleNamespace(_tokenizer=tokenizer, ranks=ranks))
-
-
-def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
+def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer, trained):
+    trainer = trained[0]
     seen = []
 
     def score(prompts, steps, **columns):
@@ -57,13 +71,13 @@ def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
         ValueRequest((5,), (6,), ()),  # not asked for
         request(tokenizer, "4+4", "a\n", level=4),
     ]
-    found = values(StepValue(score), requests, tokenizer)
+    found = StepValue(score)(requests, trainer)
     assert found[0] == [0.0, 0.5, -0.5, 1.5] and found[5] == [0.0, 0.25]
     assert [len(row) for row in found] == [4, 3, 2, 1, 0, 2]
     assert all(map(math.isnan, found[1] + found[2] + found[3]))
-    assert values(StepValue(score, rewards=False), requests, tokenizer)[0] == [0.5, 0.5, -1.0, 2.0]
+    assert StepValue(score, rewards=False)(requests, trainer)[0] == [0.5, 0.5, -1.0, 2.0]
     same = [replace(requests[n], prompt_ids=requests[0].prompt_ids) for n in (0, 5, 3)]
-    found = values(StepValue(lambda *texts, **columns: [[0.5, 1, 1], [0.25]], rewards=False), same, tokenizer)
+    found = StepValue(lambda *texts, **columns: [[0.5, 1, 1], [0.25]], rewards=False)(same, trainer)
     assert found[:2] == [[0.375, 0.5, 1, 1], [0.375, 0.25]]  # V_0 is that of the prompt
     assert list(map(math.isnan, found[2])) == [True]  # without an episode, no score
     prompts, steps, columns = seen[0]
@@ -71,40 +85,24 @@ def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
     assert steps == [["a\n", "bb\n", "c\n"], ["a\n", "b\n"], ["a\n"], ["a\n"]]
 
 
-@pytest.mark.parametrize("scores", [[[0.5]], [[0.5, 1.0, 2.0, 3.0]], [], [[]], [[0.5] * 3, [0.5] * 3]])
-def test_a_function_that_scores_other_steps_is_named(tokenizer, scores):
-    def mine(prompts, steps, **columns):
-        return scores
+def test_a_function_that_scores_other_steps_is_named(tokenizer, trained):
+    asked = [request(tokenizer, "1", "a", "b", "c")]
+    for scores in ([[0.5]], [[0.5, 1.0, 2.0, 3.0]], [], [[]], [[0.5] * 3, [0.5] * 3]):
 
-    with pytest.raises(ValueError, match=r"mine returned .* scores for completions of \[3\] steps"):
-        values(StepValue(mine), [request(tokenizer, "1", "a", "b", "c")], tokenizer)
+        def mine(prompts, steps, scores=scores, **columns):
+            return scores
 
-
-@pytest.mark.parametrize("score", [None, ProcessRewardModel])
-def test_what_cannot_score(score):
-    with pytest.raises(ValueError, match="cannot score episodes"):
-        StepValue(score)
+        found = refusal(StepValue(mine), asked, trained[0])
+        assert re.search(r"mine returned .* scores for completions of \[3\] steps", found), scores
+    for score in (None, ProcessRewardModel):
+        assert "cannot score episodes" in refusal(StepValue, score)
 
 
-def test_a_reward_for_a_step_reaches_its_tokens(tiny_model, tmp_path):
+def test_a_reward_for_a_step_reaches_its_tokens(trained):
     """By the estimator whose credit of an episode is its own reward over the spread of the group."""
-    seen = []
-
-    def longer(prompts, steps, **columns):
-        return [[float(len(step)) for step in row] for row in steps]
-
-    class Look(ProcessRewardCallback):
-        def on_advantages(self, args, state, control, rollouts, **kwargs):
-            super().on_advantages(args, state, control, rollouts, **kwargs)
-            seen.append((rollouts.advantages.clone(), list(self.last)))
-
-    callback = Look(
-        StepValue(longer), estimator="episode", min_episode_tokens=1, max_episode_tokens=4, skip_solved=False
-    )
-    run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback], constant=1.0)  # outcomes say nothing
-    ((advantages, rows),) = seen
+    _, callback, advantages = trained
     scales = []
-    for row, (boundaries, worth) in enumerate(rows):
+    for row, (boundaries, worth) in enumerate(callback.last):
         episodes = list(zip(boundaries[:-1], boundaries[1:], worth[:-1], worth[1:], strict=True))
         scales.append([float(advantages[row, t]) / (v - u) for s, e, u, v in episodes for t in range(s, e)])
     for group in range(0, 16, 4):  # one spread for the rows of a group

@@ -4,11 +4,9 @@ import math
 import random
 from dataclasses import replace
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -20,19 +18,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dash_trl.distributed import Ranks
-from dash_trl.process_rewards import (
-    AnswerLogProbValue,
-    Branch,
-    ServerValue,
-    Tree,
-    ValueRequest,
-    loop_log_probs,
-    tree_log_probs,
-)
-from dash_trl.process_rewards.tree import branch_mask
-from dash_trl.process_rewards.values import FLOOR
-from tests.tiny import VOCABULARY, log_probs, save_tiny_model
+from dash_trl import DASHTrainer
+from dash_trl.process_rewards import AnswerLogProbValue, Branch, Tree, ValueRequest, loop_log_probs, tree_log_probs
+from tests.tiny import VOCABULARY, log_probs, run, save_tiny_model
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -105,23 +93,21 @@ def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer):
         check(values, model, tokenizer, requests)
 
 
-def test_lora(tiny_model, tokenizer):
-    from peft import LoraConfig, get_peft_model
+def test_a_trainer_s_model_with_an_adapter(tiny_model, tokenizer, tmp_path):
+    """Also early, for a group while others are sampled, once it is known that the model's tree passes are right."""
+    from peft import LoraConfig
 
-    model, requests = AutoModelForCausalLM.from_pretrained(tiny_model), random_requests()
-    plain = AnswerLogProbValue(" = ").score(requests, model, tokenizer)
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    values = AnswerLogProbValue(" = ").score(requests, wrapped.get_base_model(), tokenizer, call=wrapped)
-    assert values != plain
-    check(values, wrapped, tokenizer, requests)
-
-    accelerator = Accelerator()
-    trainer = SimpleNamespace(model=wrapped, _tokenizer=tokenizer, accelerator=accelerator, ranks=Ranks(accelerator))
-    trainer.args, trainer.is_fsdp_enabled = SimpleNamespace(async_level=0), False
-    estimator = AnswerLogProbValue(" = ")
-    assert estimator.begin(requests, trainer, 0) == [None] * len(requests)  # the model's tree passes are not tested yet
-    check(estimator(requests, trainer), wrapped, tokenizer, requests)
-    check(estimator.begin(requests, trainer, 0), wrapped, tokenizer, requests)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = run(DASHTrainer, tiny_model, tmp_path, peft_config=adapter, learning_rate=0.0)
+    estimator, requests = AnswerLogProbValue(" = "), random_requests()
+    assert estimator.begin(requests, trainer, 0) == [None] * len(requests)
+    with trainer.accelerator.autocast():
+        for values in (estimator(requests, trainer), estimator.begin(requests, trainer, 0)):
+            check(values, trainer.model, tokenizer, requests)
+    begun = [replace(request, begun=[0.5]) for request in requests[:2]]
+    assert estimator([*begun, requests[2]], trainer) == [[0.5], [0.5], values[2]]
+    with trainer.model.disable_adapter():
+        assert estimator(requests, trainer) != values
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +131,7 @@ def test_models_that_mix_a_row_are_valued_in_a_loop(no_tree, tokenizer, caplog):
 
 
 @pytest.mark.parametrize("kind", ["qwen", "no_tree"])
-@pytest.mark.parametrize("requests", [[], random_requests()])
-def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, requests, request, tokenizer):
+def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, request, tokenizer):
     """Under ZeRO-3 a pass is a collective: one more or less, or an agreement between two passes, is a hang."""
     model, order, here = request.getfixturevalue(kind), [], []
 
@@ -157,21 +142,14 @@ def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, reques
 
     estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=40)
     estimator.score([], model, tokenizer)  # whether the model takes trees is tried once
-    hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
-    values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=agree)
-    hook.remove()
-    assert order == ["agreement", *["pass"] * (sum(here) + 2)]
-    assert (sum(here) > 1) == bool(requests)
-    assert values == estimator.score(requests, model, tokenizer)
-
-
-def test_branch_tokens_see_their_prefix_and_their_own_branch():
-    tree = Tree((5, 6, 7), (Branch(1, (8, 9), 1), Branch(3, (4,), 0)))
-    assert branch_mask(tree)[0, 0].int().tolist() == [
-        [1, 0, 0, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0],
-        [1, 1, 1, 0, 0, 1],
-    ]
+    for requests in ([], random_requests()):
+        order.clear()
+        hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
+        values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=agree)
+        hook.remove()
+        assert order == ["agreement", *["pass"] * (here[-1] + 2)]
+        assert (here[-1] > 1) == bool(requests)
+        assert values == estimator.score(requests, model, tokenizer)
 
 
 def test_the_first_token_of_a_branch_is_predicted_by_the_trunk(qwen):
@@ -190,16 +168,16 @@ def score(estimator, model, tokenizer, request=REQUEST):
     return estimator.score([request], model, tokenizer)[0]
 
 
-def test_spaces_floor_and_closing(qwen, tokenizer, monkeypatch):
-    assert FLOOR == -10.0
+def test_spaces_floor_and_closing(qwen, tokenizer):
     log = score(AnswerLogProbValue(" = "), qwen, tokenizer)
-    assert score(AnswerLogProbValue(" = ", space="probability"), qwen, tokenizer) == pytest.approx(
-        list(map(math.exp, log))
-    )
+    probabilities = score(AnswerLogProbValue(" = ", space="probability"), qwen, tokenizer)
+    assert probabilities == pytest.approx(list(map(math.exp, log)))
     assert score(AnswerLogProbValue(" = ", closing="<|im_end|>"), qwen, tokenizer) != pytest.approx(log)
-    monkeypatch.setattr("dash_trl.process_rewards.values.FLOOR", -6.0)
-    floored = score(AnswerLogProbValue(" = "), qwen, tokenizer)
-    assert floored == pytest.approx(by_prefix(qwen, tokenizer, REQUEST, " = ", -6.0), abs=1e-5) and floored != log
+    sure = AutoModelForCausalLM.from_pretrained(qwen.name_or_path)
+    sure.lm_head.weight.data *= 3  # log P below −10 counts as −10
+    floored = score(AnswerLogProbValue(" = "), sure, tokenizer)
+    assert floored == pytest.approx(by_prefix(sure, tokenizer, REQUEST, " = ", -10.0), abs=1e-5)
+    assert floored != pytest.approx(by_prefix(sure, tokenizer, REQUEST, " = ", -math.inf), abs=0.1)
 
 
 def test_a_token_that_straddles_the_prompt_is_the_answer_s(qwen, tokenizer):
@@ -229,6 +207,7 @@ def test_the_model_is_left_as_it_was(qwen, tokenizer):
 
 CLOSED, OPEN = "\nThe answer is 9", "</think>\n\nThe answer is 9"
 CHAT = "<|im_start|>assistant\n"
+DEFAULT = AnswerLogProbValue()
 THOUGHTS = {  # prompt, completion; as these models write them
     "no thought": ("4 + 5 = ", "the sum is 9<|im_end|>"),
     "Qwen3: the model opens it": (CHAT, "<think>\nthe 4 + 5\n</think>\n\n9<|im_end|>"),
@@ -239,22 +218,15 @@ THOUGHTS = {  # prompt, completion; as these models write them
 }
 
 
-def asked(requests: list[ValueRequest], tokenizer, value: ServerValue) -> list[str]:
-    """The texts that a server is asked to score."""
-    sequences = []
-
-    class Servers:
-        def begin_scores(self, ids, order):
-            sequences.extend(ids)
-            return ids
-
-        def scores(self, ids):
-            return [[-1.0] * (len(row) - 1) for row in ids]
-
-    ranks = Ranks(SimpleNamespace(process_index=0, num_processes=1))
-    values = value(requests, SimpleNamespace(vllm_generation=Servers(), _tokenizer=tokenizer, ranks=ranks))
-    assert [len(row) for row in values] == [len(request.boundaries) for request in requests]
-    return [tokenizer.decode(row) for row in sequences]
+def asked(request: ValueRequest, tokenizer, model, value: AnswerLogProbValue) -> list[str]:
+    """The texts whose answer a model is asked for, one pass for each."""
+    texts = []
+    hook = model.register_forward_pre_hook(
+        lambda module, given, named: texts.append(tokenizer.decode(named["input_ids"][0])), with_kwargs=True
+    )
+    assert len(score(value, model, tokenizer, request)) == len(request.boundaries)
+    hook.remove()
+    return texts
 
 
 def expected_text(text: str, end: int) -> str:
@@ -278,33 +250,32 @@ def thinking_tokenizer(request, tokenizer):
     return special
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
-def test_a_thought_is_closed_where_it_is_open_and_nowhere_else(name, thinking_tokenizer):
-    prompt, completion = (tuple(thinking_tokenizer(text)["input_ids"]) for text in THOUGHTS[name])
-    boundaries = tuple(range(len(completion) + 1))
-    requests = [ValueRequest((5,), (6,), (), ("3",)), ValueRequest(prompt, completion, boundaries, ("9",))]
-    text = "".join(THOUGHTS[name])
-    ends = [len(thinking_tokenizer.decode(prompt + completion[:boundary])) for boundary in boundaries]
-    assert asked(requests, thinking_tokenizer, ServerValue()) == [expected_text(text, end) for end in ends]
+def test_a_thought_is_closed_where_it_is_open_and_nowhere_else(thinking_tokenizer, no_tree):
+    for name, texts in THOUGHTS.items():
+        prompt, completion = (tuple(thinking_tokenizer(text)["input_ids"]) for text in texts)
+        boundaries = tuple(range(len(completion) + 1))
+        ends = [len(thinking_tokenizer.decode(prompt + completion[:boundary])) for boundary in boundaries]
+        found = asked(ValueRequest(prompt, completion, boundaries, ("9",)), thinking_tokenizer, no_tree, DEFAULT)
+        assert found == [expected_text("".join(texts), end) for end in ends], name
 
 
-def test_a_prefix_ends_before_the_token_that_begins_half_a_tag(tokenizer):
+def test_a_prefix_ends_before_the_token_that_begins_half_a_tag(no_tree):
     """In Qwen's and Llama's vocabularies a tag may begin within a token."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["b.</think>" * 4], vocab_size=VOCABULARY, special_tokens=["<|im_end|>"])
     merging = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
     completion = tuple(merging("<think>b.</think>9")["input_ids"])
     assert [merging.decode(token) for token in completion] == ["<", "think", ">", "b", ".</", "think", ">", "9"]
-    texts = asked([ValueRequest((5,), completion, (0, 1, 3, 4, 5, 6, 7), ("9",))], merging, ServerValue())
+    texts = asked(ValueRequest((5,), completion, (0, 1, 3, 4, 5, 6, 7), ("9",)), merging, no_tree, DEFAULT)
     before = ["", "", "<think>", "<think>b", "<think>b", "<think>b", "<think>b.</think>"]
     forced = [CLOSED, CLOSED, OPEN, OPEN, OPEN, OPEN, CLOSED]
     assert texts == [merging.decode(5) + a + b for a, b in zip(before, forced, strict=True)]
 
 
-def test_a_force_prompt_of_the_user_is_taken_as_it_is(tokenizer):
+def test_a_force_prompt_of_the_user_is_taken_as_it_is(tokenizer, no_tree):
     completion = tuple(tokenizer("<think>4</think>")["input_ids"])
     request = ValueRequest((5,), completion, tuple(range(len(completion) + 1)), ("9",))
-    texts = asked([request], tokenizer, ServerValue("</think>="))
+    texts = asked(request, tokenizer, no_tree, AnswerLogProbValue("</think>="))
     assert texts == [tokenizer.decode((5, *completion[:boundary])) + "</think>=9" for boundary in request.boundaries]
 
 
