@@ -3,6 +3,7 @@
 import copy
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
-from dash_trl.update import PackedLayout, packed_log_probs
-from dash_trl.update.padding_free import enable_padding_free, pack_inputs
+from dash_trl.update import ModelPasses, packed_log_probs
 from tests.tiny import assert_same_update, log_probs, parameters, run, save_tiny_model
 
 SIZES = dict(
@@ -55,6 +55,21 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
     return ids * mask, mask, 9
 
 
+def passes_of(*models: Any, **settings: Any) -> ModelPasses:
+    """Those of a run without options that rule out packing."""
+    flags = ("virtual_tokens", "invoked_adapter", "continuous_batching", "noisy_embeddings", "compiled")
+    return ModelPasses(
+        models, **{"share_prompts": None, "router_losses": False, **dict.fromkeys(flags, False), **settings}
+    )
+
+
+def packable(model: torch.nn.Module) -> torch.nn.Module:
+    """A model that is ready for packed passes."""
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    assert passes_of(model).padding_free
+    return model
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_equals_one_row_at_a_time(name):
     torch.manual_seed(0)
@@ -65,17 +80,13 @@ def test_packed_equals_one_row_at_a_time(name):
         prompt, completion = (ids[row, part][mask[row, part].bool()].tolist() for part in (slice(0, 7), slice(7, 16)))
         if completion:
             expected[row, : len(completion)] = torch.tensor(log_probs(model, prompt, completion))
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    assert enable_padding_free(model) is None
-    logps, entropies, _ = packed_log_probs(model, ids, mask, keep, flash=False, compute_entropy=True)
+    logps, entropies, _ = packed_log_probs(packable(model), ids, mask, keep, flash=False, compute_entropy=True)
     torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
     assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[2] == 0).all()
 
 
 def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
-    model = ARCHITECTURES["qwen2"]()
-    add_fused_lm_head(model)
-    enable_padding_free(model)
+    model = packable(ARCHITECTURES["qwen2"]())
     mask = torch.zeros(2, 3, dtype=torch.long)
     mask[0, :2] = 1
     packed_log_probs(model, torch.ones(2, 3, dtype=torch.long), mask, 1, flash=False)[0].sum().backward()
@@ -83,35 +94,46 @@ def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
 
 
 def test_flash_attention_gets_its_arguments():
+    """Queries of a branch see the keys of its prompt, too: the prompt's first 4 tokens are computed once."""
     ids, mask, keep = batch()
-    inputs = pack_inputs(ids, PackedLayout.of(mask, keep), flash=True)
+    inputs: dict[str, Any] = {}
+
+    def model(**given):
+        inputs.update(given)
+        return SimpleNamespace(log_probs=torch.zeros(1, given["input_ids"].shape[1] - 1), aux_loss=None)
+
+    packed_log_probs(model, ids, mask, keep, flash=True)
     assert inputs["cu_seq_lens_q"].tolist() == [0, 14, 16, 23, 32] and inputs["cu_seq_lens_q"].dtype == torch.int32
-    assert inputs["max_length_q"] == 14 and "attention_mask" not in inputs
+    assert inputs["max_length_q"] == 14 and not {"attention_mask", "key_tokens", "trees"} & inputs.keys()
     assert inputs["position_ids"][0].tolist() == [*range(14), *range(2), *range(7), *range(9)]
+    inputs.clear()
+    mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [0] * 4 + [1] * 2 + [0] * 2])
+    same = torch.tensor([False, True, False])
+    packed_log_probs(model, ids[:3, :8], mask, 3, flash=True, same_prompt=same)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8, 10, 12] and inputs["max_length_q"] == 4
+    assert inputs["cu_seq_lens_k"].tolist() == [0, 4, 12, 18, 20] and inputs["max_length_k"] == 8
+    assert inputs["key_tokens"].tolist() == [*range(4), *range(8), *range(4), 8, 9, 10, 11]
+    assert inputs["position_ids"][0].tolist() == [*range(4), *range(4, 8), 4, 5, 0, 1]
 
 
 def test_models_that_mix_samples_are_padded():
     windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-    assert "plain causal" in enable_padding_free(windowed) and windowed.config._attn_implementation == "sdpa"
     eager = ARCHITECTURES["llama"]()
     eager.set_attn_implementation("eager")
-    assert "'eager'" in enable_padding_free(eager)
     part = Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    assert "plain causal" in enable_padding_free(part)
-    assert enable_padding_free(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))) is None
+    for model, said in ((windowed, "plain causal"), (eager, "'eager'"), (part, "plain causal")):
+        assert said in passes_of(ARCHITECTURES["qwen2"](), model).padded_because  # a reference model
+    assert windowed.config._attn_implementation == "sdpa"
+    assert passes_of(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))).padding_free
 
 
-@pytest.fixture
-def own_sdpa():
-    """A user's, registered in place of transformers'."""
+def test_an_sdpa_of_the_users_is_left_alone():
     before = AttentionInterface()["sdpa"]
     AttentionInterface.register("sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
-    yield
-    AttentionInterface.register("sdpa", before)
-
-
-def test_an_sdpa_of_the_users_is_left_alone(own_sdpa):
-    assert "another function" in enable_padding_free(ARCHITECTURES["qwen2"]())
+    try:
+        assert "another function" in passes_of(ARCHITECTURES["qwen2"]()).padded_because
+    finally:
+        AttentionInterface.register("sdpa", before)
 
 
 class WithoutUs(pickle.Unpickler):
@@ -146,10 +168,11 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
         torch.testing.assert_close(loaded.cpu()(input_ids=ids).logits, one.cpu()(input_ids=ids).logits)
 
 
-def test_a_windowed_model_trains_like_trl(tmp_path):
+def test_a_windowed_model_trains_like_trl(tmp_path, caplog):
     """The padded layout, chosen by the model itself."""
     config = MistralConfig(**{**SIZES, "vocab_size": 300}, sliding_window=8)
     model = save_tiny_model(tmp_path / "model", MistralForCausalLM, config)
     trl, dash = (run(trainer_class, model, tmp_path / "out") for trainer_class in (GRPOTrainer, DASHTrainer))
     assert_same_update(parameters(model), parameters(trl.model), parameters(dash.model))
-    assert not dash._passes.padding_free
+    assert dash.state.log_history[0]["packing/padding_free"] == 0
+    assert "MistralForCausalLM: model passes are padded, not padding-free, because its attention is not" in caplog.text
