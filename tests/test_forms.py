@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import numpy
 import pytest
@@ -48,6 +49,15 @@ async def coroutine(completion):
     return 1.0
 
 
+def refusal(function, *arguments, **settings):
+    """Returns what the error says; "" if there is none."""
+    try:
+        function(*arguments, **settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 BATCH = [
     lambda completions, **kwargs: [],
     lambda prompts, completions, answer: [],
@@ -57,58 +67,41 @@ BATCH = [
 ]
 
 
-@pytest.mark.parametrize("function", BATCH)
-def test_trls_form(function):
-    assert form_of(function).batch
+def test_trls_form():
+    assert [form_of(function).batch for function in BATCH] == [True] * len(BATCH)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (lambda completion: 0, {"completion": ROW["completion"]}),
-        (lambda answer, completion, completion_ids: 0, {k: ROW[k] for k in ("answer", "completion", "completion_ids")}),
-        (lambda completion, level=1: 0, {"completion": ROW["completion"]}),
+def test_what_a_per_sample_function_is_called_with():
+    """Columns of verl win over what stands for them."""
+    one, verls = {"completion": ROW["completion"]}, {"data_source": None, "solution_str": "3", "ground_truth": 3}
+    columns = {"extra_info": {"prompt": "1 + 2 = ", "answer": 3}}
+    for function, arguments in (
+        (lambda completion: 0, one),
+        (lambda answer, completion, completion_ids: 0, {**one, "answer": 3, "completion_ids": [7]}),
+        (lambda completion, level=1: 0, one),
         (lambda completion, **columns: 0, ROW),
-        (Judge, {"completion": ROW["completion"], "answer": 3}),
-        (Judge(), {"completion": ROW["completion"], "answer": 3}),
+        (Judge, {**one, "answer": 3}),
+        (Judge(), {**one, "answer": 3}),
         (Everything, ROW),
-        (
-            Verl,
-            {
-                "data_source": None,
-                "solution_str": "3",
-                "ground_truth": 3,
-                "extra_info": {"prompt": "1 + 2 = ", "answer": 3},
-            },
-        ),
+        (Verl, {**verls, **columns}),
         (lambda solution_str, ground_truth: 0, {"solution_str": "3", "ground_truth": 3}),
-    ],
-)
-def test_what_a_per_sample_function_is_called_with(function, arguments):
-    form = form_of(function)
-    assert not form.batch and form.arguments(ROW) == arguments
-    form.check_columns(["prompt", "answer"])
-
-
-def test_columns_of_verl_win_over_what_stands_for_them():
-    row = {**ROW, "data_source": "gsm8k", "ground_truth": "4"}
-    arguments = form_of(Verl).arguments(row)
+    ):
+        form = form_of(function)
+        assert not form.batch and form.arguments(ROW) == arguments, function
+        form.check_columns(["prompt", "answer"])
+    arguments = form_of(Verl).arguments({**ROW, "data_source": "gsm8k", "ground_truth": "4"})
     assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", "4")
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "asynchronous"),
-    [(Judge, "Judge", False), (Named(), "unit_tests", True), (coroutine, "coroutine", True)],
-)
-def test_names_and_coroutine_functions(function, name, asynchronous):
-    form = form_of(function)
-    assert (form.name, form.asynchronous) == (name, asynchronous)
+def test_names_and_coroutine_functions():
+    forms = [form_of(function) for function in (Judge, Named(), coroutine)]
+    assert [form.name for form in forms] == ["Judge", "unit_tests", "coroutine"]
+    assert [form.asynchronous for form in forms] == [False, True, True]
     assert form_of(functools.partial(coroutine)).asynchronous
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_what_has_no_form():
+    for function, message in (
         (lambda text, answer: 0, "none of the forms. A reward function has one of"),
         (lambda completion, completions: 0, "none of the forms"),
         (lambda: 0, "none of the forms"),
@@ -119,11 +112,8 @@ def test_names_and_coroutine_functions(function, name, asynchronous):
         (NoMethod(), "is not a reward function"),
         (NeedsAnArgument, r"NeedsAnArgument cannot be created without arguments .*pass an instance"),
         (type("Blind", (), {"compute_score": lambda self, answer: 0}), r"Blind\(answer\) has none of the forms"),
-    ],
-)
-def test_what_has_no_form(function, message):
-    with pytest.raises(ValueError, match=message):
-        form_of(function)
+    ):
+        assert re.search(message, refusal(form_of, function)), message
 
 
 class AsksLater:
@@ -160,9 +150,8 @@ def test_a_column_that_is_not_there():
         form_of(Verl).check_columns(["prompt", "solution"])
 
 
-@pytest.mark.parametrize(
-    ("returned", "score"),
-    [
+def test_what_a_function_may_return():
+    for returned, score in (
         (1, Score(1.0)),
         (True, Score(1.0)),
         (None, Score(None)),
@@ -174,19 +163,13 @@ def test_a_column_that_is_not_there():
         ((1.0, "Is it right?", "Yes."), Score(1.0, {"prompt": "Is it right?", "explanation": "Yes."})),
         ((1, "a", None, {"n": 2}), Score(1.0, {"prompt": "a", "explanation": "None", "n": 2.0})),
         ({"score": 0.25, "accuracy": True, "found": "4"}, Score(0.25, {"accuracy": 1.0, "found": "4"})),
-    ],
-)
-def test_what_a_function_may_return(returned, score):
-    assert read_score(returned) == score
+    ):
+        assert read_score(returned) == score, returned
 
 
-@pytest.mark.parametrize(
-    "returned",
-    ["1.0", b"1", [1.0], (), (1.0, "a"), (1.0, 2.0), {}, {"value": 1}, torch.ones(2), (1.0, {"a": [1]}), object()],
-)
-def test_what_it_may_not_return(returned):
-    with pytest.raises(ValueError, match=r"returned"):
-        read_score(returned)
+def test_what_it_may_not_return():
+    odd = ["1.0", b"1", [1.0], (), (1.0, "a"), (1.0, 2.0), {}, {"value": 1}, torch.ones(2), (1.0, {"a": [1]}), object()]
+    assert [one for one in odd if "returned" not in refusal(read_score, one)] == []
 
 
 def test_trl_gets_a_flat_list():
@@ -198,9 +181,8 @@ def test_trl_gets_a_flat_list():
     assert unpack(None) is None and unpack(batch) == [batch]
 
 
-@pytest.mark.parametrize(
-    ("functions", "settings", "message"),
-    [
+def test_runners_that_cannot_be():
+    for functions, settings, message in (
         (Judge, {"backend": "threads"}, r"backend='threads' does not exist: choose one of \(None, 'thread', 'asyncio'"),
         (Judge, {"on_error": "ignore"}, "on_error='ignore' does not exist"),
         (Judge, {"timeout": 0}, "timeout=0 would let no call finish"),
@@ -213,11 +195,8 @@ def test_trl_gets_a_flat_list():
         (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
         (BATCH[0], {"backend": "process"}, "has TRL's form and gets the whole batch. Write it per sample"),
         (lambda text: 0, {}, "none of the forms"),
-    ],
-)
-def test_runners_that_cannot_be(functions, settings, message):
-    with pytest.raises(ValueError, match=message):
-        RewardRunner(functions, **settings)
+    ):
+        assert re.search(message, refusal(RewardRunner, functions, **settings)), message
 
 
 def test_ray_that_is_missing(monkeypatch):

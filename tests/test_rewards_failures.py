@@ -7,7 +7,6 @@ import torch
 from datasets import Dataset
 
 from dash_trl import DASHTrainer
-from dash_trl.monitoring import metrics
 from dash_trl.rewards import FailureWatch, raise_mistakes, watch
 from tests.tiny import run
 
@@ -27,13 +26,13 @@ def test_what_a_watched_function_tells_apart(caplog):
     assert caplog.text.count("'mixed' returned inf, nan for 2 of 4 completions") == 1
 
 
-@pytest.mark.parametrize("returned, said", [([1.0, 2.0], "2 rewards for 4"), (None, "None"), (["a"] * 4, "'a'")])
-def test_a_function_that_breaks_its_contract_stops_the_run(returned, said):
+def test_a_function_that_breaks_its_contract_stops_the_run():
     """After TRL's collective, in which the other ranks are."""
-    watched = watch(lambda completions, **kwargs: returned, "wrong")
-    assert call(watched) == [None] * 4
-    with pytest.raises(ValueError, match=said):
-        raise_mistakes([watched])
+    for returned, said in (([1.0, 2.0], "2 rewards for 4"), (None, "None"), (["a"] * 4, "'a'")):
+        watched = watch(lambda completions, returned=returned, **kwargs: returned, "wrong")
+        assert call(watched) == [None] * 4, returned
+        with pytest.raises(ValueError, match=said):
+            raise_mistakes([watched])
 
 
 def test_a_failure_outweighs_another_functions_number():
@@ -96,9 +95,8 @@ def batches(outcomes, elsewhere=None):
     return len(outcomes), None
 
 
-@pytest.mark.parametrize(
-    "outcomes, passed, said",
-    [
+def test_a_function_without_a_score_in_ten_batches_stops_the_run():
+    for outcomes, passed, said in (
         ([KeyError("answer")], 0, "of the first batch. Its last failure: it raised KeyError: 'answer'"),
         ([[0.0, 1.0], KeyError("answer"), [0.0, 1.0]], 3, None),
         ([DEAD] * 9, 9, None),
@@ -110,14 +108,12 @@ def batches(outcomes, elsewhere=None):
         ([NOT_APPLICABLE] * 20, 20, None),
         ([*[DEAD] * 9, KeyError("answer")], 9, "Its last failure: it raised"),
         ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "Its last failure: it returned nan"),
-    ],
-)
-def test_a_function_without_a_score_in_ten_batches_stops_the_run(outcomes, passed, said):
-    number, error = batches(outcomes)
-    assert number == passed and (said or "None") in str(error)
-    if error is not None:
-        last = outcomes[passed]
-        assert error.__cause__ is (last if isinstance(last, Exception) else None)
+    ):
+        number, error = batches(outcomes)
+        assert number == passed and (said or "None") in str(error), outcomes
+        if error is not None:
+            last = outcomes[passed]
+            assert error.__cause__ is (last if isinstance(last, Exception) else None), outcomes
 
 
 def test_all_ranks_decide_alike():
@@ -128,28 +124,28 @@ def test_all_ranks_decide_alike():
     assert number == 9 and "Its last failure: it failed on another rank" in str(error)
 
 
-def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
-    """Three windows of failures would be one too many, and three without a row would be said."""
-    monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
-    monkeypatch.setattr("dash_trl.monitoring.metrics.EMPTY_WINDOWS", 3)
+def test_every_training_begins_anew(tiny_model, tmp_path, caplog):
+    """Twice six batches of failures are not ten. The scores of evaluations do not excuse ten in a row."""
 
-    def dead(completion_ids, **kwargs):
-        return [NAN] * len(completion_ids)
+    def dead(answer, **kwargs):
+        return [1.0 if value < 0 else NAN for value in answer]
 
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=dead, max_steps=2, gradient_accumulation_steps=1)
+    evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4, "max_steps": 6}
+    settings |= {"gradient_accumulation_steps": 1, "eval_dataset": evaluation}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=dead, **settings)
     trainer.train()
-    assert "No row was kept in 3" not in caplog.text
-    trainer.args.max_steps = 4
-    with pytest.raises(RuntimeError, match="'dead' failed on every completion that it applied to in 3 batches"):
+    assert "No row was kept in 10" not in caplog.text
+    trainer.args.max_steps = 11
+    with pytest.raises(RuntimeError, match="'dead' failed on every completion that it applied to in 10 batches"):
         trainer.train()
+    assert trainer.state.log_history[-1]["step"] >= 8 and "eval_reward" in str(trainer.state.log_history)
 
 
-def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog, monkeypatch):
-    assert metrics.EMPTY_WINDOWS == 10
-    monkeypatch.setattr(metrics, "EMPTY_WINDOWS", 2)
-    trainer = run(DASHTrainer, tiny_model, tmp_path, constant=1.0, gradient_accumulation_steps=1, max_steps=3)
-    assert trainer.state.global_step == 3
-    assert caplog.text.count("No row was kept in 2 generation windows in a row") == 1
+def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog):
+    trainer = run(DASHTrainer, tiny_model, tmp_path, constant=1.0, gradient_accumulation_steps=1, max_steps=11)
+    assert trainer.state.global_step == 11
+    assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1
     assert "Of its rows 100% have no signal" in caplog.text
 
@@ -178,16 +174,3 @@ def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
     said = "'judge' failed on every completion.*in 10 batches in a row. Its last failure: it returned inf, nan"
     with pytest.raises(RuntimeError, match=said):
         failures.unscore(torch.tensor([[NAN], [math.inf]]), None)
-
-
-def test_evaluation_is_told_from_training(tiny_model, tmp_path, monkeypatch):
-    """A reward that scores the evaluation set only still ends the run."""
-    monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
-
-    def reward(prompts, answer, **kwargs):
-        return [1.0 if value < 0 else NAN for value in answer]
-
-    evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 4}
-    with pytest.raises(RuntimeError, match="'reward' failed on every completion that it applied to in 3 batches"):
-        run(DASHTrainer, tiny_model, tmp_path, reward=reward, eval_dataset=evaluation, **settings)

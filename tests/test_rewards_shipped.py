@@ -1,66 +1,63 @@
 """The small rewards: the form of a completion, and its length (TRL's)."""
 
-import pytest
-
 from dash_trl.rewards import FormatReward, get_soft_overlong_punishment
 
 BOX = r"\boxed{4}"
 THOUGHT = "<think>\n2 + 2 is 4.\n</think>\n\n"
+THOUGHTS = {
+    f"{THOUGHT}4": 1.0,
+    f" \n{THOUGHT}4": 1.0,
+    "<think>a</think>b": 1.0,
+    "<think>a\n\nb < c > d</think>\n\n4": 1.0,
+    "4": 0.0,
+    "": 0.0,
+    THOUGHT: 0.0,  # no answer: TRL's gives 1.0
+    f"{THOUGHT} \n": 0.0,
+    "<think></think>4": 0.0,  # no thought: TRL's gives 1.0
+    "<think>\n\n</think>4": 0.0,
+    "<think>a 4": 0.0,
+    "a</think>4": 0.0,
+    f"So: {THOUGHT}4": 0.0,
+    f"{THOUGHT}{THOUGHT}4": 0.0,
+    "<think>a<think>b</think>4": 0.0,
+    "<think>a</think>b</think>4": 0.0,  # TRL's gives 1.0
+    "<think>a</think>4<think>": 0.0,
+    "</think>a<think>4": 0.0,
+}
+BOXES = {
+    BOX: 1.0,
+    rf"So it is ${BOX}$.": 1.0,
+    r"\fbox{4}": 1.0,
+    r"\boxed{\frac{1}{2}}": 1.0,
+    r"\boxed{\text{a \boxed{4}}}": 1.0,  # one, with a box inside
+    "4": 0.0,
+    f"{BOX} or {BOX}": 0.0,
+    r"\boxed{}": 0.0,
+    r"\boxed{ }": 0.0,
+    r"\boxed{4": 0.0,
+    rf"{BOX} and \boxed{{5": 0.0,
+}
 
 
-@pytest.mark.parametrize(
-    "completion, has_form",
-    [
-        (f"{THOUGHT}4", True),
-        (f" \n{THOUGHT}4", True),
-        ("<think>a</think>b", True),
-        ("<think>a\n\nb < c > d</think>\n\n4", True),
-        ("4", False),
-        ("", False),
-        (THOUGHT, False),  # no answer: TRL's gives 1.0
-        (f"{THOUGHT} \n", False),
-        ("<think></think>4", False),  # no thought: TRL's gives 1.0
-        ("<think>\n\n</think>4", False),
-        ("<think>a 4", False),
-        ("a</think>4", False),
-        (f"So: {THOUGHT}4", False),
-        (f"{THOUGHT}{THOUGHT}4", False),
-        ("<think>a<think>b</think>4", False),
-        ("<think>a</think>b</think>4", False),  # TRL's gives 1.0
-        ("<think>a</think>4<think>", False),
-        ("</think>a<think>4", False),
-    ],
-)
-def test_a_thought_and_an_answer(completion, has_form):
-    assert FormatReward()([completion]) == [float(has_form)]
-    opened = completion.lstrip().removeprefix("<think>")  # what a model writes whose template opens the thought
-    if completion.lstrip().startswith("<think>"):
-        assert FormatReward(think_in_prompt=True)([opened]) == [float(has_form)]
-        assert FormatReward(think_in_prompt=True)([completion]) == [0.0]
+def given(texts: list[str], **settings: bool) -> dict[str, float]:
+    return dict(zip(texts, FormatReward(**settings)(texts), strict=True))
 
 
-@pytest.mark.parametrize(
-    "answer, has_form",
-    [
-        (BOX, True),
-        (rf"So it is ${BOX}$.", True),
-        (r"\fbox{4}", True),
-        (r"\boxed{\frac{1}{2}}", True),
-        (r"\boxed{\text{a \boxed{4}}}", True),  # one, with a box inside
-        ("4", False),
-        (f"{BOX} or {BOX}", False),
-        (r"\boxed{}", False),
-        (r"\boxed{ }", False),
-        (r"\boxed{4", False),
-        (rf"{BOX} and \boxed{{5", False),
-    ],
-)
-def test_an_answer_in_one_box(answer, has_form):
-    assert FormatReward(think=False, box=True)([answer]) == [float(has_form)]
-    assert FormatReward(box=True)([f"{THOUGHT}{answer}"]) == [float(has_form)]
-    assert FormatReward(box=True)([f"<think>{BOX} or {BOX}?</think>{answer}"]) == [float(has_form)]
-    assert FormatReward(think=False, box=True)([f"<think>{BOX} or {BOX}?</think>{answer}"]) == [float(has_form)]
-    assert FormatReward(box=True)([answer]) == [0.0]
+def test_a_thought_and_an_answer():
+    assert given(list(THOUGHTS)) == THOUGHTS
+    begun = {text: score for text, score in THOUGHTS.items() if text.lstrip().startswith("<think>")}
+    opened = {text.lstrip().removeprefix("<think>"): score for text, score in begun.items()}
+    assert given(list(opened), think_in_prompt=True) == opened  # what a model writes whose template opens the thought
+    assert given(list(begun), think_in_prompt=True) == dict.fromkeys(begun, 0.0)
+
+
+def test_an_answer_in_one_box():
+    """After a thought, whose boxes do not count."""
+    thoughtful = {f"{THOUGHT}{answer}": score for answer, score in BOXES.items()}
+    thoughtful |= {f"<think>{BOX} or {BOX}?</think>{answer}": score for answer, score in BOXES.items()}
+    assert given(list(BOXES), think=False, box=True) == BOXES
+    assert given(list(thoughtful), box=True) == given(list(thoughtful), think=False, box=True) == thoughtful
+    assert given(list(BOXES), box=True) == dict.fromkeys(BOXES, 0.0)
 
 
 def message(content: str, **fields: str) -> list[dict]:
@@ -90,12 +87,13 @@ def dapo(length: int, longest: int, cache: int) -> float:
     return -1.0
 
 
-@pytest.mark.parametrize("longest, cache", [(20480, 4096), (100, 20), (100, 100), (100, 0), (7, 3)])
-def test_trls_length_penalty_is_dapos(longest, cache):
-    edges = [edge + step for edge in (1, longest - cache, longest) for step in (-1, 0, 1)]
-    lengths = [length for length in edges if length >= 0]
-    reward = get_soft_overlong_punishment(max_completion_len=longest, soft_punish_cache=cache)
-    ids = [[5] * length for length in lengths]
-    for completions in (["text"] * len(ids), [message("text")] * len(ids)):  # of no account: it counts tokens
-        given = reward(prompts=completions, completions=completions, completion_ids=ids)
-        assert given == [dapo(length, longest, cache) for length in lengths]
+def test_trls_length_penalty_is_dapos():
+    """It counts tokens, so the text is of no account."""
+    for longest, cache in [(20480, 4096), (100, 20), (100, 100), (100, 0), (7, 3)]:
+        edges = [edge + step for edge in (1, longest - cache, longest) for step in (-1, 0, 1)]
+        lengths = [length for length in edges if length >= 0]
+        reward = get_soft_overlong_punishment(max_completion_len=longest, soft_punish_cache=cache)
+        ids = [[5] * length for length in lengths]
+        for completions in (["text"] * len(ids), [message("text")] * len(ids)):
+            penalties = reward(prompts=completions, completions=completions, completion_ids=ids)
+            assert penalties == [dapo(length, longest, cache) for length in lengths], (longest, cache)
