@@ -3,18 +3,14 @@
 import math
 import random
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dash_trl import DASHTrainer, ProcessRewardCallback
-from dash_trl.assembly import new_rewards
-from dash_trl.distributed import Ranks
+from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
-from dash_trl.rewards import watch
 from dash_trl.sampling import VLLMPool
-from dash_trl.sampling.server import Completion
+from tests.scripted_turns import save_tool_model
 from tests.tiny import prompts, run
 
 LONGEST = 24  # of the trainer's completions
@@ -66,16 +62,33 @@ def check(
             assert value == pytest.approx(fmean(known) if known else math.nan, abs=1e-6, nan_ok=True)
 
 
+def rooms(requests: list[ValueRequest], prefixes: list[list[int]]) -> list[int]:
+    """How many tokens may follow each prefix."""
+    left = {
+        (*request.prompt_ids, *request.completion_ids[:boundary]): LONGEST - boundary
+        for request in requests
+        for boundary in request.boundaries
+    }
+    return [left[tuple(ids)] for ids in prefixes]
+
+
+class Exchangeable:
+    """A reward function of the trainer that calls another one, which a test may exchange."""
+
+    def __init__(self, function: Any):
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, **columns: Any) -> list[float]:
+        return self.function(**columns)
+
+
+EVEN, THIRD = Exchangeable(even), Exchangeable(third)
+
+
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory):
-    reward_funcs = {"reward": [even, third], "reward_weights": [1.0, 0.5]}
-    return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("run"), max_completion_length=LONGEST, **reward_funcs)
-
-
-def rewarded_by(trainer, monkeypatch, *functions):
-    """The trainer has other reward functions."""
-    monkeypatch.setattr(trainer, "reward_funcs", [watch(func, func.__name__) for func in functions])
-    monkeypatch.setattr(trainer, "_rewards", new_rewards(trainer, DASHTrainer))
+    rewards = {"reward": [EVEN, THIRD], "reward_weights": [1.0, 0.5]}
+    return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("run"), max_completion_length=LONGEST, **rewards)
 
 
 @pytest.fixture
@@ -92,8 +105,7 @@ def trainer(trained, monkeypatch):
     return trained
 
 
-@pytest.mark.parametrize("k", [1, 3, 20])
-def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, k, monkeypatch):
+def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, monkeypatch):
     """Those of rewards, too: a reward model runs on the trainer's device."""
     requests, seen = random_requests(), []
 
@@ -101,12 +113,15 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
         seen.append(len(completion_ids))
         return even(completion_ids)
 
-    rewarded_by(trainer, monkeypatch, counting, third)
-    check(MonteCarloValue(k)(requests, trainer), requests, k)
-    assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
-    assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
-    largest = max(ROWS // k * k, k)  # a prefix's rollouts stay together
-    assert max(len(ids) for ids, _ in trainer.sampled) == max(seen) == largest
+    monkeypatch.setattr(EVEN, "function", counting)
+    for k in (1, 3, 20):
+        seen.clear()
+        trainer.sampled.clear()
+        check(MonteCarloValue(k)(requests, trainer), requests, k)
+        assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
+        assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0, k
+        largest = max(ROWS // k * k, k)  # a prefix's rollouts stay together
+        assert max(len(ids) for ids, _ in trainer.sampled) == max(seen) == largest, k
 
 
 def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
@@ -116,27 +131,20 @@ def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
     longer = ValueRequest((6,), tuple(range(40, 45 + LONGEST)), (2, LONGEST, LONGEST + 5), example=EXAMPLE)
     requests += [full, longer]
     check(MonteCarloValue(2)(requests, trainer), requests, 2)
-    rooms = {
-        (*request.prompt_ids, *request.completion_ids[:boundary]): LONGEST - boundary
-        for request in requests
-        for boundary in request.boundaries
-    }
-    batches = [([rooms[tuple(row)] for row in ids], most) for ids, most in trainer.sampled]
+    batches = [(rooms(requests, ids), most) for ids, most in trainer.sampled]
     assert all(min(room) > 0 and max(room) == most for room, most in batches)
     assert [most for _, most in batches] == sorted((most for _, most in batches), reverse=True)
     assert trainer.generation_config.max_new_tokens == LONGEST
 
 
-@pytest.mark.parametrize("where", ["model", "colocated vLLM"])
-def test_rollouts_end_with_the_context(where, trainer, monkeypatch):
-    context = 14
-    if where == "model":
-        monkeypatch.setattr(type(trainer), "context_length", context)
-    else:
-        monkeypatch.setattr(trainer.args, "vllm_max_model_length", context)
-    requests = random_requests(longest=18)
-    check(MonteCarloValue(2)(requests, trainer), requests, 2, context=context)
-    assert all(len(ids) < context for batch, _ in trainer.sampled for ids in batch)
+def test_rollouts_end_with_the_context(trainer, monkeypatch):
+    context, requests = 14, random_requests(longest=18)
+    for owner, name in ((type(trainer), "context_length"), (trainer.args, "vllm_max_model_length")):
+        trainer.sampled.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, context)
+            check(MonteCarloValue(2)(requests, trainer), requests, 2, context=context)
+        assert all(len(ids) < context for batch, _ in trainer.sampled for ids in batch), name
 
 
 def test_colocated_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
@@ -160,42 +168,50 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     """Each with the rest that it may have: a server refuses what its context has no room for."""
     asked = []
 
-    class Servers:
-        def completions(self, prompts, sampling):
-            asked.append((prompts, sampling["max_tokens"]))
-            assert all(0 < most <= sampling["max_tokens"] for _, _, most in prompts)
-            return [SimpleNamespace(prompt=one, versions=(0, 0), sequences=one[1]) for one in prompts]
+    class Servers(VLLMPool):
+        def __init__(self):
+            """Without servers."""
 
-        def run(self, jobs):
-            return [
-                [Completion(rest(ids, number)[:most], [-1.0] * most) for number in range(n)]
-                for ids, n, most in (job.prompt for job in jobs)
-            ]
+        def generate(self, prompts, images, num_generations, profiler=None, max_tokens=None):
+            asked.append((prompts, num_generations, max_tokens))
+            numbers = [number % num_generations for number in range(len(prompts))]
+            rows = zip(prompts, numbers, max_tokens, strict=True)
+            return prompts, [rest(ids, number)[:most] for ids, number, most in rows], None, None
 
-    pool = object.__new__(VLLMPool)  # TRL's settings, without its constructor
-    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
-    pool.end_ids, pool._others = [], iter([-1])
-    vars(pool).update({name: getattr(trainer, name) for name in names}, generation_kwargs={}, pool=Servers())
-    vars(pool).update(structured_outputs_regex=None, ranks=Ranks(trainer.accelerator), _window=None, _steps={0: 0})
-    monkeypatch.setattr(pool, "sync_weights", None)
+        def sync_weights(self):
+            raise AssertionError("the servers got weights")
+
     monkeypatch.setattr(trainer, "_generate_single_turn", None)
-    monkeypatch.setattr(trainer, "vllm_generation", pool, raising=False)
+    monkeypatch.setattr(trainer, "vllm_generation", Servers(), raising=False)
     monkeypatch.setattr(trainer, "use_vllm", True)
     requests = random_requests()
     check(MonteCarloValue(5)(requests, trainer), requests, 5)
-    ((prompts, most),) = asked
-    assert most == LONGEST and sum(n for _, n, _ in prompts) == 5 * sum(len(one.boundaries) for one in requests)
+    ((prefixes, group, most),) = asked
+    assert group == 5 and len(prefixes) == 5 * sum(len(one.boundaries) for one in requests)
+    assert most == rooms(requests, prefixes) and min(most) > 0
     nothing_to_sample = [ValueRequest((5,), (6,) * LONGEST, (LONGEST,), example=EXAMPLE)]
     check(MonteCarloValue(5)(nothing_to_sample, trainer), nothing_to_sample, 5)
     assert MonteCarloValue(5)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("name", ["_conversations", "rollout_func"])
-def test_completions_of_several_turns_are_refused(name, trainer, monkeypatch):
-    monkeypatch.setattr(trainer, name, object())
-    with pytest.raises(ValueError, match="MonteCarloValue with .* would finish each prefix in one turn"):
-        MonteCarloValue(2)([ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))], trainer)
+def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path):
+    def add(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: One of them.
+            b: The other.
+        """
+        return a + b
+
+    data = prompts(16).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])
+    monkeypatch.setattr(trainer, "rollout_func", even)
+    for one, name in ((with_tools, "tools or an environment"), (trainer, "a rollout_func that returns env_mask")):
+        with pytest.raises(ValueError, match=f"MonteCarloValue with {name} would finish each prefix in one turn"):
+            MonteCarloValue(2)([ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))], one)
 
 
 def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch, caplog):
@@ -205,7 +221,8 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
     def inapplicable(completion_ids, **kwargs):
         return [None if len(ids) % 2 else 2.0 for ids in completion_ids]
 
-    rewarded_by(trainer, monkeypatch, failing, inapplicable)
+    monkeypatch.setattr(EVEN, "function", failing)
+    monkeypatch.setattr(THIRD, "function", inapplicable)
 
     def reward(ids):
         return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
@@ -215,16 +232,14 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
         values = MonteCarloValue(3)(requests, trainer)
         check(values, requests, 3, reward)
         assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
-    assert caplog.text.count("The reward function 'failing' returned nan") == 1
+    assert caplog.text.count("The reward function 'even' returned nan") == 1
 
-
-def test_a_reward_that_always_raises_is_no_value_and_not_the_end(trainer, monkeypatch):
     def broken(**kwargs):
         raise OSError("no connection")
 
-    rewarded_by(trainer, monkeypatch, broken, third)
+    monkeypatch.setattr(EVEN, "function", broken)
     values = MonteCarloValue(2)(random_requests(), trainer)
-    assert all(math.isnan(value) for row in values for value in row)
+    assert all(math.isnan(value) for row in values for value in row)  # and the run goes on
 
 
 def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, tmp_path):
