@@ -8,10 +8,12 @@ import inspect
 import json
 import re
 import shutil
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
     ProcessorMixin,
     Qwen2Config,
     Qwen2VLConfig,
@@ -31,9 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks import arguments, check_arguments, check_model, checked_rollouts, context_of
-from dash_trl.checks.arguments import check_async
-from dash_trl.checks.prompts import check_dataset
+from dash_trl.checks import check_arguments, check_model, check_rewards, checked_rollouts, context_of
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights import FileWeights
 from tests.tiny import ScriptedReward, prompts, run, save_tiny_model
@@ -49,6 +50,22 @@ def config(**settings: Any) -> DASHConfig:
 def build(model: Any, *, settings: dict[str, Any] | None = None, **given: Any) -> DASHTrainer:
     defaults = {"args": config(**(settings or {})), "train_dataset": prompts(16)}
     return DASHTrainer(model, ScriptedReward(), **{**defaults, **given})
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """The ValueError of a call."""
+    try:
+        call(*arguments, **settings)
+    except ValueError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, **settings: Any) -> None:
+    """The checks of arguments before weights are loaded."""
+    others = {"rollout_func": settings.pop("rollout_func", None)}
+    dataset = prompts(16) if train_dataset is None else train_dataset
+    check_arguments(model, config(**settings), dataset, eval_dataset, None, others)
 
 
 # ---------------------------------------------------------------------- in the config
@@ -134,26 +151,20 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", SETTINGS)
-def test_settings(mistake):
-    settings, said = SETTINGS[mistake]
-    with pytest.raises(ValueError, match=said):
-        config(**settings)
+def test_settings():
+    for mistake, (settings, said) in SETTINGS.items():
+        assert re.search(said, refusal(config, **settings)), mistake
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_settings_that_are_right():
+    for settings in (
         {"scale_rewards": False, "temperature": 1e-5, "gradient_filter_threshold": 0, "max_tokens_per_microbatch": 1},
         {**AIPO, "aipo_delta": 1, "vllm_importance_sampling_mode": "token_mask", "router_aux_loss_coef": 0.01},
         {**AIPO, "aipo_delta": float("inf"), "aipo_detached": True, "vllm_importance_sampling_correction": False},
         {**DECOUPLED, "vllm_importance_sampling_mode": "token_truncate", "epsilon_high": 0.28, "beta": 0.04},
         {**DECOUPLED, "gradient_filter_threshold": None, "filter_denominator": "kept"},
-    ],
-    ids=str,
-)
-def test_settings_that_are_right(settings):
-    config(**settings)
+    ):
+        config(**settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may know bf16")
@@ -291,21 +302,22 @@ def checkpoints(tiny_model, tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("mistake", ARGUMENTS)
-def test_arguments(tiny_model, checkpoints, unloadable, mistake):
-    given, said = ARGUMENTS[mistake]
-    model = checkpoints.get(given.get("model"), given.get("model", tiny_model))
-    with pytest.raises(ValueError, match=said):
-        build(model, **{name: value for name, value in given.items() if name != "model"})
+def test_arguments(tiny_model, checkpoints, unloadable):
+    for mistake, (given, said) in ARGUMENTS.items():
+        model = checkpoints.get(given.get("model"), given.get("model", tiny_model))
+        others = {name: value for name, value in given.items() if name != "model"}
+        assert re.search(said, refusal(build, model, **others)), mistake
 
 
-def test_vllm_that_is_not_installed(monkeypatch):
-    args = SimpleNamespace(use_vllm=True, vllm_mode="colocate", device=torch.device("cuda"))
-    monkeypatch.setattr(arguments, "find_spec", {"vllm": object()}.get)
-    arguments.check_vllm(args)
-    monkeypatch.setattr(arguments, "find_spec", {}.get)
-    with pytest.raises(ValueError, match=r'vLLM is not installed: pip install "dash_trl\[vllm\]"'):
-        arguments.check_vllm(args)
+def test_vllm_that_is_not_installed(monkeypatch, tiny_model):
+    installed = ModuleType("vllm")
+    installed.__spec__ = ModuleSpec("vllm", None)
+    rest = config(use_vllm=True, vllm_mode="colocate"), prompts(16), None, None, {}
+    monkeypatch.setattr(DASHConfig, "device", torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "vllm", installed)
+    check_arguments(tiny_model, *rest)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert 'vLLM is not installed: pip install "dash_trl[vllm]"' in refusal(check_arguments, tiny_model, *rest)
 
 
 def frozen(model: str) -> torch.nn.Module:
@@ -317,17 +329,13 @@ def inference_adapter(model: str) -> torch.nn.Module:
     return get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora)
 
 
-@pytest.mark.parametrize(
-    "make, said",
-    [
+def test_models(tiny_model):
+    for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
         (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
         (inference_adapter, "No parameter of the PeftModel.* is_trainable=True"),
-    ],
-)
-def test_models(tiny_model, make, said):
-    with pytest.raises(ValueError, match=said):
-        check_model(make(tiny_model), config())
+    ):
+        assert re.search(said, refusal(check_model, make(tiny_model), config()))
 
 
 def test_models_that_are_right(tiny_model, checkpoints):
@@ -339,11 +347,11 @@ def test_models_that_are_right(tiny_model, checkpoints):
     check_model(checkpoints["folder"], config(model_init_kwargs={"subfolder": "inner", "dtype": "float32"}))
 
 
-def test_data_that_are_right():
-    check_dataset(of(1, 2), "train_dataset", own_rollouts=True)
-    check_dataset(of([{"role": "user", "content": "1 + 1"}]), "train_dataset", own_rollouts=False)
+def test_data_that_are_right(tiny_model):
+    checked(tiny_model, train_dataset=of(1, 2), rollout_func=print)
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": 1}]))
-    check_dataset({"stream": stream}, "eval_dataset", own_rollouts=False)
+    conversation = [{"role": "user", "content": "1 + 1"}]
+    checked(tiny_model, train_dataset=of(conversation), eval_dataset={"stream": stream})
 
 
 def test_a_misspelt_estimator():
@@ -366,93 +374,70 @@ def test_a_loss_without_the_weight_of_its_pass(tiny_model, tmp_path):
         run(AsInTRL, tiny_model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "settings, is_said",
-    [
-        ({}, True),
-        ({"vllm_importance_sampling_correction": False, "vllm_importance_sampling_mode": "token_mask"}, True),
-        ({"vllm_importance_sampling_mode": "token_truncate"}, False),
-        ({"loss_type": "decoupled_ppo"}, False),
-    ],
-)
-def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, is_said, caplog):
-    check_async(config(async_level=1, **SERVER, **settings), False, False)
-    assert ("async_level=1 trains on rollouts of older weights" in caplog.text) == is_said == bool(caplog.records)
+def test_what_is_warned_of(tiny_model, caplog):
+    """Stale rollouts with a loss for fresh ones; truncated sampling with a correction of sequences; no effect."""
+    stale, spread = "async_level=1 trains on rollouts of older weights", "0.98 per token gives 0.00004 for 500"
+    without, servers = "has no effect with loss_type='aipo', which itself", {"use_vllm": True, "vllm_mode": "server"}
+    off, mode = {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_mode"
+    for said, settings, is_said in (
+        (stale, {"async_level": 1, **SERVER}, True),
+        (stale, {"async_level": 1, **SERVER, **off, mode: "token_mask"}, True),
+        (stale, {"async_level": 1, **SERVER, mode: "token_truncate"}, False),
+        (stale, {"async_level": 1, **SERVER, "loss_type": "decoupled_ppo"}, False),
+        (spread, {**servers, "top_p": 0.9}, True),
+        (spread, {**servers, "generation_kwargs": {"top_k": 5}, mode: "sequence_truncate"}, True),
+        (spread, {**servers, "top_p": 0.9, mode: "token_truncate"}, False),
+        (spread, {**servers, "top_p": 0.9, **off}, False),
+        (spread, {**servers, "top_p": 0.9, "loss_type": "aipo"}, False),
+        (spread, {"top_p": 0.9}, False),
+        (spread, {**servers, "top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, False),
+        (spread, {**servers, "temperature": 0.7}, False),
+        (without, {**SERVER, "loss_type": "aipo"}, True),
+        (without, {**SERVER, "loss_type": "aipo", **off}, False),
+        (without, {**SERVER, "loss_type": "decoupled_ppo"}, False),
+    ):
+        caplog.clear()
+        checked(tiny_model, **settings)
+        check_rewards(None, config(**settings), None, None)
+        assert (said in caplog.text) == is_said, (said, settings)
+        assert is_said or said != stale or not caplog.records
 
 
-@pytest.mark.parametrize(
-    "settings, is_said",
-    [
-        ({"top_p": 0.9}, True),
-        ({"generation_kwargs": {"top_k": 5}, "vllm_importance_sampling_mode": "sequence_truncate"}, True),
-        ({"top_p": 0.9, "vllm_importance_sampling_mode": "token_truncate"}, False),
-        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
-        ({"top_p": 0.9, "loss_type": "aipo"}, False),
-        ({"top_p": 0.9, "use_vllm": False}, False),
-        ({"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, False),
-        ({"temperature": 0.7}, False),
-    ],
-)
-def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings, is_said, tiny_model, caplog):
-    check_arguments(
-        tiny_model, config(**{"use_vllm": True, "vllm_mode": "server", **settings}), prompts(16), None, None, {}
-    )
-    assert ("0.98 per token gives 0.00004 for 500" in caplog.text) == is_said
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (
-            {"generation_kwargs": {"suppress_tokens": [3]}},
-            r"generation_kwargs has \['suppress_tokens'\], which vLLM's se",
-        ),
+def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
+    for settings, message in (
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, r"has \['suppress_tokens'\], which vLLM's servers ignore"),
         ({"generation_kwargs": {"truncate_prompt_tokens": 8}}, "from another prompt than the loss has"),
         ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
-    ],
-)
-def test_what_servers_would_ignore_or_spoil_is_refused(settings, message, tiny_model):
-    with pytest.raises(ValueError, match=message):
-        check_arguments(tiny_model, config(**SERVER, **settings), prompts(16), None, None, {})
-    settings = {**settings, "vllm_importance_sampling_mode": "token_mask"}
-    check_arguments(tiny_model, config(**settings), prompts(16), None, None, {})  # transformers samples
+    ):
+        assert re.search(message, refusal(checked, tiny_model, **SERVER, **settings))
+        checked(tiny_model, **settings, vllm_importance_sampling_mode="token_mask")  # transformers samples
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"generation_kwargs": {"temperature": 0.7}}, r"has temperature=0.7, but the loss uses temperature=1.0"),
-        ({"generation_kwargs": {"temperature": 1.0}, "temperature": 0.7}, r"temperature=1.0, but .* temperature=0.7"),
-        ({"generation_kwargs": {"temperature": 0.7}, "temperature": 0.7}, None),
-    ],
-)
-@pytest.mark.parametrize("sampler", [SERVER, {}])
-def test_generation_kwargs_that_the_loss_does_not_know_are_refused(settings, message, sampler, tiny_model):
-    error = nullcontext() if message is None else pytest.raises(ValueError, match=message)
-    with error:
-        check_arguments(tiny_model, config(**sampler, **settings), prompts(16), None, None, {})
+def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):
+    for sampler in (SERVER, {}):
+        for temperature, of_loss in ((0.7, 1.0), (1.0, 0.7)):
+            settings = {"generation_kwargs": {"temperature": temperature}, "temperature": of_loss}
+            said = f"has temperature={temperature}, but the loss uses temperature={of_loss}"
+            assert said in refusal(checked, tiny_model, **sampler, **settings)
+        checked(tiny_model, **sampler, generation_kwargs={"temperature": 0.7}, temperature=0.7)
 
 
-@pytest.mark.parametrize(
-    "settings, refused",
-    [
-        ({"modules_to_save": ["embed_tokens"]}, True),
-        ({"modules_to_save": ["lm_head"]}, True),
-        ({"target_modules": ["embed_tokens"]}, True),
-        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False),
-        ({"modules_to_save": ["norm"]}, False),
-    ],
-)
-def test_an_adapter_that_parts_tied_embeddings(settings, refused, tmp_path):
+def test_an_adapter_that_parts_tied_embeddings(tmp_path):
     """vLLM could not follow it. With a server that is not there, which is looked for afterwards."""
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, tie_word_embeddings=True))
-    adapted = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **settings}))
-    given = {"processing_class": AutoTokenizer.from_pretrained(tmp_path)}
+    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
     args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.1)
-    error, said = (ValueError, "set modules_to_save=") if refused else (RuntimeError, "did not answer")
-    with pytest.raises(error, match=said):
-        build(adapted, args=args, **given)
+    for settings, error, said in (
+        ({"modules_to_save": ["embed_tokens"]}, ValueError, "set modules_to_save="),
+        ({"modules_to_save": ["lm_head"]}, ValueError, "set modules_to_save="),
+        ({"target_modules": ["embed_tokens"]}, ValueError, "set modules_to_save="),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, RuntimeError, "did not answer"),
+        ({"modules_to_save": ["norm"]}, RuntimeError, "did not answer"),
+    ):
+        lora = LoraConfig(**{"target_modules": ["q_proj"], **settings})
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora)
+        with pytest.raises(error, match=said):
+            build(adapted, args=args, processing_class=AutoTokenizer.from_pretrained(path))
 
 
 def test_a_server_that_is_not_there(tmp_path, tiny_model):
@@ -472,15 +457,14 @@ def test_a_server_that_is_not_there(tmp_path, tiny_model):
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model):
-    return build(tiny_model, settings={"use_transformers_continuous_batching": True, "beta": 0.1})
+    return build(tiny_model)
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, "", 7, [], ["1 + 1"], [{"content": "x"}], [{"role": "user"}], [{"role": None, "content": ""}]]
-)
-def test_prompts_are_looked_at_as_they_are_sampled(trainer, prompt):
-    with pytest.raises(ValueError, match=f"A row has the prompt .*{NEITHER}"):
-        trainer._tokenize_prompts(["1 + 1", prompt])
+def test_prompts_are_looked_at_as_they_are_sampled(trainer):
+    messages = [["1 + 1"], [{"content": "x"}], [{"role": "user"}], [{"role": None, "content": ""}]]
+    for prompt in (None, "", 7, [], *messages):
+        said = refusal(trainer._tokenize_prompts, ["1 + 1", prompt])
+        assert re.search(f"A row has the prompt .*{NEITHER}", said), prompt
 
 
 def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
@@ -491,19 +475,17 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
         trainer._tokenize_prompts(["x", "x" * 20])
     monkeypatch.setattr(config, "max_position_embeddings", 21)
     assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
-    monkeypatch.setattr(type(trainer), "context_length", None)  # of a model without positions
+    monkeypatch.setattr(trainer.model, "config", BloomConfig())  # of a model without positions
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
 
 
-def test_continuous_batching_keeps_the_attention_of_the_model(trainer):
+def test_continuous_batching_keeps_the_attention_of_the_model(tiny_model, tmp_path, caplog):
     """It samples with paged variants of it."""
-    assert not trainer._passes.padding_free
+    trainer = run(DASHTrainer, tiny_model, tmp_path, use_transformers_continuous_batching=True, beta=0.1)
+    assert "padded, not padding-free, because continuous batching brings its own attention" in caplog.text
+    assert trainer.state.log_history[0]["packing/padding_free"] == 0
     for model in (trainer.model, trainer.ref_model):
         assert model.config._attn_implementation == "sdpa"
-
-
-def test_what_is_right_passes(tiny_model):
-    assert build(tiny_model, settings={"beta": 0.1})._passes.padding_free
 
 
 def test_the_context_of_a_model():
@@ -528,22 +510,19 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", ROLLOUTS)
-def test_rollouts_of_a_users_function(mistake):
-    changed, settings, said = ROLLOUTS[mistake]
-    args, right = (
-        SimpleNamespace(loss_type=settings.get("loss_type", "dapo")),
-        {"completion_ids": IDS, "prompt_ids": IDS},
-    )
-    trainer = SimpleNamespace(
-        args=args, use_vllm=settings.get("use_vllm", False), vllm_importance_sampling_correction=True
-    )
-    with pytest.raises(ValueError, match=said):
-        checked_rollouts(lambda *_: {**right, "logprobs": None, **changed}, ["a", "b"], trainer)
-    with pytest.raises(ValueError, match=r"without \['logprobs'\]: return all three"):
-        checked_rollouts(lambda *_: right, ["a", "b"], trainer)
+def test_rollouts_of_a_users_function(trainer, monkeypatch):
+    right = {"completion_ids": IDS, "prompt_ids": IDS}
     known = {**right, "logprobs": [[-1.0], [-1.0, float("nan")]], "env_mask": [[1], [0, 1]]}
-    assert checked_rollouts(lambda *_: known, ["a", "b"], trainer) == known
+
+    def checked(output: dict[str, Any]) -> dict[str, Any]:
+        return checked_rollouts(lambda *_: output, ["a", "b"], trainer)
+
+    for mistake, (changed, settings, said) in ROLLOUTS.items():
+        monkeypatch.setattr(trainer.args, "loss_type", settings.get("loss_type", "dapo"))
+        monkeypatch.setattr(trainer, "use_vllm", settings.get("use_vllm", False))
+        assert re.search(said, refusal(checked, {**right, "logprobs": None, **changed})), mistake
+        assert checked(known) == known, mistake
+    assert "without ['logprobs']: return all three" in refusal(checked, right)
 
 
 def test_the_trainer_looks_at_them_and_at_rewards(tiny_model):

@@ -8,39 +8,50 @@ from dash_trl.update import Segment, filter_rows, loss_scale
 WHOLE, SCORED = [[1, 1, 1, 1]] * 5, [True] * 5
 
 
-@pytest.mark.parametrize(
-    "advantages, mask, scored, threshold, verdicts",
-    [
-        # the threshold itself is kept
-        ([0.0, 0.05, -0.05, 0.1, -2.0], WHOLE, SCORED, 0.1, ["constant", "threshold", "threshold", "keep", "keep"]),
-        # 0 is under every threshold
-        ([0.0, 1e-9, -1e-9, 1.0, 0.0], WHOLE, SCORED, 0.0, ["constant", "keep", "keep", "keep", "constant"]),
-        # nothing is dropped
-        ([0.0] * 5, WHOLE, [False] * 5, None, ["keep"] * 5),
-        # one strong token keeps a row, if it is not beyond its end
+def test_which_rows_are_dropped_and_why():
+    for said, advantages, mask, scored, threshold, verdicts in (
         (
+            "the threshold itself is kept",
+            [0.0, 0.05, -0.05, 0.1, -2.0],
+            WHOLE,
+            SCORED,
+            0.1,
+            ["constant", "threshold", "threshold", "keep", "keep"],
+        ),
+        (
+            "0 is under every threshold",
+            [0.0, 1e-9, -1e-9, 1.0, 0.0],
+            WHOLE,
+            SCORED,
+            0.0,
+            ["constant", "keep", "keep", "keep", "constant"],
+        ),
+        ("nothing is dropped", [0.0] * 5, WHOLE, [False] * 5, None, ["keep"] * 5),
+        (
+            "one strong token keeps a row, if it is not beyond its end",
             [[0.0, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.05] * 4],
             [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]],
             [True] * 3,
             0.1,
             ["keep", "constant", "threshold"],
         ),
-        # whatever their advantage
-        ([1.0] * 5, WHOLE, [True, False, True, True, True], 0.1, ["keep", "unscored", "keep", "keep", "keep"]),
-    ],
-)
-def test_which_rows_are_dropped_and_why(advantages, mask, scored, threshold, verdicts):
-    filtered = filter_rows(torch.tensor(advantages), torch.tensor(mask), torch.tensor(scored), threshold)
-    for name in ("keep", "constant", "threshold", "unscored"):
-        assert getattr(filtered, name).tolist() == [one == name for one in verdicts]
+        (
+            "whatever their advantage",
+            [1.0] * 5,
+            WHOLE,
+            [True, False, True, True, True],
+            0.1,
+            ["keep", "unscored", "keep", "keep", "keep"],
+        ),
+    ):
+        filtered = filter_rows(torch.tensor(advantages), torch.tensor(mask), torch.tensor(scored), threshold)
+        for name in ("keep", "constant", "threshold", "unscored"):
+            assert getattr(filtered, name).tolist() == [one == name for one in verdicts], said
 
 
-SEGMENT = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
-
-
-@pytest.mark.parametrize(
-    "loss_type, denominator, expected",
-    [
+def test_loss_scale():
+    segment = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
+    for loss_type, denominator, expected in (
         ("grpo", "all", 3 * 8 / 32),
         ("grpo", "kept", 3 * 8 / 10),
         ("dr_grpo", "all", 3 * 8 / 32),
@@ -51,7 +62,6 @@ SEGMENT = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_
         ("dapo", "kept", 4.0),
         ("cispo", "all", 1.0),
         ("vespo", "kept", 4.0),
-    ],
-)
-def test_loss_scale(loss_type, denominator, expected):
-    assert loss_scale(loss_type, denominator, rows=3, tokens=50, segment=SEGMENT) == pytest.approx(expected)
+    ):
+        found = loss_scale(loss_type, denominator, rows=3, tokens=50, segment=segment)
+        assert found == pytest.approx(expected), (loss_type, denominator)

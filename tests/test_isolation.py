@@ -25,18 +25,16 @@ from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.process_rewards.tree import tree_flaw
 from dash_trl.update import (
     PackedLayout,
     TreeShape,
     isolation_flaw,
     packed_log_probs,
     packing_flaw,
-    padding_free,
     to_device,
     tree_attention,
 )
-from dash_trl.update.padding_free import enable_padding_free
+from tests.test_padding_free import passes_of
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
 
@@ -106,7 +104,7 @@ BLIND = {
 
 def flaw_of(model: torch.nn.Module) -> str | None:
     add_fused_lm_head(model)
-    assert enable_padding_free(model) is None
+    assert passes_of(model).padding_free
 
     def padded(ids, mask, keep):
         outputs = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), fused_lm_head=True)
@@ -126,14 +124,27 @@ def flaw_of(model: torch.nn.Module) -> str | None:
         pytest.param(torch.bfloat16, 0.2, id="bfloat16, sharp", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("name", [*SIGHTED, *BLIND])
-def test_the_verdict(name, dtype, scale):
-    torch.manual_seed(0)
-    model = {**SIGHTED, **BLIND}[name](scale).to(dtype).eval()
-    flaw = flaw_of(model)
-    assert (flaw is None) == (name in BLIND), flaw
-    with torch.no_grad():
-        assert (tree_flaw(model, model) is None) == (name in BLIND)
+def test_the_verdict(tiny_model, caplog, dtype, scale):
+    """Of the update on packed rows, and of V(prefix) on trees: one that cannot do them computes prefix by prefix."""
+    tokenizer, requests, estimator = (
+        AutoTokenizer.from_pretrained(tiny_model),
+        random_requests(2),
+        AnswerLogProbValue(" = "),
+    )
+    for name, new in {**SIGHTED, **BLIND}.items():
+        torch.manual_seed(0)
+        model = new(scale).to(dtype).eval()
+        flaw = flaw_of(model)
+        assert (flaw is None) == (name in BLIND), (name, flaw)
+        caplog.clear()
+        values = estimator.score(requests, model, tokenizer)
+        assert ("cannot do tree passes" in caplog.text) == (name in SIGHTED), name
+        if name == "nemotron" and dtype == torch.float32:
+            for request, row in zip(requests, values, strict=True):
+                assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+            caplog.clear()
+            estimator.score(requests, model, tokenizer)
+            assert not caplog.text, "it is said once"
 
 
 @pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen2WithOldCheckpointing])
@@ -171,34 +182,19 @@ def test_the_update_is_trls(name, tmp_path, caplog):
     start = parameters(AutoModelForCausalLM.from_pretrained(model))
     difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
     assert update > 1e-3 and difference <= 1e-5
-    assert dash._passes.padding_free == (name in BLIND)
+    assert {log["packing/padding_free"] for log in dash.state.log_history[:2]} == {float(name in BLIND)}
     assert (f"{type(dash.model).__name__}: model passes are padded" in caplog.text) == (name in SIGHTED)
     assert [one.config._attn_implementation for one in (dash.model, dash.ref_model)] == ["sdpa"] * 2
 
 
-def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path, monkeypatch):
-    flaw, tried = padding_free.packing_flaw, []
+def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path, caplog):
+    def prepare(trainer):
+        trainer.ref_model.set_attn_implementation("eager")
 
-    def of_the_second(packed, padded, model, **kwargs):
-        tried.append(model)
-        return "it does" if len(tried) == 2 else flaw(packed, padded, model, **kwargs)
-
-    monkeypatch.setattr(padding_free, "packing_flaw", of_the_second)
-    trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04)
-    assert not trainer._passes.padding_free and tried == [trainer.model, trainer.ref_model]
-
-
-def test_values_of_a_model_without_trees(tiny_model, tmp_path, caplog):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    torch.manual_seed(0)
-    model = SIGHTED["nemotron"](0.2).eval()
-    requests = random_requests(2)
-    estimator = AnswerLogProbValue(" = ")
-    for _ in range(2):
-        values = estimator.score(requests, model, tokenizer)
-    assert caplog.text.count("cannot do tree passes") == 1
-    for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+    trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04, prepare=prepare)
+    assert trainer.state.log_history[0]["packing/padding_free"] == 0
+    assert "padding-free, because other tokens in one sample change" in caplog.text
+    assert trainer.model.config._attn_implementation == "sdpa"
 
 
 def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
@@ -257,9 +253,8 @@ class FakeModel:
 LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
 
 
-@pytest.mark.parametrize(
-    ("fault", "dtype", "said"),
-    [
+def test_the_verdict_on_a_fault():
+    for fault, dtype, said in (
         ({}, torch.bfloat16, None),
         ({"leak": 1e-4}, torch.bfloat16, LEAK),  # below the rounding of the dtype
         ({"regrouped": 0.01}, torch.bfloat16, None),  # what other tokens change everywhere is no leak
@@ -269,12 +264,10 @@ LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
         ({"shift": 0.1}, torch.bfloat16, None),
         ({"shift": 0.3}, torch.bfloat16, SHIFT),
         ({"shift": float("nan")}, torch.float32, "nan"),
-    ],
-)
-def test_the_verdict_on_a_fault(fault, dtype, said):
-    model = FakeModel(**fault)
-    flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
-    assert flaw is None if said is None else said in flaw
+    ):
+        model = FakeModel(**fault)
+        flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
+        assert flaw is None if said is None else said in flaw, (fault, dtype, flaw)
 
 
 def test_a_pass_that_raises_is_a_flaw():

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner, RolloutBatch
 from tests.tiny import assert_same_update, log_probs, parameters, prompts, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -19,35 +19,45 @@ def alternating(completion, completion_ids):
     return float(sum(completion_ids) % 2)
 
 
-class Watched(DASHTrainer):
-    """Keeps each window's rollouts, and the weights of each step."""
+class Watch(DASHCallback):
+    """Keeps each window's rollouts, and the weights with which each step begins."""
 
-    def _dispatch(self, event, rollouts):
-        if event == "on_rollouts_sampled":
-            if self.state.global_step >= len(getattr(self, "weights", [])):
-                self.weights = [*getattr(self, "weights", []), parameters(self.model)]
-            self.windows = [*getattr(self, "windows", []), rollouts]
-        super()._dispatch(event, rollouts)
+    per_group = True
+
+    def __init__(self):
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.windows: list[RolloutBatch] = []
+        self.scored = [threading.Event() for _ in range(64)]  # by the prompt's number: its rewards have come
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, trainer=None, **kwargs):
+        if state.global_step >= len(self.weights):
+            self.weights.append(parameters(trainer.model))
+        self.windows.append(rollouts)
+
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        for example in rollouts.examples:
+            self.scored[example["answer"]].set()
 
 
-def trained(model, tmp_path, trainer_class=Watched, reward=alternating, **settings):
+def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=alternating, **settings):
     torch.manual_seed(0)
     return run(trainer_class, model, tmp_path, reward=RewardRunner(reward), **{**SHAPES, "max_steps": 4, **settings})
 
 
 def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_path):
     """Its log-probs are those of the weights before the last step, computed row by row."""
-    trainer = trained(tiny_model, tmp_path, learning_rate=0.5)
-    assert [window.policy_version.unique().tolist() for window in trainer.windows] == [[0], [0], [1], [2]]
+    watch = Watch()
+    trainer = trained(tiny_model, tmp_path, learning_rate=0.5, callbacks=[watch])
+    assert [window.policy_version.unique().tolist() for window in watch.windows] == [[0], [0], [1], [2]]
     logged = [line for line in trainer.state.log_history if "async/staleness_max" in line]
     assert [line["async/staleness_max"] for line in logged] == [0, 1, 1, 1]
     assert all(line["completions/mean_length"] > 0 for line in logged)
     model = trainer.accelerator.unwrap_model(trainer.model)
     compared = []
-    for window in trainer.windows[1:]:
+    for window in watch.windows[1:]:
         step = int(window.policy_version[0, 0])
         for other in (step, step + 1):
-            model.load_state_dict(trainer.weights[other], strict=False)
+            model.load_state_dict(watch.weights[other], strict=False)
             for row in range(len(window)):
                 prompt = window.prompt_ids[row][window.prompt_mask[row].bool()].tolist()
                 ids = window.completion_ids[row][window.completion_mask[row].bool()].tolist()
@@ -70,9 +80,8 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model,
             waited.append(second.wait(60))
         return alternating(completion, completion_ids)
 
-    trainer = trained(tiny_model, tmp_path, Watched, gated, max_steps=2)
+    trained(tiny_model, tmp_path, reward=gated, max_steps=2)
     assert waited == [True] * 8 and len(calls) == 16
-    assert len(trainer.windows) == trainer.state.global_step == 2
 
 
 @pytest.mark.parametrize(
@@ -84,30 +93,18 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model,
 )
 def test_losses_and_evaluation(tiny_model, tmp_path, settings):
     """The ratio to the sampler is 1 in the first window only; an evaluation comes between sampling and training."""
+    watch = Watch()
     evaluation = {
         "eval_dataset": prompts(4),
         "eval_strategy": "steps",
         "eval_steps": 1,
         "per_device_eval_batch_size": 4,
     }
-    trainer = trained(tiny_model, tmp_path, **{**settings, **evaluation, "learning_rate": 0.5})
+    trainer = trained(tiny_model, tmp_path, **settings, **evaluation, callbacks=[watch], learning_rate=0.5)
     ratios = [line["off_policy/ratio_mean"] for line in trainer.state.log_history if "off_policy/ratio_mean" in line]
     assert ratios[0] == pytest.approx(1.0, abs=1e-5) and any(abs(one - 1) > 1e-3 for one in ratios[1:])
     assert all(torch.isfinite(value).all() for value in parameters(trainer.model).values())
-    assert [window.policy_version.max().item() for window in trainer.windows][1] == 0
-
-
-class Seen(DASHCallback):
-    """Whose rewards the trainer has."""
-
-    per_group = True
-
-    def __init__(self):
-        self.answers = [threading.Event() for _ in range(64)]
-
-    def on_rewards(self, args, state, control, rollouts, **kwargs):
-        for example in rollouts.examples:
-            self.answers[example["answer"]].set()
+    assert watch.windows[1].policy_version.max() == 0
 
 
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_mode": "token_truncate"}, {"loss_type": "aipo"}])
@@ -115,14 +112,14 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
     """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
     ends, figures = [], []
     for pipe in (False, True):
-        seen = Seen()
+        watch = Watch()
 
-        def in_turn(completion, completion_ids, answer, pipe=pipe, seen=seen):
-            assert not pipe or answer % 2 == 0 or seen.answers[answer - 1].wait(60)
+        def in_turn(completion, completion_ids, answer, pipe=pipe, watch=watch):
+            assert not pipe or answer % 2 == 0 or watch.scored[answer - 1].wait(60)
             return alternating(completion, completion_ids)
 
-        one = {"reward_pipeline": pipe, "callbacks": [seen], "shuffle_dataset": False, "max_steps": 2, **settings}
-        trainer = trained(tiny_model, tmp_path, Watched, in_turn, **one)
+        one = {"reward_pipeline": pipe, "callbacks": [watch], "shuffle_dataset": False, "max_steps": 2, **settings}
+        trainer = trained(tiny_model, tmp_path, reward=in_turn, **one)
         ends.append(parameters(trainer.model))
         figures.append([(name, value) for line in trainer.state.log_history for name, value in line.items()])
     assert_same_update(parameters(tiny_model), *ends)
@@ -140,18 +137,14 @@ def test_a_window_that_was_not_corrected_is_not_gone_on_with(tiny_model, tmp_pat
         trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
 
 
-@pytest.mark.parametrize(
-    ("reward", "settings"),
-    [
-        (lambda completions, **kwargs: [1.0] * len(completions), {}),
-        (RewardRunner(lambda completions, **kwargs: [1.0] * len(completions)), {}),
-        (RewardRunner(alternating), {"async_level": 2}),
-    ],
-)
-def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path, reward, settings):
-    args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, **{"async_level": 1, **settings})
-    with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
-        DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))
+def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):
+    def of_a_batch(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    for reward, level in ((of_a_batch, 1), (RewardRunner(of_a_batch), 1), (RewardRunner(alternating), 2)):
+        args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, async_level=level)
+        with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
+            DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))
 
 
 class Built(DASHTrainer):
@@ -159,21 +152,18 @@ class Built(DASHTrainer):
         pass
 
 
-@pytest.mark.parametrize(
-    ("of_model", "settings", "named"),
-    [
+def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
+    """transformers takes what the trainer leaves out from the model's generation config."""
+    for of_model, settings, named in (
         ({"min_p": 0.1}, {}, "MinP"),
         ({"no_repeat_ngram_size": 2}, {"top_p": 0.9}, "NoRepeatNGram.*TopP"),
         ({}, {"generation_kwargs": {"num_beams": 2}}, "BEAM_SAMPLE"),
         ({}, {"top_k": None}, "TopK"),  # transformers takes 50
         ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),
         ({"renormalize_logits": True, "remove_invalid_values": True}, {}, None),
-    ],
-)
-def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path, of_model, settings, named):
-    """transformers takes what the trainer leaves out from the model's generation config."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.generation_config.update(**of_model)
-    refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
-    with refused if named else nullcontext():
-        trained(tiny_model, tmp_path, Built, loaded=model, **settings)
+    ):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.generation_config.update(**of_model)
+        refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
+        with refused if named else nullcontext():
+            trained(tiny_model, tmp_path, trainer_class=Built, loaded=model, **settings)

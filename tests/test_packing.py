@@ -1,74 +1,75 @@
 """Packing: nothing lost, nothing twice, budgets kept, ranks in step."""
 
 import random
+from itertools import groupby, pairwise, product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl.micro_steps import MicroSteps
 from dash_trl.update import Schedule, plan_segment
 
 
-def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> torch.Tensor:
-    """[R, M, 3] of random prompt, completion and loss lengths; 0 for dropped rows."""
+def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torch.Tensor:
+    """[R, M, 4] of random prompt, completion and loss lengths, and the prompt; 0 for dropped rows."""
     generator = random.Random(seed)
-    return torch.tensor(
-        [
-            [
-                [generator.randint(1, 60), length := generator.randint(1, longest), length]
-                if generator.random() < kept
-                else [0, 0, 0]
-                for _ in range(rows)
-            ]
-            for _ in range(ranks)
-        ]
-    )
+    lengths = torch.zeros(ranks, rows, 4, dtype=torch.long)
+    for rank, row in product(range(ranks), range(rows)):
+        if row % group == 0:
+            prompt = generator.randint(1, 90)
+        if generator.random() < kept:
+            lengths[rank, row] = torch.tensor([prompt, length := generator.randint(1, 200), length, row // group])
+    return lengths
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 10**6),
     ranks=st.integers(1, 4),
     steps=st.integers(1, 8),
-    rows=st.integers(1, 6),
-    kept=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    rows=st.integers(1, 8),
+    group=st.integers(1, 8),
+    kept=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     tokens=st.sampled_from([None, 1, 100, 400]),
-    padding_free=st.booleans(),
+    layout=st.sampled_from(["padded", "packed", "shared"]),
     last_must_run=st.booleans(),
 )
-def test_invariants(seed, ranks, steps, rows, kept, tokens, padding_free, last_must_run):
-    lengths = table(ranks, steps * rows, kept, seed)
-    plan = plan_segment(
-        lengths[..., :2],
-        steps,
-        max_rows=rows,
-        max_tokens=tokens,
-        padding_free=padding_free,
-        last_must_run=last_must_run,
-    )
+def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_must_run):
+    """In the layout "shared", prompts of more than 32 tokens are computed once per pass, but for their last token."""
+    lengths, least = table(ranks, steps * rows, kept, seed, group), 32 if layout == "shared" else None
+    options = {
+        "max_rows": rows,
+        "max_tokens": tokens,
+        "padding_free": layout != "padded",
+        "last_must_run": last_must_run,
+    }
+    plan = plan_segment(lengths, steps, min_shared=least, **options)
     assert len(plan) == steps
     flat = [micro_batch for step in plan for micro_batch in step]
     for rank in range(ranks):
         seen = sorted(row for micro_batch in flat for row in micro_batch.rows[rank])
         assert seen == [row for row in range(steps * rows) if lengths[rank, row, 1] > 0]
-    for micro_batch in flat:
-        assert len(micro_batch.rows) == ranks
-        assert micro_batch.size >= max(1, *map(len, micro_batch.rows))
-        for rank, members in enumerate(micro_batch.rows):
-            prompts, completions = ([int(lengths[rank, row, c]) for row in members] for c in (0, 1))
-            if tokens is None:
-                assert len(members) <= rows
-            elif len(members) > 1:  # a single row may exceed the budget
-                padded = len(members) * (max(prompts) + max(completions))
-                assert (sum(prompts) + sum(completions) if padding_free else padded) <= tokens
+    for micro_batch, rank in product(flat, range(ranks)):
+        members = micro_batch.rows[rank]
+        assert len(micro_batch.rows) == ranks and micro_batch.size >= max(1, len(members))
+        prompt, completion, _, prompt_of = lengths[rank].T.tolist()
+        families = [prompt_of[row] if least and prompt[row] > least else -row - 1 for row in members]
+        runs = [len(list(run)) for _, run in groupby(families)]
+        assert len(runs) == len(set(families)), "rows that share a prompt are adjacent"
+        size = sum(prompt[row] + completion[row] for row in members)
+        size -= sum(
+            prompt[row] - 1 for row, (one, other) in zip(members, pairwise(families), strict=False) if one == other
+        )
+        if layout == "padded" and members:
+            size = len(members) * (max(prompt[row] for row in members) + max(completion[row] for row in members))
+        # a single row may exceed the budget
+        assert len(members) <= rows if tokens is None else size <= tokens or len(members) <= 1
     counts = [len(step) for step in plan]
     assert counts == sorted(counts) and counts[-1] - counts[0] <= 1  # empty micro-steps first, then even
-    if (lengths[..., 1] > 0).any() or last_must_run:
-        assert counts[-1] > 0
-    else:
-        assert flat == []
+    assert (counts[-1] > 0) == bool((lengths[..., 1] > 0).any() or last_must_run)
+    plain = sum(map(len, plan_segment(lengths, steps, **options)))
+    assert len(flat) == plain if tokens is None else len(flat) <= plain + steps
 
 
 def test_micro_batches_are_balanced_and_few():
@@ -95,38 +96,18 @@ def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, 
     )
 
 
-@pytest.mark.parametrize(
-    ("per_generation", "accumulation", "begins", "taken", "share", "whole"),
-    [
-        (4, 4, 4, 4, range(4, 8), True),
-        (4, 8, 8, 8, range(8, 12), True),  # two windows
-        (4, 2, 6, 2, range(6, 8), True),  # Mini
-        (4, 2, 6, 1, range(6, 7), False),  # a stream's last one
-        (4, 8, 8, 3, range(8, 11), False),
-        (4, 2, 7, 2, range(7, 8), False),  # begun where one was cut
-    ],
-)
-def test_what_an_optimizer_step_takes_of_its_window(per_generation, accumulation, begins, taken, share, whole):
-    walk = schedule(per_generation, accumulation=accumulation)
-    walk.begin_optimizer_step(begins, taken, 1)
-    assert walk.share(begins) == share and walk.has_whole_share(begins) == whole
-
-
-def test_whether_one_optimizer_step_uses_all_of_a_window():
-    """Not where an epoch's short last step cuts it."""
-    asked = []
-
-    def collect(examples, *, serves_one_step, **kwargs):
-        asked.append(serves_one_step)
-        raise InterruptedError
-
-    rest = {"by_group": False, "num_generations": 2, "log": None, "to_training": None}
-    for taken in (8, 3):
-        steps = MicroSteps(schedule(4, accumulation=8), None, collect, **rest)
-        steps.begin_optimizer_step(8, taken, 1)
-        with pytest.raises(InterruptedError):
-            next(steps.inputs(8, 1, []))
-    assert asked == [True, False]
+def test_what_an_optimizer_step_takes_of_its_window():
+    for said, per_generation, accumulation, begins, taken, share, whole in (
+        ("all of it", 4, 4, 4, 4, range(4, 8), True),
+        ("two windows", 4, 8, 8, 8, range(8, 12), True),
+        ("Mini", 4, 2, 6, 2, range(6, 8), True),
+        ("a stream's last one", 4, 2, 6, 1, range(6, 7), False),
+        ("a stream's last one of two windows", 4, 8, 8, 3, range(8, 11), False),
+        ("begun where one was cut", 4, 2, 7, 2, range(7, 8), False),
+    ):
+        walk = schedule(per_generation, accumulation=accumulation)
+        walk.begin_optimizer_step(begins, taken, 1)
+        assert walk.share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
 @pytest.mark.parametrize(

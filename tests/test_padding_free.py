@@ -26,8 +26,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
-from dash_trl.update import ModelPasses, packed_log_probs
-from tests.tiny import assert_same_update, log_probs, parameters, run, save_tiny_model
+from dash_trl.update import ModelPasses, PackedLayout, packed_log_probs
+from tests.tiny import assert_same_update, parameters, run, save_tiny_model
 
 SIZES = dict(
     vocab_size=97,
@@ -45,14 +45,18 @@ ARCHITECTURES = {
 }
 
 
-def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Left-padded prompts, right-padded completions, an empty row, a row of one completion token."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt, completion = torch.tensor([5, 1, 0, 3, 7]), torch.tensor([9, 1, 0, 4, 2])
-    ids = torch.randint(1, 97, (5, 7 + 9), generator=generator)
+def batch() -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Left-padded prompts, right-padded completions, three rows of one prompt, an empty row, one completion token.
+
+    Returns:
+        ids, mask, completion columns, same_prompt.
+    """
+    prompt, completion = torch.tensor([5, 5, 5, 0, 3]), torch.tensor([9, 1, 4, 0, 2])
+    ids = torch.randint(1, 97, (5, 7 + 9), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :7] = ids[0, :7]
     columns = torch.arange(16)
     mask = ((columns >= 7 - prompt[:, None]) & (columns < 7 + completion[:, None])).long()
-    return ids * mask, mask, 9
+    return ids * mask, mask, 9, torch.tensor([False, True, True, False, False])
 
 
 def passes_of(*models: Any, **settings: Any) -> ModelPasses:
@@ -72,17 +76,27 @@ def packable(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_equals_one_row_at_a_time(name):
+    """Log-probs and the gradients of all parameters, where rows share their prompt and where they do not."""
     torch.manual_seed(0)
-    model = ARCHITECTURES[name]().eval()
-    ids, mask, keep = batch()
-    expected = torch.zeros(5, keep)
-    for row in range(5):
-        prompt, completion = (ids[row, part][mask[row, part].bool()].tolist() for part in (slice(0, 7), slice(7, 16)))
-        if completion:
-            expected[row, : len(completion)] = torch.tensor(log_probs(model, prompt, completion))
-    logps, entropies, _ = packed_log_probs(packable(model), ids, mask, keep, flash=False, compute_entropy=True)
-    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
-    assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[2] == 0).all()
+    model = packable(ARCHITECTURES[name]().eval())
+    ids, mask, keep, same = batch()
+    weights, expected = torch.randn(5, keep), torch.zeros(5, keep)
+    for row in (0, 1, 2, 4):
+        tokens, length = ids[row][mask[row].bool()], int(mask[row, 7:].sum())
+        found = model(input_ids=tokens[None]).logits[0, -length - 1 : -1].log_softmax(dim=-1)
+        expected[row, :length] = found.gather(1, tokens[-length:, None])[:, 0]
+
+    def gradients(log_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad((log_probs * weights).sum(), list(model.parameters()))
+
+    due = gradients(expected)
+    for shared in (None, same):
+        options = {"flash": False, "same_prompt": shared, "compute_entropy": True}
+        logps, entropies, _ = packed_log_probs(model, ids, mask, keep, **options)
+        torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
+        assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[3] == 0).all()
+        torch.testing.assert_close(gradients(logps), due, atol=1e-5, rtol=1e-4)
+        assert len(PackedLayout.of(mask, keep, shared).tokens) == 34 - 2 * 4 * (shared is not None)
 
 
 def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
@@ -94,26 +108,26 @@ def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
 
 
 def test_flash_attention_gets_its_arguments():
-    """Queries of a branch see the keys of its prompt, too: the prompt's first 4 tokens are computed once."""
-    ids, mask, keep = batch()
+    """The prompt's first 4 tokens are computed once; the queries of the three rows that share it see them as keys."""
+    ids, mask, keep, same = batch()
     inputs: dict[str, Any] = {}
 
     def model(**given):
+        inputs.clear()
         inputs.update(given)
         return SimpleNamespace(log_probs=torch.zeros(1, given["input_ids"].shape[1] - 1), aux_loss=None)
 
     packed_log_probs(model, ids, mask, keep, flash=True)
-    assert inputs["cu_seq_lens_q"].tolist() == [0, 14, 16, 23, 32] and inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 14, 20, 29, 34] and inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_q"] == 14 and not {"attention_mask", "key_tokens", "trees"} & inputs.keys()
-    assert inputs["position_ids"][0].tolist() == [*range(14), *range(2), *range(7), *range(9)]
-    inputs.clear()
-    mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2, [0] * 4 + [1] * 2 + [0] * 2])
-    same = torch.tensor([False, True, False])
-    packed_log_probs(model, ids[:3, :8], mask, 3, flash=True, same_prompt=same)
-    assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8, 10, 12] and inputs["max_length_q"] == 4
-    assert inputs["cu_seq_lens_k"].tolist() == [0, 4, 12, 18, 20] and inputs["max_length_k"] == 8
-    assert inputs["key_tokens"].tolist() == [*range(4), *range(8), *range(4), 8, 9, 10, 11]
-    assert inputs["position_ids"][0].tolist() == [*range(4), *range(4, 8), 4, 5, 0, 1]
+    assert inputs["position_ids"][0].tolist() == [*range(14), *range(6), *range(9), *range(5)]
+    packed_log_probs(model, ids, mask, keep, flash=True, same_prompt=same)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 14, 16, 21, 26] and inputs["max_length_q"] == 10
+    assert inputs["cu_seq_lens_k"].tolist() == [0, 4, 18, 24, 33, 38] and inputs["max_length_k"] == 14
+    prompt = [*range(4)]
+    keys = [*prompt, *range(14), *prompt, 14, 15, *prompt, *range(16, 21), *range(21, 26)]
+    assert inputs["key_tokens"].tolist() == keys
+    assert inputs["position_ids"][0].tolist() == [*range(14), *range(4, 6), *range(4, 9), *range(5)]
 
 
 def test_models_that_mix_samples_are_padded():

@@ -28,29 +28,68 @@ def trainer(tiny_model, tmp_path_factory):
     return run(GRPOTrainer, tiny_model, tmp_path_factory.mktemp("trl"), max_steps=2)
 
 
-@pytest.mark.parametrize("loss_type", OFF_POLICY_LOSSES)
-@pytest.mark.parametrize("detached", [False, True])
-def test_the_settings_of_our_losses_are_trls(trainer, loss_type, detached):
+def test_the_settings_of_our_losses_are_trls(trainer):
     """Attributes that its loss reads. `use_vllm`, which we set beside them, only turns its correction on."""
-    settings = trl_settings(loss_type, delta=8.0, detached=detached)
     methods = (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)
     source = "".join(map(inspect.getsource, methods))
-    for name in settings:
-        place = "args.delta" if name == "delta" else name
-        assert f"self.{place}" in source and hasattr(trainer.args if name == "delta" else trainer, name)
     correction = "self.use_vllm and self.vllm_importance_sampling_correction"
     assert source.count("self.use_vllm") == source.count(correction) > 0
-    before = {**vars(trainer)}, {**vars(trainer.args)}
-    with with_settings(trainer, settings):
-        assert trainer.loss_type in ("dapo", "cispo") and trainer.args.delta == settings.get("delta")
-    assert (vars(trainer), vars(trainer.args)) == before
-    assert trl_settings("dapo", delta=8.0, detached=detached) == {}
+    for loss_type, detached in (*((one, False) for one in OFF_POLICY_LOSSES), ("aipo", True)):
+        settings = trl_settings(loss_type, delta=8.0, detached=detached)
+        for name in settings:
+            place = "args.delta" if name == "delta" else name
+            assert f"self.{place}" in source and hasattr(trainer.args if name == "delta" else trainer, name)
+        before = {**vars(trainer)}, {**vars(trainer.args)}
+        with with_settings(trainer, settings):
+            assert trainer.loss_type in ("dapo", "cispo") and trainer.args.delta == settings.get("delta")
+        assert (vars(trainer), vars(trainer.args)) == before
+    assert trl_settings("dapo", delta=8.0, detached=False) == {}
 
 
 def test_the_ratio_is_read_behind_the_forward_pass():
     """Within which `give_late_ratio` may still set it."""
     before, behind = inspect.getsource(GRPOTrainer._compute_loss).split("self._get_per_token_logps_and_entropies(")
     assert "importance_sampling_ratio" in behind and "importance_sampling_ratio" not in before
+
+
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers, which evaluate with other weights than they train."""
+
+    def train(self):
+        pass
+
+
+def test_vllm_gets_the_weights_again_after_an_evaluation_of_an_optimizer_with_modes(trainer, monkeypatch):
+    syncs: list[str] = []
+    sampler = SimpleNamespace(sync_weights=lambda: syncs.append("weights"))
+    for name, value in {"use_vllm": True, "vllm_generation": sampler, "_last_loaded_step": 2}.items():
+        monkeypatch.setattr(trainer, name, value, raising=False)  # as if vLLM had the weights of the last step
+    for kind, sent in ((torch.optim.SGD, []), (WithModes, ["weights"])):
+        monkeypatch.setattr(trainer, "optimizer", kind(trainer.model.parameters(), lr=1.0))
+        to_training_mode(trainer)
+        sync_weights(trainer)
+        assert not syncs  # there was no evaluation
+        trainer.model_wrapped.eval()
+        to_training_mode(trainer)
+        sync_weights(trainer)
+        assert syncs == sent and trainer.model_wrapped.training
+
+
+@pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])
+def test_a_run_of_trackio_on_this_machine_asks_the_hub_nothing(trainer, monkeypatch, space, asks):
+    may_ask = []
+
+    class Callback(TrackioCallback):
+        __init__ = object.__init__
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            may_ask.append(not constants.HF_HUB_OFFLINE)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(trainer.callback_handler, "callbacks", [TrainerCallback(), Callback()])
+    monkeypatch.setattr(trainer.args, "trackio_space_id", space)
+    begin_trackio(trainer)
+    assert may_ask == [asks] and not constants.HF_HUB_OFFLINE
 
 
 def test_counters_and_logs_of_a_run(trainer):
@@ -66,43 +105,3 @@ def test_counters_and_logs_of_a_run(trainer):
     begin_anew(trainer)
     assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
     assert not trainer._metrics["train"]
-
-
-class WithModes(torch.optim.SGD):
-    """As schedule-free optimizers, which evaluate with other weights than they train."""
-
-    def train(self):
-        pass
-
-
-@pytest.mark.parametrize(("kind", "sent"), [(torch.optim.SGD, []), (WithModes, ["weights"])])
-def test_vllm_gets_the_weights_again_after_an_evaluation_of_an_optimizer_with_modes(kind, sent):
-    syncs: list[str] = []
-    model = torch.nn.Linear(1, 1)
-    this = SimpleNamespace(model_wrapped=model, optimizer=kind(model.parameters(), lr=1.0), use_vllm=True)
-    this.state, this._last_loaded_step = SimpleNamespace(global_step=3), 3
-    this.vllm_generation = SimpleNamespace(sync_weights=lambda: syncs.append("weights"))
-    to_training_mode(this)
-    sync_weights(this)
-    assert not syncs  # there was no evaluation
-    model.eval()
-    to_training_mode(this)
-    sync_weights(this)
-    assert syncs == sent and model.training
-
-
-@pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])
-def test_a_run_of_trackio_on_this_machine_asks_the_hub_nothing(monkeypatch, space, asks):
-    may_ask = []
-
-    class Callback(TrackioCallback):
-        __init__ = object.__init__
-
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            may_ask.append(not constants.HF_HUB_OFFLINE)
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    handler = SimpleNamespace(callbacks=[TrainerCallback(), Callback()])
-    args = SimpleNamespace(trackio_space_id=space)
-    begin_trackio(SimpleNamespace(args=args, callback_handler=handler, state=None, control=None, model=None))
-    assert may_ask == [asks] and not constants.HF_HUB_OFFLINE
