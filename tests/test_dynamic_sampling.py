@@ -14,10 +14,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.collect import DynamicSampling
-from dash_trl.collect.dynamic_sampling import places_in_window
+from dash_trl.collect import DynamicSampling, places_in_window
 from dash_trl.monitoring import UnfilledWindows
-from dash_trl.monitoring.metrics import EMPTY_WINDOWS
 from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run, said
 
 GROUP, ROOM = 4, 4  # rows of a group, groups of a window
@@ -66,19 +64,14 @@ def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int
     return windows
 
 
-def ended(trainer: Any) -> dict[str, Tensor]:
-    return parameters(trainer.model)
-
-
 @pytest.mark.parametrize(
     ("most", "constant", "settings"),
     [
-        (8, 0.5, {"loss_type": "dapo"}),
         (8, 0.5, {"loss_type": "grpo", "max_tokens_per_microbatch": 60}),
         (2, 0.9, {"loss_type": "dapo"}),  # not filled: silent groups are in the normaliser
         (2, 0.9, {"loss_type": "bnpo", "filter_denominator": "kept"}),
         # one window of two optimizer steps
-        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),  # Mini
+        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"}),  # Mini
         (8, 0.5, {"num_iterations": 2, "loss_type": "grpo"}),  # Multi
     ],
 )
@@ -91,21 +84,37 @@ def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, tmp_path, mo
     assert windows[0] != list(range(ROOM))  # more was sampled
     own = {name: settings.pop(name) for name in ("max_tokens_per_microbatch", "filter_denominator") if name in settings}
     chosen = dataset.select([row for window in windows for row in window])
-    if "filter_denominator" in own:
-        expected = run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), dataset=chosen, **own, **settings)
-    else:
-        expected = run(GRPOTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), dataset=chosen, **settings)
-    start = run(GRPOTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), **{**settings, "learning_rate": 0.0})
-    assert_same_update(ended(start), ended(expected), ended(found))
+    kind, settings = (DASHTrainer, settings | own) if "filter_denominator" in own else (GRPOTrainer, settings)
+    expected = run(kind, tiny_model, tmp_path, rollouts=ByPrompt(), dataset=chosen, **settings)
+    assert_same_update(parameters(tiny_model), parameters(expected.model), parameters(found.model))
     handed = [row for one in rollouts.rounds for row in one]
     assert handed == dataset["prompt"][: len(handed)]
 
 
-def test_figures(tiny_model, tmp_path):
-    """TRL's are of all sampled rows; those of dynamic sampling count groups in those of a window."""
-    reward = ScriptedReward(constant=0.5)
-    rollouts = ByPrompt()
-    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_num_gen_batches=8, shuffle_dataset=False)
+class Seen(DASHCallback):
+    per_group = True
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs) -> None:
+        self.rows.append(len(rollouts))
+        rollouts.advantages = rollouts.advantages.unsqueeze(1) * torch.linspace(0.5, 1.5, rollouts.loss_mask.shape[1])
+
+
+class SeesAll(Seen):
+    per_group = False
+
+
+def test_the_figures_of_all_rounds_and_callbacks_see_each(tiny_model, tmp_path):
+    """TRL's are of all sampled rows; those of dynamic sampling count groups in those of a window.
+
+    The callback gives credit per token, in rounds of other widths.
+    """
+    reward, rollouts, seen = ScriptedReward(constant=0.5), ByPrompt(), Seen()
+    settings = {"rollouts": rollouts, "max_num_gen_batches": 8, "shuffle_dataset": False}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[seen], **settings)
+    assert seen.rows == [GROUP * len(one) for one in rollouts.rounds]
     log = trainer.state.log_history[0]
     sampled = [prompt for one in rollouts.rounds for prompt in one]
     rewards = [
@@ -114,7 +123,7 @@ def test_figures(tiny_model, tmp_path):
     ]
     signal = sum(has_signal(prompt, reward) for prompt in sampled)
     lengths = [len(completion(prompt, i)) for prompt in sampled for i in range(GROUP)]
-    assert len(rollouts.rounds) > 1
+    assert len(rollouts.rounds) > 1 and log["grad_norm"] > 0
     assert log["reward"] == pytest.approx(torch.tensor(rewards).mean().item())
     assert log["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
     assert log["filter/kept_rows"] == pytest.approx(signal / len(sampled))
@@ -129,17 +138,8 @@ def test_figures(tiny_model, tmp_path):
         [completion(prompt, i) for prompt in sampled for i in range(GROUP)], skip_special_tokens=True
     )
     assert shown == dict(zip(texts, [one for group in rewards for one in group], strict=True))
-
-
-class Seen(DASHCallback):
-    per_group = True
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs) -> None:
-        self.rows.append(len(rollouts))
-        rollouts.advantages = rollouts.advantages.unsqueeze(1) * torch.linspace(0.5, 1.5, rollouts.loss_mask.shape[1])
+    with pytest.raises(ValueError, match="max_num_gen_batches=8 passes on some groups.*SeesAll does not say"):
+        run(DASHTrainer, tiny_model, tmp_path, callbacks=[SeesAll()], **settings)
 
 
 class SometimesMasked(DASHCallback):
@@ -166,8 +166,7 @@ class Lengths(DASHCallback):
 
 def test_a_mask_of_a_rollout_func_in_some_rounds_counts(tiny_model, tmp_path):
     """It hides every second token of the first round, or of the later ones, and may be a tensor."""
-    figures = []
-    for masked in ((), (0,), (1, 2, 3, 4, 5, 6, 7)):
+    for masked in ((0,), range(1, 8)):
         rollouts, rows = ByPrompt(), list[int]()
 
         def sampled(prompts, trainer, rollouts=rollouts, masked=masked, rows=rows):
@@ -177,60 +176,51 @@ def test_a_mask_of_a_rollout_func_in_some_rounds_counts(tiny_model, tmp_path):
             rows.extend(-(-one // 2) if hides else one for one in lengths)
             return {**found, "env_mask": [[1 - i % 2 for i in range(one)] for one in lengths]} if hides else found
 
-        trainer = run(
-            DASHTrainer,
-            tiny_model,
-            tmp_path,
-            rollouts=sampled,
-            max_num_gen_batches=8,
-            reward=ScriptedReward(constant=0.5),
-        )
+        trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=sampled, max_num_gen_batches=8)
         assert len(rollouts.rounds) > 1
-        figures.append(trainer.state.log_history[0]["completions/mean_length"])
-        assert figures[-1] == pytest.approx(sum(rows) / len(rows))
-    assert len(set(figures)) == 3
+        assert trainer.state.log_history[0]["completions/mean_length"] == pytest.approx(sum(rows) / len(rows))
+
+
+class Trained(DASHTrainer):
+    """Notes the tokens that are trained on."""
+
+    def _compute_loss(self, model, inputs):
+        own = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        self.tokens = getattr(self, "tokens", set()) | set(inputs["completion_ids"][own.bool()].tolist())
+        return super()._compute_loss(model, inputs)
 
 
 def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
     """A mask and a column of the table of completions: in the first round only, or in a later one."""
-    reward, seen = ScriptedReward(constant=0.5), set()
+    settings = {"max_num_gen_batches": 8, "log_completions": True, "shuffle_dataset": False}
+    trainer = run(Trained, tiny_model, tmp_path, rollouts=(rollouts := ByPrompt()), **settings)
+    tokens = [
+        {token for prompt in one for i in range(GROUP) for token in completion(prompt, i)} for one in rollouts.rounds
+    ]
+    later = set().union(*tokens[1:])
+    for only in (tokens[0] - later, later - tokens[0]):
+        token = min(only & trainer.tokens)
+        masked = SometimesMasked(token)
 
-    def noted(prompts, completion_ids, log_extra, **kwargs):
-        notes = [str(row.count(token)) if token in row else None for row in completion_ids]
-        if any(notes):
-            log_extra("note", notes)
-        return reward(prompts=prompts, completion_ids=completion_ids)
+        def noted(completion_ids, log_extra, token=token, **columns):
+            notes = [str(row.count(token)) if token in row else None for row in completion_ids]
+            if any(notes):
+                log_extra("note", notes)
+            return ScriptedReward(constant=0.5)(completion_ids=completion_ids, **columns)
 
-    for token in range(4, 24):
-        rollouts, masked = ByPrompt(), SometimesMasked(token)
-        trainer = run(
-            DASHTrainer,
-            tiny_model,
-            tmp_path,
-            rollouts=rollouts,
-            reward=noted,
-            callbacks=[masked, Lengths()],
-            max_num_gen_batches=8,
-            max_steps=1,
-            log_completions=True,
-        )
-        asked = [prompt for one in rollouts.rounds for prompt in one for _ in range(GROUP)]
-        rows = [completion(prompt, i % GROUP) for i, prompt in enumerate(asked)]
-        if any(masked.made):
-            expected = [str(row.count(token)) if token in row else None for row in rows]
-            assert list(trainer._logs["extra"]["note"]) == expected
-        assert list(trainer._logs["extra"]["length"]) == list(map(len, rows))
-        window = trainer._micro_steps._window.whole.rollouts
-        counted = window.completion_mask if window.tool_mask is None else window.completion_mask * window.tool_mask
-        assert not (window.completion_ids[counted.bool()] == token).any()
-        seen.add((masked.made[0], any(masked.made[1:])))
-    assert {(False, True), (True, False)} <= seen
+        callbacks = [masked, Lengths()]
+        found = run(Trained, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, callbacks=callbacks, **settings)
+        rows = [completion(prompt, i) for one in rollouts.rounds for prompt in one for i in range(GROUP)]
+        assert masked.made == [token in one for one in tokens]
+        expected = [str(row.count(token)) if token in row else None for row in rows]
+        assert list(found._logs["extra"]["note"]) == expected
+        assert list(found._logs["extra"]["length"]) == list(map(len, rows))
+        assert token not in found.tokens and found.tokens
 
 
 def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
     """It has the rows of that window, and TRL would fail to write a table of columns of other lengths."""
-    reward = ScriptedReward(constant=0.5)
-    once = iter([True])
+    reward, once = ScriptedReward(constant=0.5), iter([True])
 
     def noted(prompts, completion_ids, log_extra, **kwargs):
         if next(once, False):
@@ -240,21 +230,6 @@ def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
     settings = {"max_num_gen_batches": 8, "max_steps": 2, "log_completions": True}
     trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, **settings)
     assert not trainer._logs["extra"]
-
-
-def test_callbacks_see_each_round(tiny_model, tmp_path):
-    """Credit per token, in rounds of other widths."""
-    seen, rollouts = Seen(), ByPrompt()
-    settings = {"max_num_gen_batches": 8, "shuffle_dataset": False, "callbacks": [seen]}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **settings)
-    assert seen.rows == [GROUP * len(one) for one in rollouts.rounds] and len(seen.rows) > 1
-    assert trainer.state.log_history[0]["grad_norm"] > 0
-    with pytest.raises(ValueError, match="max_num_gen_batches=8 passes on some groups.*Seen does not say"):
-        Seen.per_group = False
-        try:
-            run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **{**settings, "callbacks": [Seen()]})
-        finally:
-            Seen.per_group = True
 
 
 # ---------------------------------------------------------------------------------------------- which groups, how many
@@ -317,13 +292,11 @@ def test_ahead_of_training_the_first_round_has_what_it_will_take():
 
 
 def test_a_warning_where_windows_stay_unfilled(caplog):
+    """Ten in a row."""
     watch = UnfilledWindows()
     poor = {"dynamic_sampling/sampled": 4.0, "dynamic_sampling/filled": 0.5}
-    for _ in range(EMPTY_WINDOWS - 1):
-        watch.note(poor)
-    watch.note(poor | {"dynamic_sampling/filled": 1.0})
-    for _ in range(EMPTY_WINDOWS - 1):
-        watch.note(poor)
+    for figures in (*[poor] * 9, poor | {"dynamic_sampling/filled": 1.0}, *[poor] * 9):
+        watch.note(figures)
     assert not said(caplog)
     watch.note(poor)
     assert "12% of the sampled groups have signal" in said(caplog) and "50% full" in said(caplog)
