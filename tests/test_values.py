@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -19,8 +18,8 @@ from transformers import (
 )
 
 from dash_trl import DASHTrainer
-from dash_trl.process_rewards import AnswerLogProbValue, Branch, Tree, ValueRequest, loop_log_probs, tree_log_probs
-from tests.tiny import VOCABULARY, log_probs, run, save_tiny_model
+from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
+from tests.tiny import VOCABULARY, log_probs, run, said, save_tiny_model
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -83,14 +82,15 @@ def check(values, model, tokenizer, requests, force_prompt=" = ", floor=-10.0) -
         assert row == pytest.approx(by_prefix(model, tokenizer, request, force_prompt, floor), abs=1e-5)
 
 
-def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer):
-    """In a pass of one tree each, of several, and of all."""
+def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, caplog):
+    """In a pass of one tree each, of several, and of all; trees are not given up for a loop."""
     requests = random_requests()
     before = model.config._attn_implementation
     for max_tokens in (1, 100, 10_000):
         values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
         assert model.config._attn_implementation == before
         check(values, model, tokenizer, requests)
+    assert not said(caplog)
 
 
 def test_a_trainer_s_model_with_an_adapter(tiny_model, tokenizer, tmp_path):
@@ -150,15 +150,6 @@ def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, reques
         assert order == ["agreement", *["pass"] * (here[-1] + 2)]
         assert (here[-1] > 1) == bool(requests)
         assert values == estimator.score(requests, model, tokenizer)
-
-
-def test_the_first_token_of_a_branch_is_predicted_by_the_trunk(qwen):
-    trees = [Tree((5, 6, 7), (Branch(1, (8, 9), 0), Branch(3, (4,), 0))), Tree((9,), (Branch(1, (9, 9), 1),))]
-    with torch.no_grad():
-        packed, loop = tree_log_probs(qwen, qwen, trees), loop_log_probs(qwen, trees)
-    for one, other, lengths in zip(packed, loop, ([2, 1], [1]), strict=True):
-        assert [len(branch) for branch in one] == lengths
-        assert sum(one, []) == pytest.approx(sum(other, []), abs=1e-5)
 
 
 REQUEST = ValueRequest((5, 6), (7, 8, 9), (0, 2, 3), ("12",))
