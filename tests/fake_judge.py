@@ -28,6 +28,11 @@ class FakeJudge(ToyJudge):
     """
 
     def __init__(self, answer: Callable[[dict], Any] = lambda request: says(7)):
+        self.reset(answer)
+        super().__init__()
+
+    def reset(self, answer: Callable[[dict], Any] = lambda request: says(7)) -> None:
+        """As a new server, at the same address."""
         self.answer = answer
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
@@ -35,7 +40,6 @@ class FakeJudge(ToyJudge):
         self.given_up = 0  # number of requests whose client has disconnected
         self.headers: dict[str, str] = {}  # headers of all answers
         self.hold = False  # True = no request is answered
-        super().__init__()
 
     async def _serve(self, request: web.Request) -> web.Response:
         body = await request.json()
