@@ -26,6 +26,16 @@ GSM8K = [{"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {"question"
 MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "level": 2}]
 
 
+def new_file(folder: Path, rows: list[dict]) -> Path:
+    return write_rows(folder / f"{len(list(folder.iterdir()))}.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def reward():
+    with CodeReward() as one:
+        yield one
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -34,9 +44,8 @@ def own_cache(tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize(
-    ("value", "marked", "answer"),
-    [
+def test_final_answer():
+    rows = [
         ("work 5\n#### 1,200", False, "1200"),
         ("#### 1,234,567", False, "1234567"),
         ("#### 1,23", False, "1,23"),
@@ -52,22 +61,19 @@ def own_cache(tmp_path, monkeypatch):
         ("", False, None),
         (None, False, None),
         (r"\boxed{}", True, None),
-    ],
-)
-def test_final_answer(value, marked, answer):
-    assert final_answer(value, marked=marked) == answer
+    ]
+    for value, marked, answer in rows:
+        assert final_answer(value, marked=marked) == answer, value
 
 
-@pytest.mark.parametrize(
-    ("row", "answer"),
-    [
+def test_the_answer_of_a_row():
+    rows = [
         ({"answer": None, "solution": r"\boxed{3}"}, "3"),  # the solution helps out where the answer is empty
         ({"answer": "4", "solution": r"\boxed{3}"}, "4"),
         ({"answer": " ", "solution": "prose"}, None),
-    ],
-)
-def test_the_answer_of_a_row(row, answer):
-    assert find_answer(row, ["answer", "solution"]) == answer
+    ]
+    for row, answer in rows:
+        assert find_answer(row, ["answer", "solution"]) == answer, row
 
 
 def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
@@ -92,9 +98,8 @@ TEMPLATE = "Q: {problem} Use \\boxed{}."
 CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
-@pytest.mark.parametrize(
-    ("problem", "template", "chat", "prompt"),
-    [
+def test_prompts():
+    rows = [
         (r"$\frac{1}{2}$? {0} {problem}", TEMPLATE, False, r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
         (r"$\frac{1}{2}$? {0} {problem}", None, False, r"$\frac{1}{2}$? {0} {problem}"),
         ("a", TEMPLATE, True, [{"role": "user", "content": "Q: a Use \\boxed{}."}]),
@@ -102,10 +107,9 @@ CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": 
         (None, TEMPLATE, False, None),
         (" ", TEMPLATE, False, None),
         ([], TEMPLATE, False, None),
-    ],
-)
-def test_prompts(problem, template, chat, prompt):
-    assert make_prompt(problem, template, chat=chat) == prompt
+    ]
+    for problem, template, chat, prompt in rows:
+        assert make_prompt(problem, template, chat=chat) == prompt, (problem, template)
 
 
 def test_templates():
@@ -125,9 +129,8 @@ CHAT = {"prompt": [{"role": "user", "content": "p"}], "answer": "1"}
 WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "expected"),
-    [
+def test_layouts(tmp_path):
+    layouts = [
         (
             GSM8K,
             {"prompt_template": "plain"},
@@ -147,21 +150,20 @@ WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
             {"prompt_template": "plain", "problem_column": "other", "answer_column": "gold"},
             [{"prompt": "q", "answer": "8"}],
         ),
-    ],
-)
-def test_layouts(tmp_path, rows, settings, expected):
-    assert load_math_dataset(write_rows(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
+    ]
+    for rows, settings, expected in layouts:
+        assert load_math_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- sources
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_file_formats(tmp_path, suffix):
-    path = tmp_path / f"test.{suffix}"
-    getattr(datasets.Dataset.from_list(GSM8K), f"to_{suffix}")(str(path))
-    assert load_math_dataset(path)["answer"][:] == ["2", "1200"]
-    assert load_math_dataset(str(path), split="train[1:]")["answer"][:] == ["1200"]
+def test_file_formats(tmp_path):
+    for suffix in ("json", "csv", "parquet"):
+        path = tmp_path / f"test.{suffix}"
+        getattr(datasets.Dataset.from_list(GSM8K), f"to_{suffix}")(str(path))
+        assert load_math_dataset(path)["answer"][:] == ["2", "1200"]
+        assert load_math_dataset(str(path), split="train[1:]")["answer"][:] == ["1200"]
 
 
 def test_folders_of_splits(tmp_path):
@@ -178,28 +180,24 @@ def test_folders_of_splits(tmp_path):
         load_math_dataset(tmp_path / "two", split="dev")
 
 
-@pytest.fixture(params=["file", "saved"])
-def one_split(request, tmp_path) -> Path:
-    """Ten rows under a name that says nothing of a split."""
+def test_one_split_and_its_parts(tmp_path):
+    """Ten rows under a name that says nothing of a split, as a file and as a folder that datasets has saved."""
     rows = datasets.Dataset.from_list([{"prompt": "p", "answer": str(i)} for i in range(10)])
-    path = tmp_path / ("own.jsonl" if request.param == "file" else "own")
-    rows.to_json(path) if request.param == "file" else rows.save_to_disk(path)
-    return path
-
-
-def test_one_split_and_its_parts(one_split):
+    rows.to_json(tmp_path / "own.jsonl")
+    rows.save_to_disk(tmp_path / "own")
     parts = {"train": "0123456789", "train[:3]": "012", "train[-20%:]": "89", "train[8:20]": "89"}
-    for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
-        assert load_math_dataset(one_split, split=split)["answer"][:] == list(answers)
     mistakes = {
         "test": r"has no split 'test' .*: choose one of \['train'\], or a part .* 'train\[:100\]'",
         "train+test": r"has no split 'train\+test'",
         "train[20:]": r"split 'train\[20:\]', has no rows",
         "train[:3": r"has no split 'train\[:3' \(Unrecognized",
     }
-    for split, message in mistakes.items():
-        with pytest.raises(ValueError, match=message):
-            load_math_dataset(one_split, split=split)
+    for path in (tmp_path / "own.jsonl", tmp_path / "own"):
+        for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
+            assert load_math_dataset(path, split=split)["answer"][:] == list(answers)
+        for split, message in mistakes.items():
+            with pytest.raises(ValueError, match=message):
+                load_math_dataset(path, split=split)
 
 
 def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
@@ -238,21 +236,19 @@ NOWHERE = "' is neither a path .* nor .*hub .*correct it, or the connection"
 UNREADABLE = "' is empty, or not a data file that can be read .*.parquet"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_names_without_data(tmp_path, monkeypatch):
+    rows = [
         *((name, f"'{name}{NOWHERE}") for name in ("./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where")),
         *((name, f"{name}{UNREADABLE}") for name in ("./a.txt", "./a.jsonl")),
         ("./d", "d' is neither a path with data files .*doesn't contain any data files"),
-    ],
-)
-def test_names_without_data(tmp_path, monkeypatch, name, message):
+    ]
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     Path("a.jsonl").write_text("")
     Path("d").mkdir()
-    with pytest.raises(ValueError, match=message):
-        load_math_dataset(name)
+    for name, message in rows:
+        with pytest.raises(ValueError, match=message):
+            load_math_dataset(name)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -287,9 +283,8 @@ MBPP_TESTS = [f"import math\n{test}" for test in MBPP["test_list"]]
 PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "expected"),
-    [
+def test_layouts_of_programs(tmp_path):
+    layouts = [
         # the prompt shows the first test, which names the function; all are scored, and other columns are left
         (
             [MBPP],
@@ -319,21 +314,19 @@ PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]
                 {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
             ],
         ),
-    ],
-)
-def test_layouts_of_programs(tmp_path, rows, settings, expected):
-    assert load_code_dataset(write_rows(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
+    ]
+    for rows, settings, expected in layouts:
+        assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
-def test_human_eval_layout(tmp_path):
+def test_human_eval_layout(tmp_path, reward):
     """The prompt stays a program's beginning; its helpers are the tests', so that no program can replace them."""
     path = write_rows(tmp_path / "a.jsonl", [HUMANEVAL])
     (row,) = load_code_dataset(path).to_list()
     assert row["prompt"] == row["starter_code"] == HUMANEVAL["prompt"] and row["entry_point"] == "add"
-    with CodeReward() as reward:
-        right, own_helper = "    return a + b\n", "    return 0\n\ndef helper(a):\n    return 0\n"
-        names = ("tests", "entry_point", "starter_code")
-        assert [reward(text, *(row[name] for name in names))[0] for text in (right, own_helper)] == [1.0, 0.0]
+    right, own_helper = "    return a + b\n", "    return 0\n\ndef helper(a):\n    return 0\n"
+    names = ("tests", "entry_point", "starter_code")
+    assert [reward(text, *(row[name] for name in names))[0] for text in (right, own_helper)] == [1.0, 0.0]
     (row,) = load_code_dataset(path, chat=True).to_list()
     assert row["prompt"][0]["content"].startswith(HUMANEVAL["prompt"]) and "```python" in row["prompt"][0]["content"]
 
@@ -350,16 +343,15 @@ def tasks(path: Path, split: str) -> list[int]:
     return [int(prompt.split(".")[0].removeprefix("Task ")) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "file"])
-def test_mbpp_plus_has_two_splits_for_good(tmp_path, name):
+def test_mbpp_plus_has_two_splits_for_good(tmp_path):
     """Whatever its one split is called, and whatever the order of its rows."""
     rows = plus_rows(378)
-    path = write_rows(tmp_path / "d" / (name if name != "file" else "own.jsonl"), rows[:: -1 if name == "file" else 1])
-    path = path if name == "file" else path.parent
-    train, test = tasks(path, "train"), tasks(path, "test")
-    assert (len(train), len(test)) == (264, 114) and sorted(train + test) == list(range(378))
-    assert sorted(test)[:8] == [1, 5, 11, 13, 16, 22, 30, 32]
-    assert tasks(path, "all") == train + test and tasks(path, "test[:3]") == test[:3]
+    folder = write_rows(tmp_path / "d" / "train.jsonl", rows).parent
+    for path in (folder, write_rows(tmp_path / "own.jsonl", rows[::-1])):
+        train, test = tasks(path, "train"), tasks(path, "test")
+        assert (len(train), len(test)) == (264, 114) and sorted(train + test) == list(range(378))
+        assert sorted(test)[:8] == [1, 5, 11, 13, 16, 22, 30, 32]
+        assert tasks(path, "all") == train + test and tasks(path, "test[:3]") == test[:3]
 
 
 @needs_data
@@ -376,20 +368,19 @@ def test_mbpp_plus_itself(caplog):
     assert all("assert" in prompt for part in rows.values() for prompt in part["prompt"])
 
 
-@pytest.mark.parametrize("rows", [plus_rows(377), [{**row, "task_id": None} for row in plus_rows(3)]])
-def test_what_is_not_mbpp_plus_is_not_split(tmp_path, rows):
-    path = write_rows(tmp_path / "d" / "test.jsonl", rows).parent
-    assert len(load_code_dataset(path, split="test")) == len(rows)
-    with pytest.raises(ValueError, match=r"no split 'train' .*: choose one of \['test'\]"):
-        load_code_dataset(path)
+def test_what_is_not_mbpp_plus_is_not_split(tmp_path):
+    for rows in (plus_rows(377), [{**row, "task_id": None} for row in plus_rows(3)]):
+        path = write_rows(tmp_path / str(len(rows)) / "test.jsonl", rows).parent
+        assert len(load_code_dataset(path, split="test")) == len(rows)
+        with pytest.raises(ValueError, match=r"no split 'train' .*: choose one of \['test'\]"):
+            load_code_dataset(path)
 
 
 # ------------------------------------------------------------------------------------------------------- completions
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "completion"),
-    [
+def test_completions_of_math(tmp_path):
+    rows = [
         # GSM8K's marks go, and the answer has the form that the prompt asks for
         (GSM8K[0], "boxed", " 1+1=2\nThe answer is \\boxed{2}."),
         (GSM8K[0], "plain", " 1+1=2\nThe answer is 2."),
@@ -402,25 +393,23 @@ def test_what_is_not_mbpp_plus_is_not_split(tmp_path, rows):
         ({"problem": "?", "solution": "Add.", "answer": "5"}, "boxed", " Add.\nThe answer is \\boxed{5}."),
         # ready-made
         ({"prompt": "p", "completion": "<<1>> 2", "solution": "no", "answer": "2"}, None, "<<1>> 2"),
-    ],
-)
-@pytest.mark.parametrize("chat", [False, True])
-def test_completions_of_math(tmp_path, row, template, completion, chat):
-    path = write_rows(tmp_path / "a.jsonl", [row])
-    (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
-    assert set(loaded) == {"prompt", "answer", "completion"}
-    ready = "completion" in row
-    expected = [{"role": "assistant", "content": completion if ready else completion.strip()}] if chat else completion
-    assert loaded["completion"] == expected
+    ]
+    for row, template, completion in rows:
+        path = new_file(tmp_path, [row])
+        for chat in (False, True):
+            (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
+            assert set(loaded) == {"prompt", "answer", "completion"}
+            text = completion.strip() if chat and "completion" not in row else completion
+            expected = [{"role": "assistant", "content": text}] if chat else text
+            assert loaded["completion"] == expected, (row, template)
 
 
 def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "chat", "completion"),
-    [
+def test_completions_of_code(tmp_path, reward):
+    rows = [
         (MBPP, None, True, fenced(MBPP["code"])),
         (MBPP, None, False, " " + fenced(MBPP["code"])),
         (MBPP, "plain", False, "\n" + MBPP["code"]),
@@ -428,13 +417,11 @@ def fenced(program: str) -> str:
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
         (HUMANEVAL, None, False, HUMANEVAL["canonical_solution"].rstrip()),
         (HUMANEVAL, None, True, fenced(HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"].rstrip())),
-    ],
-)
-def test_completions_of_code(tmp_path, row, template, chat, completion):
-    path = write_rows(tmp_path / "a.jsonl", [row])
-    (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
-    assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
-    with CodeReward() as reward:
+    ]
+    for row, template, chat, completion in rows:
+        path = new_file(tmp_path, [row])
+        (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
+        assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
         assert reward(*(loaded.get(name) for name in ("completion", "tests", "entry_point", "starter_code")))[0] == 1.0
 
 
@@ -445,9 +432,8 @@ SOLVED = {"problem": "p", "answer": r"Add. \boxed{1}"}
 EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 
 
-@pytest.mark.parametrize(
-    ("load", "rows", "settings", "message"),
-    [
+def test_what_is_missing_is_named(tmp_path):
+    mistakes = [
         # columns
         (
             load_math_dataset,
@@ -526,8 +512,7 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
             {"completion": True},
             "2 of 3 rows .* lack a solution in 'code'; the first is row 1",
         ),
-    ],
-)
-def test_what_is_missing_is_named(tmp_path, load, rows, settings, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        load(write_rows(tmp_path / "a.jsonl", rows), **settings)
+    ]
+    for load, rows, settings, message in mistakes:
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            load(new_file(tmp_path, rows), **settings)

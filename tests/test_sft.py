@@ -9,10 +9,11 @@ import sft
 import traces
 import train_math
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
-from tests.test_examples import flags, launch
+from tests.launching import CONFIGS as LAUNCHES
+from tests.test_examples import flags
 from tests.tiny import read_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -104,9 +105,8 @@ GOOD = {"prompt": "1+1", "completion": "2"}
 MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.jsonl"}, {"completions": "rows.jsonl"})
 
 
-@pytest.mark.parametrize(
-    ("settings", "rows", "message"),
-    [
+def test_mistakes(own_folder, monkeypatch):
+    mistakes = [
         # half a task, or two
         (MODEL, [], "model_name_or_path='model' with dataset_name=None: give both"),
         (DATA, [], "model_name_or_path=None with dataset_name='own.jsonl': give both"),
@@ -121,14 +121,13 @@ MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.json
         # the dataset
         ({**MODEL, **DATA}, [], r"own.jsonl' lack a solution in 'answer' \(an answer alone is none"),
         ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows of 'code.jsonl' lack a solution in 'code'"),
-    ],
-)
-def test_mistakes(own_folder, monkeypatch, settings, rows, message):
+    ]
     monkeypatch.setattr(sft, "SFTTrainer", None)
-    write_rows(own_folder / "rows.jsonl", rows)
     write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        sft.main(flags({**SMALL, **settings}))
+    for settings, rows, message in mistakes:
+        write_rows(own_folder / "rows.jsonl", rows)
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            sft.main(flags({**SMALL, **settings}))
 
 
 def test_a_chat_template_that_never_ends_is_refused():
@@ -165,8 +164,9 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     assert kept == expected and 0 < len(kept) < 24
     wrong = 24 - len(kept)
     assert f"24 traces of 12 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
-    monkeypatch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
-    traces.main(arguments)  # all is there: nothing is sampled, nothing changes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        traces.main(arguments)  # all is there: nothing is sampled, nothing changes
     assert read_rows(own_folder / "t.jsonl") == kept
     measured = []
     monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
@@ -205,9 +205,10 @@ def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_without_arguments_it_unlearns_what_humans_skip(tmp_path):
+def test_without_arguments_it_unlearns_what_humans_skip(launch, tmp_path):
     """As in the paper; the teacher's traces do not."""
-    done = launch(ROOT / "examples" / "sft.py", "--output_dir", tmp_path)
+    config = LAUNCHES / "single_process.yaml"
+    done = launch(ROOT / "examples" / "sft.py", "--output_dir", tmp_path, config=config, threads=2)
     accuracy = dict(re.findall(r"(sampled|greedy) accuracy on 256 .*: (.* before, .*) after", done.stdout))
     before, after = map(float, accuracy["greedy"].split(" before, "))
     assert before >= 0.9 and before - after >= 0.2, done.stdout

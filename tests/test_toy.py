@@ -2,11 +2,13 @@
 
 import dataclasses
 import fcntl
+import itertools
 import random
 import re
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_programs import PROGRAM_LESSONS, program_dataset
 from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset, noisy_calculator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl._cache import cache_folder
-from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, toy_model, warm_up
-from dash_trl.toy.problems import LARGEST_TOTAL
-from dash_trl.toy.tokenizer import END_OF_TURN
+from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
 
+LARGEST_TOTAL = 20
+END_OF_TURN = "<|im_end|>"
 SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
 
@@ -38,18 +40,17 @@ def problems(split: str, make=arithmetic_dataset, **arguments) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- the problems
 
 
-@pytest.mark.parametrize("make", [arithmetic_dataset, program_dataset, calculator_dataset])
-def test_training_and_test_problems_are_disjoint(make):
-    train = {problem for seed in range(3) for problem in problems("train", make, size=2000, seed=seed)}
-    test = {problem for seed in range(3) for problem in problems("test", make, seed=seed)}
-    assert train and test and not train & test
-    assert problems("train", make) == problems("train", make) != problems("train", make, seed=1)
-    assert len(problems("test", make)) == 256 and len(problems("train", make)) == 4096
+def test_training_and_test_problems_are_disjoint():
+    for make in (arithmetic_dataset, program_dataset, calculator_dataset):
+        train = {problem for seed in range(3) for problem in problems("train", make, size=2000, seed=seed)}
+        test = {problem for seed in range(3) for problem in problems("test", make, seed=seed)}
+        assert train and test and not train & test
+        assert problems("train", make) == problems("train", make) != problems("train", make, seed=1)
+        assert len(problems("test", make)) == 256 and len(problems("train", make)) == 4096
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
+def test_impossible_datasets_are_refused():
+    rows = [
         (
             arithmetic_dataset,
             {"size": 500, "operands": (2,)},
@@ -58,11 +59,10 @@ def test_training_and_test_problems_are_disjoint(make):
         (arithmetic_dataset, {"split": "dev"}, "split='dev' does not exist"),
         (program_dataset, {"split": "dev"}, "split='dev' does not exist"),
         (calculator_dataset, {"split": "dev"}, "split='dev' does not exist"),
-    ],
-)
-def test_impossible_datasets_are_refused(make, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make(**{"split": "test", **arguments})
+    ]
+    for make, arguments, message in rows:
+        with pytest.raises(ValueError, match=message):
+            make(**{"split": "test", **arguments})
 
 
 def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_has_words_for():
@@ -74,9 +74,8 @@ def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_ha
         assert 0 <= min(totals) and max(totals) <= LARGEST_TOTAL and str(totals[-1]) == row["answer"]
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
+def test_the_reward_reads_the_last_answer():
+    rows = [
         ("7+5=12\nThe answer is 12", 1.0),
         ("The answer is 11\nWait, 7+5=12\nThe answer is 12", 1.0),  # the last one counts
         ("The answer is 12\nThe answer is 11", 0.0),
@@ -84,11 +83,10 @@ def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_ha
         ("The answer is -12", 0.0),
         ("12", 0.0),
         ("", 0.0),
-    ],
-)
-def test_the_reward_reads_the_last_answer(text, reward):
-    assert arithmetic_reward([text], ["12"]) == [reward]
-    assert arithmetic_reward([[{"role": "assistant", "content": text}]], ["12"]) == [reward]
+    ]
+    for text, reward in rows:
+        assert arithmetic_reward([text], ["12"]) == [reward]
+        assert arithmetic_reward([[{"role": "assistant", "content": text}]], ["12"]) == [reward]
 
 
 # ------------------------------------------------------------------------------------------------------ the tokenizer
@@ -150,25 +148,46 @@ def read_trace(trace: str) -> tuple[int, int, int]:
     return sums, slips, corrected
 
 
-def test_traces_slip_and_correct_themselves_at_the_given_rates():
-    generator, counts = random.Random(0), [0, 0, 0]
-    for problem in problems("train", size=2500):
-        for i, count in enumerate(read_trace(warm_up._trace(problem, generator, 0.12, 0.05))):
+def learned(folder: Path, settings: WarmUp, **arguments) -> list[tuple[str, str]]:
+    """What a toy model is taught: of each row the text that it reads, and the text that the loss is on."""
+    rows = []
+
+    def forward(self, input_ids, attention_mask, labels):
+        rows.extend(zip(input_ids, attention_mask, labels, strict=True))
+        return SimpleNamespace(loss=sum(one.sum() for one in self.parameters()) * 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen2ForCausalLM, "forward", forward)
+        tokenizer = AutoTokenizer.from_pretrained(toy_model(folder, settings=settings, progress=False, **arguments))
+    assert all((labels[labels != -100] == ids[labels != -100]).all() for ids, _, labels in rows)
+    return [(tokenizer.decode(ids[mask == 1]), tokenizer.decode(ids[labels != -100])) for ids, mask, labels in rows]
+
+
+def test_traces_slip_and_correct_themselves_at_the_given_rates(tmp_path):
+    counts, known = [0, 0, 0], set(problems("train", size=2000))
+    settings = dataclasses.replace(SMALL, steps=1, batch_size=2500, clean_share=0.0, slip_rate=0.12, wait_rate=0.05)
+    rows = learned(tmp_path, settings)
+    assert (
+        len(rows) == 2500
+        and len(known.intersection(whole.split("\n")[1][: -len(END_OF_TURN)] for whole, _ in rows)) > 9
+    )
+    for _, trace in rows:
+        for i, count in enumerate(read_trace(trace.removesuffix(END_OF_TURN))):
             counts[i] += count
     assert counts[1] / counts[0] == pytest.approx(0.12, abs=0.015)
     assert counts[2] / counts[0] == pytest.approx(0.05, abs=0.015)
-    assert read_trace(warm_up._trace("7+5-3", generator, 0.0, 0.0)) == (2, 0, 0)
 
 
-def test_the_loss_is_on_the_trace_and_its_end_only():
-    tokenizer = arithmetic_tokenizer()
-    batch = warm_up._batch(tokenizer, iter(problems("train")), random.Random(0), WarmUp(), clean=True)
-    for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
-        learned = tokenizer.decode(ids[labels != -100])
-        whole = tokenizer.decode(ids[mask == 1])
-        assert re.fullmatch(r"(\d+[+-]\d=\d+\n){2,4}The answer is \d+<\|im_end\|>", learned)
-        assert whole == whole.split("assistant\n")[0] + "assistant\n" + learned
-        assert (labels[labels != -100] == ids[labels != -100]).all()
+def test_the_loss_is_on_the_trace_and_its_end_only_and_the_first_steps_are_clean(tmp_path):
+    """Here, in the later steps all sums are wrong."""
+    settings = dataclasses.replace(SMALL, steps=4, clean_share=0.5, slip_rate=1.0, wait_rate=0.0)
+    rows = learned(tmp_path, settings)
+    assert len(rows) == 16
+    for i, (whole, trace) in enumerate(rows):
+        assert re.fullmatch(r"(\d+[+-]\d=\d+\n){2,4}The answer is \d+<\|im_end\|>", trace)
+        assert whole == whole.split("assistant\n")[0] + "assistant\n" + trace
+        sums, slips, _ = read_trace(trace.removesuffix(END_OF_TURN))
+        assert slips == (0 if i < 8 else sums)
 
 
 def names(folder: Path) -> set[str]:
@@ -182,7 +201,7 @@ def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model, monkeypatch):
     folders = {Path(small_model).name}
     for field in dataclasses.fields(WarmUp):
         value = (7,) if field.name == "operands" else 7
-        made = warm_up.cached_model(
+        made = cached_model(
             "arithmetic",
             dataclasses.asdict(dataclasses.replace(SMALL, **{field.name: value})),
             lambda folder: (folder / "model").touch(),
@@ -210,9 +229,9 @@ def test_what_an_interrupted_call_left_is_no_model_and_is_removed(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        warm_up.cached_model("a", {}, interrupted, tmp_path)
+        cached_model("a", {}, interrupted, tmp_path)
     (left,) = names(tmp_path)
-    made = warm_up.cached_model("a", {}, lambda folder: (folder / "whole").touch(), tmp_path)
+    made = cached_model("a", {}, lambda folder: (folder / "whole").touch(), tmp_path)
     assert [path.name for path in Path(made).iterdir()] == ["whole"]
     assert names(tmp_path) == {Path(made).name} != {left}
 
@@ -222,13 +241,13 @@ def test_a_concurrent_call_waits_for_the_first(tmp_path):
     with ThreadPoolExecutor(1) as pool:
 
         def make(folder):
-            second.append(pool.submit(warm_up.cached_model, "a", {}, None, tmp_path))
+            second.append(pool.submit(cached_model, "a", {}, None, tmp_path))
             (lock,) = tmp_path.glob("*.lock")
             with lock.open() as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         second = []
-        assert warm_up.cached_model("a", {}, make, tmp_path) == second[0].result()
+        assert cached_model("a", {}, make, tmp_path) == second[0].result()
 
 
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
@@ -237,14 +256,12 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
         toy_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("set_to", "folder"),
-    [("/somewhere", "/somewhere/dash_trl"), ("relative/is/invalid", "/home/somebody/.cache/dash_trl")],
-)
-def test_the_user_s_cache_folder(monkeypatch, set_to, folder):
-    monkeypatch.setenv("XDG_CACHE_HOME", set_to)
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache_folder() == Path(folder)
+def test_the_user_s_cache_folder(monkeypatch):
+    rows = [("/somewhere", "/somewhere/dash_trl"), ("relative/is/invalid", "/home/somebody/.cache/dash_trl")]
+    for set_to, folder in rows:
+        monkeypatch.setenv("XDG_CACHE_HOME", set_to)
+        monkeypatch.setenv("HOME", "/home/somebody")
+        assert cache_folder() == Path(folder)
 
 
 # -------------------------------------------------------------------------------------------------------- the programs
@@ -315,9 +332,8 @@ def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(to
     assert supports_tool_calling(tool_tokenizer) and is_chat_template_prefix_preserving(tool_tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
+def test_what_counts_as_a_call():
+    rows = [
         ("The answer is 12<|im_end|>", "The answer is 12", None),
         ("7+5=12\n<tool_call>f\na=12-3</tool_call><|im_end|>", "7+5=12", [function_call("f", a="12-3")]),
         ("<tool_call>f\na=7\nb=x=y</tool_call>", "", [function_call("f", a="7", b="x=y")]),
@@ -325,11 +341,10 @@ def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(to
         ("<tool_call>f\n12-3</tool_call><|im_end|>", "", [function_call("f")]),  # an argument without a name
         ("<tool_call>calcul", "<tool_call>calcul", None),  # cut off
         ("<tool_call>\na=7</tool_call><|im_end|>", "<tool_call>\na=7</tool_call>", None),
-    ],
-)
-def test_what_counts_as_a_call(text, content, calls):
-    message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
-    assert (message["content"], message.get("tool_calls")) == (content, calls)
+    ]
+    for text, content, calls in rows:
+        message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
+        assert (message["content"], message.get("tool_calls")) == (content, calls)
 
 
 def test_arguments_get_the_types_of_the_tool():
@@ -359,17 +374,18 @@ def test_without_tools_the_template_is_the_other_one_s():
         assert one == other
 
 
-def test_the_loss_is_on_what_the_model_writes_between_the_tool_s_answers():
-    problem = "512-291+204"
-    solution = CALCULATOR_LESSONS.solution(problem, random.Random(0), 0.0, 0.0)
-    ids, labels = warm_up._row(TOOL_TOKENIZER, problem, solution, CALCULATOR_LESSONS.tools)
-    assert TOOL_TOKENIZER.decode([token for token in labels if token != -100]) == (
+def test_the_loss_is_on_what_the_model_writes_between_the_tool_s_answers(tmp_path):
+    lessons = dataclasses.replace(CALCULATOR_LESSONS, problems=lambda *_: itertools.repeat("512-291+204"))
+    settings = dataclasses.replace(SMALL, steps=1, batch_size=1, clean_share=1.0)
+    ((whole, written),) = learned(tmp_path, settings, lessons=lessons)
+    assert written == (
         "<tool_call>calculator\nexpression=512-291</tool_call><|im_end|>"
         "<tool_call>calculator\nexpression=221+204</tool_call><|im_end|>"
         "The answer is 425<|im_end|>"
     )
-    assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
-    assert ids == token_ids(TOOL_TOKENIZER, [{"role": "user", "content": problem}, *solution])
+    solution = CALCULATOR_LESSONS.solution("512-291+204", random.Random(0), 0.0, 0.0)
+    ids = token_ids(TOOL_TOKENIZER, [{"role": "user", "content": "512-291+204"}, *solution])
+    assert whole == TOOL_TOKENIZER.decode(ids)
 
 
 def test_solutions_guess_and_slip_at_the_given_rates():

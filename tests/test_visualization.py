@@ -6,7 +6,7 @@ from dash_trl.monitoring import plot_pass_at_k, plot_run, read_metrics, smooth
 from tests.tiny import write_rows
 
 
-def test_plot_is_a_png(tmp_path):
+def test_the_plot_of_the_training_logs(tmp_path):
     logs = [
         {"step": step, "reward": step / 10, "filter/kept_rows": 0.5, "filter/kept_tokens": 0.4, "time/train": 1.0}
         for step in range(1, 6)
@@ -15,23 +15,15 @@ def test_plot_is_a_png(tmp_path):
         write_rows(tmp_path / "metrics.jsonl", [*logs, {"step": 5, "train_runtime": 3}]), tmp_path / "a.png"
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_training_logs_are_drawn(tmp_path):
-    path = write_rows(tmp_path / "m.jsonl", [{"step": 1, "eval_reward": 1.0}, {"step": 2, "reward": 0.5}])
-    assert [log["step"] for log in read_metrics(path)] == [2]
-
-
-def test_a_repeated_step_counts_once_with_its_last_log(tmp_path):
-    """As in the file of a run that was killed after step 3 and resumed from step 1."""
-    steps = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
-    path = write_rows(tmp_path / "m.jsonl", [{"step": step, "reward": reward} for step, reward in steps])
-    assert [log["reward"] for log in read_metrics(path)] == [0.1, 0.25, 0.35]
-
-
-def test_a_file_without_rewards_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="has 1 lines, but none with a reward"):
         plot_run(write_rows(tmp_path / "m.jsonl", [{"step": 1}]), tmp_path / "a.png")
+
+
+def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_last_log(tmp_path):
+    """As in the file of a run that was killed after step 3 and resumed from step 1."""
+    steps = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
+    rows = [{"step": 1, "eval_reward": 1.0}, *({"step": step, "reward": reward} for step, reward in steps)]
+    assert [log["reward"] for log in read_metrics(write_rows(tmp_path / "m.jsonl", rows))] == [0.1, 0.25, 0.35]
 
 
 def test_smooth_is_a_weighted_mean():
