@@ -343,10 +343,10 @@ def test_what_is_no_judgement_is_an_error_asked_once_and_not_kept(server, tmp_pa
     asyncio.run(ask_all())
 
 
-def test_a_server_that_does_not_answer(server):
-    server.answer = lambda request: "hangs"
-    with pytest.raises(JudgeReward.RETRY_ON, match="timed out"):
-        ask(made(server, options={"timeout": 0.2}))
+def test_a_server_that_does_not_answer():
+    with closing(FakeJudge(lambda request: "hangs")) as server:
+        with pytest.raises(JudgeReward.RETRY_ON, match="timed out"):
+            ask(made(server, options={"timeout": 0.2}))
     with pytest.raises(JudgeReward.RETRY_ON, match="(?s)Connection error. .* http://127.0.0.1:9/v1/. .*connection"):
         ask(JudgeReward("m", base_url=URL, cache=False))
 
