@@ -3,14 +3,13 @@
 import itertools
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dash_trl.process_rewards import EPISODE_MARKERS, Segmenter, line_starts
-from dash_trl.process_rewards.episodes import token_bytes
+from tests.test_tensor_arguments import refusal
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -70,11 +69,26 @@ def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest
         assert all(part.stop - part.start >= shortest for part in inner)
 
 
+def read(tokenizer, ids: list[int]) -> str:
+    """The text in which markers are searched."""
+    seen = []
+    Segmenter(tokenizer, markers=lambda text: seen.append(text) or [])(ids)
+    return seen[0]
+
+
 @settings(max_examples=50)
 @given(st.text(max_size=40))
-def test_token_bytes_are_what_the_tokens_stand_for(text):
-    table = token_bytes(TOKENIZER)
-    assert b"".join(table[token] for token in TOKENIZER(text)["input_ids"]).decode() == text
+def test_markers_are_searched_in_the_text_that_the_tokens_stand_for(text):
+    assert read(TOKENIZER, TOKENIZER(text)["input_ids"]) == text
+
+
+def test_sentencepiece_tokens():
+    vocab = {"▁a": 0, "b": 1, "<0xC3>": 2, "<0xA9>": 3, "<s>": 4}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)), bos_token="<s>"
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    assert read(tokenizer, [0, 1, 2, 3, 4]) == " abé"
 
 
 def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
@@ -84,9 +98,8 @@ def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
     assert [re.sub(r"^\W+", "", piece)[:2] for piece in pieces] == ["so", "Wa", "So", "Th"]
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments", "episodes"),
-    [
+def test_episodes_as_text():
+    for text, arguments, episodes in [
         ("Sofia xSo y", {"markers": ["So"]}, ["Sofia xSo y", ""]),  # within a word it is none
         ("é🙂é🙂 Wait 🙂é So é🙂", {"markers": ["Wait", "So"]}, ["é🙂é🙂", "Wait 🙂é", "So é🙂", ""]),
         # Without markers sentences end episodes, and then length does.
@@ -99,28 +112,23 @@ def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
         ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b", ""]),
         ("", {}, [""]),
         ("", {"end": False}, [""]),
-    ],
-)
-def test_episodes_as_text(text, arguments, episodes):
-    assert [piece.strip() for piece in cut(text, **arguments)[0]] == episodes
-
-
-def test_without_a_sentence_s_end_an_episode_ends_at_its_length():
+    ]:
+        assert [piece.strip() for piece in cut(text, **arguments)[0]] == episodes, text
     assert cut("abcdefghij" * 5, markers=["Wait"], max_episode_tokens=16, end=False)[1][1] == 16
 
 
 def test_the_final_answer_is_no_episode():
-    for answer in ("The answer is 4", "the final answer is 4.", "\\boxed{4}", "#### 4"):
-        pieces, bounds = cut(f"The answer is unclear. So x is 4. {answer}")
-        assert pieces[-1].strip() == answer
-    pieces, bounds = cut("The answer is 4")
-    assert bounds == [0] and pieces == ["The answer is 4"]
-    for answer in ("The final answer is $\\boxed{72}$.", "The answer is 72.\n#### 72"):  # announced, then written
-        text = f"So x is 4. The answer is 5? {30 * 'No, '}{answer}"
-        assert cut(text, min_episode_tokens=32)[0][-1].strip() == answer
-    for answer in ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72"):
-        text = f"So x is 4. The answer is 5? No. {answer}"  # however short an episode may be
-        assert cut(text)[0][-1].strip() == answer
+    plain = ("The answer is 4", "the final answer is 4.", "\\boxed{4}", "#### 4")
+    announced = ("The final answer is $\\boxed{72}$.", "The answer is 72.\n#### 72")  # and then written
+    short = ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72")
+    for before, answers, shortest in [
+        ("The answer is unclear. So x is 4.", plain, 1),
+        (f"So x is 4. The answer is 5? {30 * 'No, '}".strip(), announced, 32),
+        ("So x is 4. The answer is 5? No.", short, 1),  # however short an episode may be
+    ]:
+        for answer in answers:
+            assert cut(f"{before} {answer}", min_episode_tokens=shortest)[0][-1].strip() == answer
+    assert cut("The answer is 4") == (["The answer is 4"], [0])
 
 
 def test_an_answer_within_a_thought_is_not_the_final_one():
@@ -132,11 +140,11 @@ def test_an_answer_within_a_thought_is_not_the_final_one():
     assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
 
 
-@pytest.mark.parametrize("end", [True, False])
-def test_without_an_answer_the_last_boundary_is_the_end(end):
-    pieces, bounds = cut("so we add. Wait, no", end=end)
-    length = len(TOKENIZER("so we add. Wait, no")["input_ids"])
-    assert bounds[-1] == length and pieces[-1] == ""
+def test_without_an_answer_the_last_boundary_is_the_end():
+    text = "so we add. Wait, no"
+    for end in (True, False):
+        pieces, bounds = cut(text, end=end)
+        assert bounds[-1] == len(TOKENIZER(text)["input_ids"]) and pieces[-1] == ""
 
 
 def test_ids_without_a_token_have_no_text():
@@ -158,35 +166,33 @@ def of_turns(*turns: tuple[str, bool], **arguments) -> tuple[list[str], list[int
 OWN, TOOL = True, False
 
 
-@pytest.mark.parametrize(
-    ("turns", "arguments", "episodes"),
-    [
-        pytest.param(
-            [("we add. Wait, no", OWN), ("no. So x. The answer is 7", TOOL), ("x is 4. So the answer is 4", OWN)],
-            {"min_episode_tokens": 1},
-            ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So ", "the answer is 4<|end|>"],
-            id="only what the policy wrote is looked at",
-        ),
-        pytest.param(
-            [("x", OWN), ("7", TOOL), ("y", OWN), ("8", TOOL), ("z", OWN)],
-            {},
-            ["x<|end|>7", "y<|end|>8", "z", "<|end|>"],
-            id="turns that are shorter than an episode",
-        ),
-        pytest.param(
-            [("x. The answer is 4. Wait, no", OWN), ("7", TOOL), ("it is 7", OWN)],
-            {"min_episode_tokens": 1},
-            ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7", "<|end|>"],
-            id="an answer before a call of a tool is not the final one",
-        ),
-        pytest.param([("x", OWN), ("7<|end|>", TOOL)], {}, ["x<|end|>7<|end|>", ""], id="a tool has the last word"),
-        pytest.param([("", OWN), ("7", TOOL), ("", OWN)], {}, ["<|end|>7", "<|end|>"], id="turns without a word"),
-        pytest.param([("7", TOOL), ("x", OWN)], {}, ["7x", "<|end|>"], id="an environment begins"),
-        pytest.param([("7", TOOL)], {}, ["7"], id="nothing is the policy's"),
-    ],
-)
-def test_an_episode_ends_where_the_policy_s_next_turn_begins(turns, arguments, episodes):
-    assert of_turns(*turns, **arguments)[0] == episodes
+EACH = {"min_episode_tokens": 1}
+TURNS = {
+    "only what the policy wrote is looked at": (
+        [("we add. Wait, no", OWN), ("no. So x. The answer is 7", TOOL), ("x is 4. So the answer is 4", OWN)],
+        EACH,
+        ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So ", "the answer is 4<|end|>"],
+    ),
+    "turns that are shorter than an episode": (
+        [("x", OWN), ("7", TOOL), ("y", OWN), ("8", TOOL), ("z", OWN)],
+        {},
+        ["x<|end|>7", "y<|end|>8", "z", "<|end|>"],
+    ),
+    "an answer before a call of a tool is not the final one": (
+        [("x. The answer is 4. Wait, no", OWN), ("7", TOOL), ("it is 7", OWN)],
+        EACH,
+        ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7", "<|end|>"],
+    ),
+    "a tool has the last word": ([("x", OWN), ("7<|end|>", TOOL)], {}, ["x<|end|>7<|end|>", ""]),
+    "turns without a word": ([("", OWN), ("7", TOOL), ("", OWN)], {}, ["<|end|>7", "<|end|>"]),
+    "an environment begins": ([("7", TOOL), ("x", OWN)], {}, ["7x", "<|end|>"]),
+    "nothing is the policy's": ([("7", TOOL)], {}, ["7"]),
+}
+
+
+def test_an_episode_ends_where_the_policy_s_next_turn_begins():
+    for case, (turns, arguments, episodes) in TURNS.items():
+        assert of_turns(*turns, **arguments)[0] == episodes, case
 
 
 @settings(max_examples=60)
@@ -205,9 +211,8 @@ def test_short_episodes_are_merged():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_impossible_settings_are_refused():
+    for arguments, said in [
         ({"markers": []}, r"markers=\[\] cannot begin an episode"),
         ({"markers": ["Wait", ""]}, "cannot begin an episode"),
         ({"markers": "Wait"}, "markers='Wait' cannot begin an episode: pass a list"),
@@ -218,26 +223,7 @@ def test_short_episodes_are_merged():
         ({"final_answer": "(answer: )?"}, "matches an empty text"),
         ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
         ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
-    ],
-)
-def test_impossible_settings_are_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        Segmenter(TOKENIZER, **arguments)
-
-
-def test_a_slow_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="ByT5Tokenizer is not a fast tokenizer"):
-        Segmenter(ByT5Tokenizer())
-
-
-def test_sentencepiece_tokens():
-    vocab = {"▁a": 0, "b": 1, "<0xC3>": 2, "<0xA9>": 3, "<s>": 4}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)), bos_token="<s>"
-    )
-    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
-    assert b"".join(token_bytes(tokenizer)[i] for i in (0, 1, 2, 3)).decode() == " abé"
-
-
-def test_the_default_markers_begin_words():
+    ]:
+        assert re.search(said, refusal(Segmenter, TOKENIZER, **arguments)), arguments
+    assert "ByT5Tokenizer is not a fast tokenizer" in refusal(Segmenter, ByT5Tokenizer())
     assert all(re.match(r"\w", marker) for marker in EPISODE_MARKERS)

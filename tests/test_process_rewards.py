@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import (
@@ -28,8 +28,9 @@ from dash_trl.process_rewards import (
     credit_html,
     line_starts,
 )
+from tests.test_resume import WIDER
 from tests.test_tensor_arguments import refusal
-from tests.tiny import ScriptedReward, ScriptedRollouts, assert_same_update, parameters, run, tiny_tokenizer
+from tests.tiny import ScriptedReward, ScriptedRollouts, assert_same_update, parameters, run, said, tiny_tokenizer
 
 NAN = math.nan
 PROBLEMS = Dataset.from_dict(
@@ -142,25 +143,6 @@ def test_without_process_rewards_the_update_is_grpo_s(tiny_model, tmp_path):
     assert_same_update(parameters(tiny_model), parameters(plain.model), parameters(weighted.model))
 
 
-def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
-    """By an estimator that is made of values."""
-    asked = []
-
-    class Counting(AnswerLogProbValue):
-        def __call__(self, requests, trainer):
-            asked.append(sum(bool(request.boundaries) for request in requests))
-            return super().__call__(requests, trainer)
-
-    def reward(completion_ids, **kwargs):
-        return [1.0] * 8 + [NAN, 0.0, 0.0, 0.0] * 2
-
-    process = callback(value=Counting(" = ", space="probability"), estimator="gae", skip_solved=True)
-    trainer, rollouts = train(tiny_model, tmp_path, process, reward=reward)
-    assert asked == [6] and trainer.state.log_history[0]["filter/dropped_unscored"] == 0.125
-    assert not rollouts.advantages[:8].any() and not rollouts.advantages[8::4].any()
-    assert all(rollouts.advantages[row].any() for row in (9, 13))
-
-
 class InTurns(ScriptedRollouts):
     """Turns of three tokens, and a tool's three between them; of each group's first row all are the tool's."""
 
@@ -232,9 +214,11 @@ def test_rows_that_are_not_valued(way, arguments, tiny_model, tmp_path):
         function.__name__ = name
     process = ProcessRewardCallback(Boundaries(), **arguments)
     settings = {"reward": functions, "reward_weights": [1.0, 0.1, -0.5], "num_generations": 2}
-    train(tiny_model, tmp_path, process, **settings)
+    trainer, rollouts = train(tiny_model, tmp_path, process, **settings)
     skipped = [int(not request.boundaries) for request in process.value.requests]
     assert [skipped[i : i + 2] for i in range(0, 16, 2)] == [group[1 + way] for group in GROUPS]
+    assert not rollouts.advantages[torch.tensor(skipped).bool()].any() and rollouts.advantages.any()
+    assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
 
 def test_what_a_callback_takes_from_its_estimators():
@@ -343,17 +327,20 @@ OF_PARTS = [
 ]
 
 
+RIGHT = [
+    (ProcessRewardCallback, (an_estimator,), dict(settings=CreditSettings(process_weight=0, scale_floor=1))),
+    (CreditSettings, (), dict(gamma=0, lam=0)),
+    (Segmenter, (tiny_tokenizer(),), dict(markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")),
+    (Segmenter, (tiny_tokenizer(),), dict(markers=lambda text: iter([]), final_answer="(?!)")),
+    (AnswerLogProbValue, ("\\boxed{",), dict(closing="}")),
+]
+
+
 def test_mistakes_are_said_at_once():
     for part, arguments, message in [(ProcessRewardCallback, *mistake) for mistake in MISTAKES] + OF_PARTS:
         assert re.search(message, refusal(part, **arguments)), (part, arguments)
-
-
-def test_what_is_right_is_taken():
-    ProcessRewardCallback(lambda requests, trainer: [], settings=CreditSettings(process_weight=0, scale_floor=1))
-    CreditSettings(gamma=0, lam=0)
-    Segmenter(tiny_tokenizer(), markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")
-    Segmenter(tiny_tokenizer(), markers=lambda text: iter([]), final_answer="(?!)")
-    AnswerLogProbValue("\\boxed{", closing="}")
+    for part, given, arguments in RIGHT:
+        assert not refusal(part, *given, **arguments), (part, arguments)
 
 
 def test_values_are_numbers_one_per_boundary():
@@ -465,3 +452,42 @@ def test_the_picture_shows_tokens_shades_and_values():
     assert picture.index("-1.00") < picture.index("a&lt;b") < picture.index("missing") < picture.index("-0.25")
     assert credit_html([], []).startswith("<div>")
     assert line_starts("a\n\nb\n") == [3, 5]
+
+
+# ------------------------------------------------------------------------------------- what a callback has learned
+
+
+class Counts(DASHCallback):
+    """It counts the windows."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_advantages(self, *args, **kwargs):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(tiny_model, tmp_path, caplog):
+    """A run with other shapes goes on with them; that a checkpoint lacks a state is said."""
+    trainers = []
+
+    class SaveEarly(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainers[-1]._save_checkpoint(trainers[-1].model, trial=None)
+
+    counts, again, wider, other = Counts(), Counts(), Counts(), type("Other", (Counts,), {})()
+    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, str(tmp_path / "checkpoint-2")
+    train(tiny_model, tmp_path, counts, SaveEarly(), prepare=trainers.append, **settings)
+    train(tiny_model, tmp_path / "again", again, resume=checkpoint, **settings)
+    assert counts.count == again.count == 8
+    settings |= {**WIDER, "steps_per_generation": 2, "max_steps": 3}
+    train(tiny_model, tmp_path / "wider", wider, other, resume=checkpoint, **settings)
+    assert (wider.count, other.count) == (5, 1)
+    assert "holds no state of Other," in said(caplog) and "holds no state of Counts," not in said(caplog)
