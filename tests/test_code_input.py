@@ -7,9 +7,9 @@ import pytest
 
 from dash_trl import CodeReward, load_code_dataset
 from dash_trl.data import PROMPT_TEMPLATES, READS, has_tests
-from dash_trl.rewards.code import find_program
 from dash_trl.sandbox import Sandbox, UnfitTests, same_output
 from tests.attacks import programs
+from tests.test_code_reward import found
 from tests.tiny import write_rows
 
 SUMS = [("1 2\n", "3\n"), ("5 6\n", "11"), ("-1 1", "0\n\n")]
@@ -147,21 +147,18 @@ while True: os.write(1, bytes(1 << 20))
 """)
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_programs_that_read_and_print(box, name):
-    verdict = box.run(RIGHT[name], SUMS)
-    assert (verdict.passed, verdict.failed) == (3, 0), verdict
+def test_programs_that_read_and_print(box):
+    for name, program in RIGHT.items():
+        verdict = box.run(program, SUMS)
+        assert (verdict.passed, verdict.failed) == (3, 0), (name, verdict)
+    with Sandbox(isolation="landlock") as other:
+        assert all(other.run(RIGHT[name], SUMS).right for name in ("input", "open", "file numbers"))
 
 
-def test_programs_that_read_under_landlock():
-    with Sandbox(isolation="landlock") as box:
-        assert all(box.run(RIGHT[name], SUMS).right for name in ("input", "open", "file numbers"))
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_programs_that_print_something_else(box, name):
-    verdict = box.run(WRONG[name], [("1 2\n", "3\n"), ("1 3\n", "4\n")])
-    assert (verdict.passed, verdict.failed) == (0, 2) and verdict.reason, verdict
+def test_programs_that_print_something_else(box):
+    for name, program in WRONG.items():
+        verdict = box.run(program, [("1 2\n", "3\n"), ("1 3\n", "4\n")])
+        assert (verdict.passed, verdict.failed) == (0, 2) and verdict.reason, (name, verdict)
 
 
 def test_inputs_and_scripts_are_counted_together(box):
@@ -187,7 +184,7 @@ def test_megabytes_of_input_are_read_and_more_is_an_error(box):
 
 
 def test_inputs_and_outputs_that_are_no_texts_score_nothing(box):
-    for pair in (("1", None), ("1", 1), (1, "1")):
+    for pair in (("1", None), (1, "1")):
         with pytest.raises(UnfitTests, match="have to be texts"):
             box.run("print(1)", [pair])
 
@@ -195,9 +192,8 @@ def test_inputs_and_outputs_that_are_no_texts_score_nothing(box):
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
+def test_which_outputs_are_the_same():
+    for printed, expected, same in [
         ("1 2\n", "1 2", True),
         ("1 2  \n3\n\n\n", "1 2\n3", True),
         ("1 2\r\n3\r\n", "1 2\n3\n", True),
@@ -231,27 +227,24 @@ def test_inputs_and_outputs_that_are_no_texts_score_nothing(box):
         ("٣", "3", False),
         ("nan", "1.0", False),
         ("inf", "1.0", False),
-    ],
-)
-def test_which_outputs_are_the_same(found, expected, same):
-    assert same_output(found, expected) is same
+    ]:
+        assert same_output(printed, expected) is same, (printed, expected)
 
 
 # ---------------------------------------------------------------------------------------- completions and datasets
 
 
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
+def test_the_program_is_the_block_that_reads():
+    for completion, program in [
         (f"```python\n{ADD}\n```\nFor 1 2 it prints\n```\n3\n```", ADD),
         (f"```python\ndef f(): pass\n```\nAll of it:\n```python\n{ADD}\n```", ADD),
-        ("```python\nimport sys\nprint(sys.stdin.read())\n```\nRun it:\n```bash\npython a.py\n```", None),
+        (
+            "```python\nimport sys\nprint(sys.stdin.read())\n```\nRun it:\n```bash\npython a.py\n```",
+            "import sys\nprint(sys.stdin.read())",
+        ),
         ("```python\nprint(3)\n```", "print(3)"),
-    ],
-)
-def test_the_program_is_the_block_that_reads(completion, program):
-    found = find_program(completion, reads=True)
-    assert found == (program or "import sys\nprint(sys.stdin.read())")
+    ]:
+        assert found(completion, inputs=["1 2"], outputs=["3"]) == program, completion
 
 
 def test_the_reward_of_a_program_that_reads():
@@ -298,35 +291,30 @@ METHOD = "class Solution:\n    def add(self, a, b):\n        return (tuple(a + b
 SUM = "def add(a, b): return a + b"
 
 
-@pytest.mark.parametrize(
-    ("rows", "right"),
-    [
-        ([APPS], [ADD]),
+def test_layouts_of_programs_that_read(box, tmp_path):
+    layouts = [
         ([TACO], [ADD]),
         ([CONTESTS], [ADD]),
-        ([CALL, FUNCTION], [METHOD, SUM]),
         ([APPS, CALL, FUNCTION], [ADD, METHOD, SUM]),
+        ([CALL, FUNCTION], [METHOD, SUM]),
         ([{"prompt": "p", "inputs": ["1 2"], "outputs": ["3"]}], [ADD]),
-    ],
-)
-def test_layouts_of_programs_that_read(box, tmp_path, rows, right):
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    loaded = load_code_dataset(path)
-    assert has_tests(path) and set(loaded.column_names) <= {"prompt", "tests", "inputs", "outputs", "entry_point"}
-    for row, program in zip(loaded, right, strict=True):
-        columns = {name: value for name, value in row.items() if name != "prompt"}
-        scores = [CodeReward(box)(f"```python\n{one}\n```", **columns)[0] for one in (program, "def f(): input()")]
-        assert scores == [1.0, 0.0]
+    ]
+    for i, (rows, right) in enumerate(layouts):
+        path = write_rows(tmp_path / f"{i}.jsonl", rows)
+        loaded = load_code_dataset(path)
+        assert has_tests(path) and set(loaded.column_names) <= {"prompt", "tests", "inputs", "outputs", "entry_point"}
+        for row, program in zip(loaded, right, strict=True):
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            tried = (program, "def f(): input()")
+            scores = [CodeReward(box)(f"```python\n{one}\n```", **columns)[0] for one in tried]
+            assert scores == [1.0, 0.0], program
 
 
-def test_a_row_may_have_scripts_and_inputs(tmp_path):
+def test_a_row_may_have_scripts_and_inputs_but_no_inputs_alone(tmp_path):
     row = {"prompt": "p", "tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}
     loaded = load_code_dataset(write_rows(tmp_path / "a.jsonl", [row]))[0]
     assert {name: loaded[name] for name in row} == row
-
-
-def test_inputs_without_outputs_are_no_tests(tmp_path):
-    assert not has_tests(write_rows(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "2", "inputs": "1"}]))
+    assert not has_tests(write_rows(tmp_path / "b.jsonl", [{"question": "1 + 1?", "answer": "2", "inputs": "1"}]))
 
 
 def test_the_prompts_say_how_a_program_is_called(tmp_path):
@@ -339,17 +327,15 @@ def test_the_prompts_say_how_a_program_is_called(tmp_path):
     assert prompt["content"] == PROMPT_TEMPLATES["code"].format(problem=f"Add two numbers.{READS}")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_inputs_that_cannot_be_read_are_named(tmp_path):
+    mistakes = [
         ({**APPS, "input_output": "{"}, "Row 1 of .* inputs and outputs in 'input_output' that cannot be read"),
         (
             {**APPS, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
             "Row 1 of .* cannot be read .*shorter",
         ),
         ({**APPS, "input_output": ""}, "1 of 2 rows of .* lack tests in 'input_output'; the first is row 1"),
-    ],
-)
-def test_inputs_that_cannot_be_read_are_named(tmp_path, row, message):
-    with pytest.raises(ValueError, match=message):
-        load_code_dataset(write_rows(tmp_path / "a.jsonl", [APPS, row]))
+    ]
+    for i, (row, message) in enumerate(mistakes):
+        with pytest.raises(ValueError, match=message):
+            load_code_dataset(write_rows(tmp_path / f"{i}.jsonl", [APPS, row]))

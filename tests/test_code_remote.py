@@ -2,10 +2,7 @@
 
 import ast
 import json
-import os
 import pickle
-import select
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from dash_trl import CodeReward
 from dash_trl.sandbox import SandboxError, SandboxFusion, UnfitTests, Verdict, remote
 from tests.fake_fusion import fake_fusion
+from tests.test_workers import ends
 
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
 
@@ -70,21 +68,18 @@ def test_what_a_sandbox_holds_is_closed_and_its_count_is_kept():
 # ----------------------------------------------------------------------------------------------------- SandboxFusion
 
 
-@pytest.mark.parametrize(
-    ("program", "tests", "passed", "failed", "reason"),
-    [
+def test_verdicts_of_a_server(server):
+    for program, tests, passed, failed, reason in [
         (RIGHT, TESTS, 2, 0, None),
         ("def f(x): return 2", TESTS, 1, 1, "AssertionError: "),
         ("def f(x) return 2", TESTS, 0, 1, "SyntaxError: expected ':' (solution.py, line 1)"),
         ("import math\ndef f(x): return math.inf", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
         ("def f(x): return []", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
         ("print(int(input()) + 1)", [("1\n", "2\n"), ("5", "6.0"), ("1", "3")], 2, 1, ""),
-    ],
-)
-def test_verdicts_of_a_server(server, program, tests, passed, failed, reason):
-    verdict = SandboxFusion(server.url).run(program, tests, "f")
-    assert (verdict.passed, verdict.failed) == (passed, failed) and verdict.cpu_seconds == 0.1
-    assert verdict.reason == reason or reason == "" and verdict.reason.startswith("AssertionError")
+    ]:
+        verdict = SandboxFusion(server.url, seconds=600).run(program, tests, "f")
+        assert (verdict.passed, verdict.failed, verdict.cpu_seconds) == (passed, failed, 0.1), program
+        assert verdict.reason == reason or reason == "" and verdict.reason.startswith("AssertionError"), program
 
 
 FORGED = {
@@ -109,18 +104,20 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(server, name):
-    assert not SandboxFusion(server.url).run(FORGED[name], ["assert f(1) == 2"]).right
+def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(server):
+    for name, program in FORGED.items():
+        assert not SandboxFusion(server.url, seconds=600).run(program, ["assert f(1) == 2"]).right, name
 
 
 def test_a_programs_time_out_is_wrong_and_its_process_ends(server, tmp_path):
-    number = tmp_path / "number"
+    """On a busy machine it gets more time to begin."""
+    number, seconds = tmp_path / "number", 0.5
     program = f"import os\nopen({str(number)!r}, 'w').write(str(os.getpid()))\ndef f(x):\n    while True: pass"
-    verdict = SandboxFusion(server.url, seconds=1).run(program, TESTS)
-    assert not verdict.right and verdict.reason == "more than 1 s"
-    with suppress(ProcessLookupError):  # it has gone
-        assert select.select([os.pidfd_open(int(number.read_text()))], [], [], 10)[0], "it goes on"
+    while not (number.exists() and number.read_text()):
+        seconds *= 2
+        verdict = SandboxFusion(server.url, seconds=seconds).run(program, TESTS)
+        assert not verdict.right and verdict.reason == f"more than {seconds:g} s"
+    assert ends(int(number.read_text())), "it goes on"
 
 
 def test_what_is_sent(server):
@@ -140,20 +137,17 @@ def test_what_is_sent(server):
 ERROR = json.dumps({"status": "SandboxError", "message": "no pod", "run_result": None}).encode()
 
 
-@pytest.mark.parametrize(
-    ("answers", "waits"),
-    [
+def test_a_servers_failure_is_asked_again(server):
+    for answers, waits in [
         ([(500, {}, b"no")], [1.0]),
         ([(503, {}, b"no"), (429, {"Retry-After": "7"}, b""), (200, {}, ERROR)], [1.0, 7.0, 4.0]),
         ([(502, {"Retry-After": "9999"}, b"")], [60.0]),
         ([(200, {"Content-Length": "9"}, b"{")], [1.0]),
         ([(200, {}, b"[]")], [1.0]),
-    ],
-)
-def test_a_servers_failure_is_asked_again(server, answers, waits):
-    server.answers = answers
-    assert SandboxFusion(server.url).run(RIGHT, TESTS).right
-    assert server.waits == waits
+    ]:
+        server.answers, server.waits[:] = list(answers), []
+        assert SandboxFusion(server.url, seconds=600).run(RIGHT, TESTS).right
+        assert server.waits == waits, answers
 
 
 def finished(**result) -> bytes:
@@ -161,9 +155,8 @@ def finished(**result) -> bytes:
     return json.dumps({"status": "Failed", "message": "", "run_result": done}).encode()
 
 
-@pytest.mark.parametrize(
-    ("answer", "count", "message"),
-    [
+def test_a_servers_failure_is_no_verdict(server):
+    for answer, count, message in [
         ((200, {}, ERROR), 4, "HTTP status 200: .*SandboxError.*no pod"),
         ((500, {}, b"out of order"), 4, "HTTP status 500: .*out of order"),
         ((404, {}, b""), 1, "HTTP status 404"),
@@ -171,13 +164,12 @@ def finished(**result) -> bytes:
         ((200, {}, bytes(17 << 20)), 1, "more than 16,777,216 bytes"),
         ((200, {}, finished()), 1, "did not run the tests: .*no fork"),
         ((200, {}, finished(status="Error")), 1, "did not run the tests"),
-    ],
-)
-def test_a_servers_failure_is_no_verdict(server, answer, count, message):
-    server.answers = [answer] * count
-    with pytest.raises(SandboxError, match=message):
-        SandboxFusion(server.url).run(RIGHT, TESTS)
-    assert len(server.requests) == count
+    ]:
+        server.answers = [answer] * count
+        server.requests.clear()
+        with pytest.raises(SandboxError, match=message):
+            SandboxFusion(server.url, seconds=600).run(RIGHT, TESTS)
+        assert len(server.requests) == count, message
 
 
 def test_a_server_that_is_gone_is_no_verdict(monkeypatch):
@@ -188,22 +180,19 @@ def test_a_server_that_is_gone_is_no_verdict(monkeypatch):
         SandboxFusion(url).run(RIGHT, TESTS)
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
+def test_tests_that_score_no_program_are_an_error_of_theirs(server):
+    for tests, message in [
         (["assert f(1) =="], "SyntaxError"),
         (["assert 1 == 1"], "never call anything of the program"),
         ([("x" * (9 << 20), "")], "an input or output of 9,437,186 bytes"),
         ([("x" * (7 << 20), "")] * 5, "a request of .* bytes, and the limit is 33,554,432"),
-    ],
-)
-def test_tests_that_score_no_program_are_an_error_of_theirs(server, tests, message):
-    with pytest.raises(UnfitTests, match=message):
-        SandboxFusion(server.url).run(RIGHT, tests)
+    ]:
+        with pytest.raises(UnfitTests, match=message):
+            SandboxFusion(server.url, seconds=600).run(RIGHT, tests)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8080", "http://", "http://user:secret@127.0.0.1:8080", "ftp://a/run_code"])
-def test_an_address_that_cannot_be(url):
-    with pytest.raises(ValueError, match="The URL of a SandboxFusion server must be") as error:
-        SandboxFusion(url)
-    assert "secret" not in str(error.value)
+def test_an_address_that_cannot_be():
+    for url in ["127.0.0.1:8080", "http://", "http://user:secret@127.0.0.1:8080", "ftp://a/run_code"]:
+        with pytest.raises(ValueError, match="The URL of a SandboxFusion server must be") as error:
+            SandboxFusion(url)
+        assert "secret" not in str(error.value)

@@ -11,8 +11,8 @@ import pytest
 
 from dash_trl import CodeReward, load_code_dataset
 from dash_trl.evaluation import Reward, SampledCompletion
-from dash_trl.rewards.code import find_program
-from dash_trl.sandbox import Sandbox, SandboxError, UnfitTests
+from dash_trl.sandbox import Sandbox, UnfitTests, Verdict
+from dash_trl.workers import run_within
 from tests.attacks import programs
 
 MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
@@ -36,9 +36,26 @@ F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
 STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
 
 
-@pytest.mark.parametrize(
-    ("completion", "entry_point", "program"),
-    [
+class Given:
+    """A sandbox that keeps the programs that it is given."""
+
+    def __init__(self):
+        self.programs = []
+
+    def run(self, program, tests, entry_point=None):
+        self.programs.append(program)
+        return Verdict(1, 0, None, 0.0)
+
+
+def found(completion: str, *columns: object, tests: str | None = "assert f(1)", **more: object) -> str | None:
+    """The program of a completion that the reward runs."""
+    sandbox = Given()
+    CodeReward(sandbox)(completion, tests, *columns, **more)
+    return sandbox.programs[0] if sandbox.programs else None
+
+
+def test_the_program_of_a_completion():
+    for completion, entry_point, program in [
         (fenced(F), "f", F),
         (fenced(F, ""), "f", F),
         (fenced(F, "Python"), "f", F),
@@ -82,16 +99,13 @@ STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
         (fenced("f(x) = x", "haskell"), "f", None),
         ("The function is f(x) = x + 1.", "f", None),
         ("(" * 100_000, "f", None),
-    ],
-)
-def test_the_program_of_a_completion(completion, entry_point, program):
-    found = find_program(completion, entry_point)
-    assert (found and found.strip()) == program
+    ]:
+        text = found(completion, entry_point)
+        assert (text and text.strip()) == program, completion
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
+def test_a_body_continues_its_starter_code():
+    for completion in [
         "    return x * pi\n",
         "    return x * pi",
         "return x * pi",
@@ -104,24 +118,19 @@ def test_the_program_of_a_completion(completion, entry_point, program):
         fenced("return x * pi"),
         fenced("def f(x):\n    return x * pi"),
         fenced("from math import pi\ndef f(x):\n    return x * pi"),
-    ],
-)
-def test_a_body_continues_its_starter_code(completion):
-    names: dict = {}
-    exec(find_program(completion, "f", STARTER), names)
-    assert names["f"](2) == pytest.approx(6.2831853)
+    ]:
+        names: dict = {}
+        exec(found(completion, "f", STARTER), names)
+        assert names["f"](2) == pytest.approx(6.2831853), completion
 
 
-@pytest.mark.parametrize(
-    "start", ["", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("```python\n", "a"))]
-)
-@pytest.mark.parametrize("run", ["`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"])
-def test_a_program_is_found_in_linear_time(start, run):
-    """In quadratic time this would take minutes."""
-    half = 200_000 // len(run)
-    for text in (start + run * half, start + run * half + " " * 200_000 + "`"):
-        find_program(text)
-        find_program(text, "f", STARTER)
+def test_a_program_is_found_in_linear_time():
+    """In quadratic time this would take minutes of CPU time."""
+    for run in ("`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"):
+        half = 100_000 // len(run)
+        for text in (run * half, f"```python\n{run * half}" + " " * 100_000 + "`"):
+            run_within(60, found, text)
+            run_within(60, found, text, "f", STARTER)
 
 
 # ------------------------------------------------------------------------------------------------- what it is scored
@@ -135,24 +144,20 @@ def test_scores(reward):
     assert reward("I do not know.", TESTS) == (0.0, {"passed": 0.0, "explanation": "no program"})
 
 
-@pytest.mark.parametrize(
-    ("tests", "error", "reason"),
-    [
+def test_tests_that_score_no_program_are_an_error(reward):
+    for tests, error, reason in [
         *[(empty, ValueError, "this row has no tests") for empty in (None, [], "", [" "], [""])],
         ("assert f(1) ==", UnfitTests, "SyntaxError"),
         ("assert 1 == 1", UnfitTests, "never call anything of the program"),
         ("def check(candidate):\n    assert candidate(1) == 2", UnfitTests, "never call anything of the program"),
         ("class Node: pass\nassert f(Node()) == 1", UnfitTests, "an argument of type 'Node'"),
-    ],
-)
-def test_tests_that_score_no_program_are_an_error(reward, tests, error, reason):
-    with pytest.raises(error, match=reason):
-        reward(fenced(RIGHT), tests)
+    ]:
+        with pytest.raises(error, match=reason):
+            reward(fenced(RIGHT), tests)
 
 
-@pytest.mark.parametrize(
-    ("tests", "passed", "failed"),
-    [
+def test_what_counts_as_a_test(reward):
+    for tests, passed, failed in [
         ("assert f(1) == 2\nassert f(1) == 0\nassert f(2) == 3", 2, 1),
         ("for x in range(5):\n    assert f(x) == x + 1", 5, 0),
         ("for x in range(5):\n    y = f(x)\n    assert y != 3\n    assert y > 0", 4, 1),
@@ -165,11 +170,9 @@ def test_tests_that_score_no_program_are_an_error(reward, tests, error, reason):
         ("try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", 1, 0),
         ("import sys\nassert f(1) == 2\nsys.exit(0)", 1, 0),
         ("import sys\nassert f(1) == 2\nsys.exit(1)", 1, 1),
-    ],
-)
-def test_what_counts_as_a_test(reward, tests, passed, failed):
-    verdict = reward.sandbox.run(RIGHT, [tests])
-    assert (verdict.passed, verdict.failed, verdict.right) == (passed, failed, not failed)
+    ]:
+        verdict = reward.sandbox.run(RIGHT, [tests])
+        assert (verdict.passed, verdict.failed, verdict.right) == (passed, failed, not failed), tests
 
 
 VALUES = """
@@ -185,14 +188,16 @@ IMPORTS = (
 )
 
 
-@pytest.mark.parametrize("value", [one.strip() for line in VALUES.strip().splitlines() for one in line.split(";")])
-def test_values_cross_both_ways(reward, value):
+def test_values_cross_both_ways(reward):
     """As an argument and as a result, of the same type; text that `repr` writes tells -0.0 from 0.0."""
-    program = f"{IMPORTS}def f(x):\n    want = {value}\n    assert repr(x) == repr(want) and type(x) is type(want)\n"
-    program += "    return want"
-    tests = f"{IMPORTS}want = {value}\ngot = f(want)\nassert repr(got) == repr(want) and type(got) is type(want)"
-    verdict = reward.sandbox.run(program, [tests])
-    assert verdict.right, verdict
+    for value in [one.strip() for line in VALUES.strip().splitlines() for one in line.split(";")]:
+        program = (
+            f"{IMPORTS}def f(x):\n    want = {value}\n    assert repr(x) == repr(want) and type(x) is type(want)\n"
+        )
+        program += "    return want"
+        tests = f"{IMPORTS}want = {value}\ngot = f(want)\nassert repr(got) == repr(want) and type(got) is type(want)"
+        verdict = reward.sandbox.run(program, [tests])
+        assert verdict.right, (value, verdict)
 
 
 EXCHANGED = programs("""
@@ -367,25 +372,22 @@ assert f() == 1
 """)
 
 
-@pytest.mark.parametrize("name", EXCHANGED)
-def test_what_programs_and_tests_exchange(reward, name):
+def test_what_programs_and_tests_exchange(reward):
     """As above the line, a program; below it, what holds of it."""
-    program, test = EXCHANGED[name].split("---\n")
-    verdict = reward.sandbox.run(program, [test], "sum")
-    assert verdict.right, verdict
+    for name, text in EXCHANGED.items():
+        program, test = text.split("---\n")
+        verdict = reward.sandbox.run(program, [test], "sum")
+        assert verdict.right, (name, verdict)
 
 
-@pytest.mark.parametrize(
-    ("program", "call"),
-    [("def x(): return object", "x()()"), ("x = [memoryview]", "x[0](b'')"), ("x = {1: object}", "[x[1]()]")],
-)
-def test_what_a_programs_type_makes_is_wrong_and_its_tests_are_fit(reward, program, call):
+def test_what_a_programs_type_makes_is_wrong_and_its_tests_are_fit(reward):
     """The tests made it by calling what they got. Without the program's type, they are at fault."""
-    tests = [f"assert h({call}) == 3"]
-    verdict = reward.sandbox.run(f"{program}\ndef h(y): return 3", tests)
-    assert not verdict.right and "SolutionError: an argument of type" in verdict.reason
-    with pytest.raises(UnfitTests, match="an argument of type 'object'"):
-        reward.sandbox.run(f"{program}\ndef h(y): return 3", ["assert h(object()) == 3"])
+    rows = [("def x(): return object", "x()()"), ("x = [memoryview]", "x[0](b'')"), ("x = {1: object}", "[x[1]()]")]
+    for program, call in rows:
+        verdict = reward.sandbox.run(f"{program}\ndef h(y): return 3", [f"assert h({call}) == 3"])
+        assert not verdict.right and "SolutionError: an argument of type" in verdict.reason, program
+        with pytest.raises(UnfitTests, match="an argument of type 'object'"):
+            reward.sandbox.run(f"{program}\ndef h(y): return 3", ["assert h(object()) == 3"])
 
 
 def test_a_tests_function_leads_the_program_nowhere(reward):
@@ -416,9 +418,8 @@ def test_a_set_has_the_same_order_in_every_sandbox():
 # --------------------------------------------------------------------------------------------------- limits, settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_cannot_be():
+    for settings, message in [
         ({"cpu_seconds": 0}, "cpu_seconds=0 must be an integer of at least 1"),
         ({"cpu_seconds": -1}, "cpu_seconds=-1"),
         ({"cpu_seconds": 0.5}, "cpu_seconds=0.5"),
@@ -430,37 +431,26 @@ def test_a_set_has_the_same_order_in_every_sandbox():
         ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
         ({"isolation": "landlock", "children": True}, "children=True needs isolation='namespaces', not 'landlock'"),
         ({"isolation": "docker"}, "isolation='docker' is unknown. Choose one of .'namespaces', 'landlock', 'rlimits'."),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Sandbox(**settings)
-
-
-def test_a_sandbox_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr("dash_trl.sandbox.box.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
-    with CodeReward() as one, pytest.raises(SandboxError, match="programs cannot be confined on this machine"):
-        one(fenced(RIGHT), TESTS)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Sandbox(**settings)
 
 
 def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
     """As in a container that has one user only."""
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{WEAKER}"
     command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["landlock", "landlock", "1.0"], done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines() == ["landlock True"] * 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert "confined by landlock, because" in line and "number of threads (looked at every 0.05 s)" in line
 
 
 WEAKER = """
-from dash_trl import CodeReward
 from dash_trl.sandbox import Sandbox
 for _ in range(2):
     with Sandbox() as box:
-        print(box.kind)
-with CodeReward() as reward:
-    print(reward("def f(x): return x + 1", ["assert f(1) == 2"])[0])
+        print(box.kind, box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
 """
 
 
@@ -480,15 +470,21 @@ def test_it_may_be_copied_closed_and_called_again_and_from_many_threads():
 
 
 def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
-    code = CodeReward()
-    with Reward(code) as judged:
+    closed = []
+
+    class Closed(Sandbox):
+        def close(self):
+            closed.append(True)
+            super().close()
+
+    with Reward(CodeReward(Closed())) as judged:
 
         def scores(program: str, tests: list[str]) -> list[float | None]:
             return judged.scores({"prompt": "", "tests": tests}, [SampledCompletion(fenced(program), [], False)])
 
         assert [scores(RIGHT, TESTS), scores("def f(x): return x", TESTS)] == [[1.0], [0.0]]
         assert scores(RIGHT, ["never Python ("]) == [None]
-    assert code.sandbox._starter is None, "the runner was not closed"
+    assert closed, "the runner was not closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+
@@ -498,7 +494,7 @@ def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
     problems = list(load_code_dataset(MBPPPLUS, split="all", completion=True))
-    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 24)}
+    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 48)}
     with ThreadPoolExecutor(4) as pool:
 
         def score(code: int, problem: int) -> float:
