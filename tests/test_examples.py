@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
 from importlib.util import find_spec
@@ -33,27 +31,13 @@ from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp, toy_model
+from tests.launching import CONFIGS, ROOT
 from tests.tiny import read_rows
 
-ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "examples" / "train_math.py"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 SETTINGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
 SMALL = {**SETTINGS, "max_steps": 1, "max_completion_length": 16, "use_cpu": True, "bf16": False, "report_to": "none"}
-
-
-def launch(script: Path, *arguments: object, config: str = "single_process") -> subprocess.CompletedProcess[str]:
-    """`accelerate launch SCRIPT …` in its own process, with two threads as `make demo` has."""
-    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
-    done = subprocess.run(
-        [*command, str(script), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "2", "CI": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done
 
 
 def flags(settings: dict[str, object]) -> list[str]:
@@ -72,23 +56,38 @@ def main(script: str, *arguments: object) -> None:
         runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
 
 
+def measured(said: str) -> dict[str, tuple[float, float]]:
+    """The accuracies that a script has printed, before and after training."""
+    found = re.findall(r"(sampled|greedy) accuracy on 256 held-out problems: (.*) before, (.*) after", said)
+    return {name: (float(before), float(after)) for name, before, after in found}
+
+
 @pytest.mark.slow
-def test_without_arguments_it_learns_and_says_where_everything_is(tmp_path):
-    done = launch(ROOT / "examples" / "train_math.py", "--output_dir", tmp_path)
-    measured = dict(re.findall(r"(sampled|greedy) accuracy on 256 .*: (.* before, .*) after", done.stdout))
-    sampled, greedy = (tuple(map(float, measured[name].split(" before, "))) for name in ("sampled", "greedy"))
-    assert 0.35 <= sampled[0] <= 0.65
-    assert sampled[1] - sampled[0] >= 0.2
-    assert greedy[1] >= 0.95  # 0.969 to 1.0 over seeds, machines and threads: the sums are not unlearned
+def test_smoke_of_the_demo(launch, tmp_path):
+    """`make demo` with few steps: it says where everything is."""
+    config = CONFIGS / "single_process.yaml"
+    done = launch(DEMO, "--output_dir", tmp_path, "--max_steps", 2, config=config, threads=2)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert measured(done.stdout).keys() == {"sampled", "greedy"}
     assert "kept=" in done.stderr and "reward=" in done.stderr  # the progress bar
     metrics, plot, model = (
         re.search(rf"^{name}: +(.+)$", done.stdout, re.M)[1] for name in ("metrics", "plot", "model")
     )
-    assert len(steps(tmp_path)) == 80 and Path(metrics) == tmp_path / "metrics.jsonl"
+    assert len(steps(tmp_path)) == 2 and Path(metrics) == tmp_path / "metrics.jsonl"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
     saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(toy_model())
     text = "<|im_start|>user\n7+5-3<|im_end|>\n7+5=12\nThe answer is 9"
     assert saved(text)["input_ids"] == original(text)["input_ids"]
+
+
+@pytest.mark.slow
+def test_without_arguments_it_learns(tmp_path, capsys):
+    main("train_math", "--output_dir", tmp_path)
+    found = measured(capsys.readouterr().out)
+    assert 0.35 <= found["sampled"][0] <= 0.65
+    assert found["sampled"][1] - found["sampled"][0] >= 0.2
+    assert found["greedy"][1] >= 0.95  # 0.969 to 1.0 over seeds, machines and threads: the sums are not unlearned
+    assert len(steps(tmp_path)) == 80
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
@@ -163,17 +162,14 @@ def test_a_value_that_learns_and_a_weight_by_flags():
     assert process_callback(*flags).settings.process_weight == "auto"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_about_the_value():
+    for arguments, message in (
         (["--value", "outcome", "--value_space", "probability"], "value_space='probability' has no effect with --val"),
         (["--value", "outcome", "--force_prompt", "So: "], "force_prompt='So: ' has no effect with --value outcome"),
         (["--process_weight", "some"], "process_weight='some'.* out of range: weights are >= 0 .*'auto'"),
-    ],
-)
-def test_mistakes_about_the_value(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        process_callback(*arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            process_callback(*arguments)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
@@ -186,25 +182,22 @@ def test_programs_are_trained_on(tmp_path, monkeypatch, capsys, count):
     monkeypatch.setattr(train_math, "accuracy", of_some)
     settings = {"max_steps": count, "gradient_accumulation_steps": 4 if count == 1 else 16, "output_dir": tmp_path}
     main("train_code", *flags(settings))
-    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
-    before, after = map(float, said.groups())
+    before, after = measured(capsys.readouterr().out)["sampled"]
     assert 0.1 < before < 0.9 and (count == 1 or after - before >= 0.1)
     for step in steps(tmp_path):
         assert 0.2 < step["rewards/code/mean"] <= step["rewards/code/passed"]
         assert step["filter/kept_rows"] > 0 and step["filter/dropped_unscored"] == 0
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys, noise):
+def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys):
     """With a model that was warmed up for next to no time, on a few of the problems."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     warm_up = WarmUp(steps=2, batch_size=4, hidden_size=32, num_layers=1, num_heads=1)
     monkeypatch.setattr(toy_tools, "CALCULATOR_WARM_UP", warm_up)
     monkeypatch.setattr(toy_tools, "TEST_PROBLEMS", 4)
-    settings = {**SMALL, "per_device_eval_batch_size": 8, "output_dir": tmp_path / "run", "noise": noise}
+    settings = {**SMALL, "per_device_eval_batch_size": 8, "output_dir": tmp_path / "run", "noise": True}
     main("train_tools", *flags(settings))
-    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
-    assert all(0 <= float(share) <= 1 for share in said.groups())
+    assert all(0 <= share <= 1 for share in measured(capsys.readouterr().out)["sampled"])
     (step,) = [one for one in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in one]
     assert {"tools/call_frequency", "tools/failure_frequency"} <= step.keys()
 
@@ -214,41 +207,36 @@ def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys, noise):
 @pytest.mark.parametrize("noise", [False, True])
 def test_what_is_learned_is_to_use_the_tool(tmp_path, capsys, noise):
     main("train_tools", *flags({"output_dir": tmp_path, "noise": noise}))
-    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
-    before, after = map(float, said.groups())
+    before, after = measured(capsys.readouterr().out)["sampled"]
     assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
 
 
-@pytest.mark.parametrize("task", [Mathematics, Programming])
-def test_code_on_problems_of_ones_own(own_folder, task):
+def test_code_on_problems_of_ones_own(own_folder):
     """MBPP's columns, which either script knows, and scores by its tests."""
     row = {"text": "Add one.", "code": "", "test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
     Path("code.jsonl").write_text(json.dumps(row) + "\n")
-    mathematics = task(MathArguments(dataset_name="code.jsonl"))
     args = mock.MagicMock(eval_strategy="no", eval_on_start=False)
-    ((problem,), _) = train_math.load_problems(mathematics, args, AutoTokenizer.from_pretrained("model"))
-    with mathematics.reward() as runner:
-        programs = ("def f(x): return x + 1", "def f(x): return 2")
-        request = runner.submit(
-            [{**problem, "completion": [{"role": "assistant", "content": one}]} for one in programs]
-        )
-        request.wait()
-    right, wrong = (outcome.value for outcome in request.outcomes[0])
-    assert right == 1.0 and wrong < 1.0
+    programs = ("def f(x): return x + 1", "def f(x): return 2")
+    completions = [[{"role": "assistant", "content": one}] for one in programs]
+    for kind in (Mathematics, Programming):
+        task = kind(MathArguments(dataset_name="code.jsonl"))
+        ((problem,), _) = train_math.load_problems(task, args, AutoTokenizer.from_pretrained("model"))
+        with task.reward() as runner:
+            request = runner.submit([{**problem, "completion": one} for one in completions])
+            request.wait()
+        right, wrong = (outcome.value for outcome in request.outcomes[0])
+        assert right == 1.0 and wrong < 1.0, kind
 
 
-@pytest.mark.parametrize(
-    ("row", "named", "expected"),
-    [
+def test_columns_have_flags(own_folder):
+    for row, named, expected in (
         ({"q": "1+1", "gold": "2", "test": "none"}, ["--answer_column", "gold"], {"prompt": "1+1", "answer": "2"}),
         ({"q": "f", "tests": ["assert f()"]}, [], {"prompt": "f", "tests": ["assert f()"], "entry_point": None}),
-    ],
-)
-def test_columns_have_flags(own_folder, row, named, expected):
-    Path("odd.jsonl").write_text(json.dumps(row) + "\n")
-    flags = ["--dataset_name", "odd.jsonl", "--problem_column", "q", "--prompt_template", "plain", *named]
-    (script,) = TrlParser(MathArguments).parse_args_and_config(flags)
-    assert script.problems(chat=False, split="train").to_list() == [expected]
+    ):
+        Path("odd.jsonl").write_text(json.dumps(row) + "\n")
+        flags = ["--dataset_name", "odd.jsonl", "--problem_column", "q", "--prompt_template", "plain", *named]
+        (script,) = TrlParser(MathArguments).parse_args_and_config(flags)
+        assert script.problems(chat=False, split="train").to_list() == [expected]
 
 
 JUDGED = """
@@ -264,11 +252,13 @@ train_judge.main(sys.argv[1:], make_task=train_judge.Judged)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
+def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
     """Both ask the one judge of the first rank."""
     (tmp_path / "judged.py").write_text(JUDGED)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "log_completions": True}
-    launch(tmp_path / "judged.py", *flags({**settings, "output_dir": tmp_path}), config="cpu")
+    settings["output_dir"] = tmp_path
+    done = launch(tmp_path / "judged.py", *flags(settings), config=CONFIGS / "cpu.yaml")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (step,) = steps(tmp_path)
     assert 0.2 < step["rewards/judge/mean"] < 0.95 and step["filter/dropped_unscored"] == 0
     kept = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("*1.parquet"))).to_pylist()
@@ -277,18 +267,18 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
     assert any(right) and right == [row["judge"] == 1.0 for row in kept]
 
 
-@pytest.mark.parametrize(("script", "config"), [(train_math, DASHConfig), (sft, sft.SupervisedConfig)])
-def test_the_help_is_short_and_names_the_flag_for_all(script, config, capsys):
-    shown = []
-    for flag in ("--help", "--help_all"):
-        with pytest.raises(SystemExit):
-            script.main([flag])
-        shown.append(capsys.readouterr().out)
-    short, whole = shown
-    ours = {one.name for one in fields(MathArguments)} | {*get_annotations(config), "model_name_or_path", "max_steps"}
-    assert all(f"--{name}" in short for name in ours)
-    assert "adam_beta1" in whole and "adam_beta1" not in short and len(short.splitlines()) < 300
-    assert short.splitlines()[-1].startswith("--help_all shows all flags")
+def test_the_help_is_short_and_names_the_flag_for_all(capsys):
+    for script, config in ((train_math, DASHConfig), (sft, sft.SupervisedConfig)):
+        shown = []
+        for flag in ("--help", "--help_all"):
+            with pytest.raises(SystemExit):
+                script.main([flag])
+            shown.append(capsys.readouterr().out)
+        short, whole = shown
+        ours = {one.name for one in fields(MathArguments)} | {*get_annotations(config)}
+        assert all(f"--{name}" in short for name in ours | {"model_name_or_path", "max_steps"})
+        assert "adam_beta1" in whole and "adam_beta1" not in short and len(short.splitlines()) < 300
+        assert short.splitlines()[-1].startswith("--help_all shows all flags")
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
@@ -297,104 +287,87 @@ MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jso
 THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
 
 
-@pytest.mark.parametrize(
-    ("task", "arguments", "message"),
-    [
-        # half a task, in all spellings that argparse takes
-        (Mathematics, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
-        (Mathematics, ["--model_name=./nowhere"], "give both"),
-        (Mathematics, ["--config", "model.yaml"], "give both"),
-        (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
-        (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-        (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
-        # options without effect
-        (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
-        (
-            Mathematics,
-            ["--dataset_train_split", "trian"],
-            r"\['dataset_train_split'\] have no effect without --model_n",
-        ),
-        (Mathematics, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
-        (Mathematics, ["--reward_name", "judge"], "reward_name='judge' has no effect without --reward_path"),
-        (
-            Mathematics,
-            [*MODEL, *DATA, "--dataset_test_split", "dev"],
-            "no effect, since nothing is evaluated: add --ev",
-        ),
-        (
-            Mathematics,
-            [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
-            r"\['lora_r', 'use_dora'\] have no effect without",
-        ),
-        (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
-        (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
-        (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
-        # the YAML file, by TRL
-        (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
-        (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
-        # what is not there
-        (Mathematics, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
-        (Mathematics, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
-        (Mathematics, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
-        (Mathematics, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
-        (Mathematics, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
-        (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-        (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows of .* lack tests in 'test_list'"),
-        # the judge
-        (Judged, ["--judge_url", "http://127.0.0.1:9/v1"], "judge_url='http://127.0.0.1:9/v1' has no effect without -"),
-        (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_m"),
-        (Judged, [*MODEL, *DATA], "no judge. Add --judge_model"),
-        (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
-        (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
-        (Judged, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
-    ],
-)
-def test_mistakes(own_folder, monkeypatch, task, arguments, message):
+MISTAKES: list[tuple[type, list[str], str]] = [
+    # half a task, in all spellings that argparse takes
+    (Mathematics, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
+    (Mathematics, ["--model_name=./nowhere"], "give both"),
+    (Mathematics, ["--config", "model.yaml"], "give both"),
+    (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
+    (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
+    # options without effect
+    (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
+    (
+        Mathematics,
+        ["--dataset_train_split", "trian"],
+        r"\['dataset_train_split'\] have no effect without --model_n",
+    ),
+    (Mathematics, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
+    (Mathematics, ["--reward_name", "judge"], "reward_name='judge' has no effect without --reward_path"),
+    (
+        Mathematics,
+        [*MODEL, *DATA, "--dataset_test_split", "dev"],
+        "no effect, since nothing is evaluated: add --ev",
+    ),
+    (
+        Mathematics,
+        [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
+        r"\['lora_r', 'use_dora'\] have no effect without",
+    ),
+    (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
+    (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
+    (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
+    # the YAML file, by TRL
+    (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
+    (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
+    # what is not there
+    (Mathematics, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
+    (Mathematics, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
+    (Mathematics, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
+    (Mathematics, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
+    (Mathematics, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
+    (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows of .* lack tests in 'test_list'"),
+    # the judge
+    (Judged, ["--judge_url", "http://127.0.0.1:9/v1"], "judge_url='http://127.0.0.1:9/v1' has no effect without -"),
+    (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_m"),
+    (Judged, [*MODEL, *DATA], "no judge. Add --judge_model"),
+    (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
+    (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
+    (Judged, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
+]
+
+
+def test_mistakes(own_folder, monkeypatch):
     """None begins a warm-up."""
     Path("model.yaml").write_text("model_name_or_path: ./nowhere\n")
     Path("misspelt.yaml").write_text("model-name-or-path: model\n")
     Path("list.yaml").write_text("- max_steps: 2\n")
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
-    monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=message):
-        train_math.main([*arguments, *flags(SMALL)], make_task=task)
+    for task, arguments, message in MISTAKES:
+        monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
+        with pytest.raises(ValueError, match=message):
+            train_math.main([*arguments, *flags(SMALL)], make_task=task)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "on_start", "rows"), [("no", False, None), ("steps", False, 256), ("no", True, 256)]
-)
-def test_what_asks_for_an_evaluation_gets_its_data(strategy, on_start, rows):
-    args = SimpleNamespace(eval_strategy=strategy, eval_on_start=on_start, seed=0)
-    evaluation = train_math.load_problems(Mathematics(MathArguments()), args, None)[1]
-    assert (evaluation and len(evaluation)) == rows
+def test_what_asks_for_an_evaluation_gets_its_data():
+    for strategy, on_start, rows in (("no", False, None), ("steps", False, 256), ("no", True, 256)):
+        args = SimpleNamespace(eval_strategy=strategy, eval_on_start=on_start, seed=0)
+        evaluation = train_math.load_problems(Mathematics(MathArguments()), args, None)[1]
+        assert (evaluation and len(evaluation)) == rows
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "message"),
-    [
+def test_files_without_the_reward(own_rewards):
+    for text, name, message in (
         (OWN_REWARDS, "compute_scores", r"defines no 'compute_scores'; it has \['compute_score', 'Length'\]"),
         ("import nothing_like_it", "x", "fails when it is run: ModuleNotFoundError"),
         ("def x(:", "x", "fails when it is run: SyntaxError"),
-    ],
-)
-def test_files_without_the_reward(own_rewards, text, name, message):
-    own_rewards.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_reward(own_rewards, name)
-
-
-@pytest.mark.parametrize("name", ["quickstart", "process_rewards"])
-def test_notebooks_are_stored_with_their_outputs(name):
-    """Of one run from the first cell to the last, without errors, warnings and paths of a machine."""
-    text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
-    cells = [one for one in nbformat.reads(text, as_version=4).cells if one.cell_type == "code"]
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert all(cell.outputs for cell in cells if "print(" in cell.source or "display(" in cell.source)
-    shown = [output for cell in cells for output in cell.outputs]
-    assert all(one.get("name", "stdout") == "stdout" and one.output_type != "error" for one in shown)
-    assert not re.search(r"/(home|root|tmp|work|Users)/", text) and len(text) < 200_000
+    ):
+        own_rewards.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_reward(own_rewards, name)
 
 
 @pytest.mark.slow
@@ -405,16 +378,25 @@ def test_notebooks_are_stored_with_their_outputs(name):
         ("process_rewards", ["The answer is", "torch.Size([8", "process/value_last"]),
     ],
 )
-def test_notebooks_run(name, said, tmp_path, monkeypatch, capsys):
-    """With one training step, within a running event loop, as in Jupyter."""
+def test_a_notebook_runs_and_is_stored_with_its_outputs(name, said, tmp_path, monkeypatch, capsys):
+    """Stored: of one run from the first cell to the last, without errors, warnings and paths of a machine.
+
+    Here it runs with one training step, within a running event loop, as in Jupyter.
+    """
+    text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
+    cells = [one for one in nbformat.reads(text, as_version=4).cells if one.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell.outputs for cell in cells if "print(" in cell.source or "display(" in cell.source)
+    shown = [output for cell in cells for output in cell.outputs]
+    assert all(one.get("name", "stdout") == "stdout" and one.output_type != "error" for one in shown)
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text) and len(text) < 200_000
+
     monkeypatch.chdir(tmp_path)
-    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     names = {"STEPS": 1}
 
     async def run() -> None:
         for cell in cells:
-            if cell.cell_type == "code":
-                exec(cell.source, names)
+            exec(cell.source, names)
 
     asyncio.run(run())
     printed = capsys.readouterr().out
