@@ -13,11 +13,10 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -36,37 +35,38 @@ from dash_trl.evaluation import Checkpoint, LocalSampler, check_shapes, main, op
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling import VLLMPool, find_changes, key_header, own_key, pack
-from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.weights.file import LOCK
-from dash_trl.sampling.weights.snapshot import WeightMismatch
+from dash_trl.sampling.weights import WeightMismatch
 from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.tiny import run
-from tests.vllm_run import Watch, greedy, wait_until
+from tests.vllm_run import Watch, greedy, two_steps, wait_until
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[1]
+WHOLE, FEW, ADAPTER = "reload_weights", "dash_load_differences", "dash_load_adapter"  # calls that give weights
 
 
 class Pair:
     """Two servers, each by a `python -m dash_trl.serve` of its own, so that one can die alone.
 
     Attributes:
+        commands: of those that were needed so far.
         slow: while this file exists, they take their time for a token.
+        hold: while this file exists, they sample no token.
     """
 
     def __init__(self, model: str, folder: Path):
-        self.model, self.folder, self.slow = model, folder, folder / "slow"
+        self.model, self.folder, self.slow, self.hold = model, folder, folder / "slow", folder / "hold"
         self.ports = free_ports(2, 10000 + os.getpid() % 10000)  # not those of another suite that begins now, too
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
-        self.commands = [self.start(number) for number in range(2)]
+        self.commands: list[Command] = []
 
     def start(self, number: int) -> Command:
         places = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {"DASH_TRL_SLOW_TOKENS": str(self.slow), "PYTHONPATH": places}
+        environment = {"DASH_TRL_SERVER_FOLDER": str(self.folder), "PYTHONPATH": places}
         environment["VLLM_CPU_OMP_THREADS_BIND"] = cores(number, 2)
         if visible_gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[number::2])
@@ -75,12 +75,17 @@ class Pair:
         command = [sys.executable, "-m", "dash_trl.serve", self.model, "--port", str(self.ports[number])]
         # float32 on a GPU, too, to compare log-probs to 1e-4
         options = ["--dtype", "float32", "--logits-processors", "tests.slow_tokens:SlowTokens"]
-        options += ["--enable-lora", "--max-lora-rank", "8"]
+        options += ["--middleware", "tests.slow_tokens.CallRecorder", "--enable-lora", "--max-lora-rank", "8"]
         return Command([*command, *options], environment=environment, log=log)
+
+    def need(self, count: int) -> None:
+        """Starts those of the first servers that do not run yet."""
+        self.commands += [self.start(number) for number in range(len(self.commands), count)]
+        self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
         """Waits until the servers have printed that they are ready, with the flag for training."""
-        for url, command in zip(self.urls, self.commands, strict=True):
+        for url, command in zip(self.urls, self.commands, strict=False):
             ready = f"    --vllm_server_urls {url}\n\nCtrl+C stops the servers.\n"
             wait_until(
                 lambda command=command, ready=ready: ready in said(command) or not command.running, READY_SECONDS
@@ -91,6 +96,19 @@ class Pair:
         """Of the server, not of the process that started it."""
         (server,) = psutil.Process(self.commands[number].process.pid).children()
         return server.pid
+
+    def calls(self) -> dict[str, list[str]]:
+        """Server → the calls that gave it weights since `forget_calls`."""
+        files = [self.folder / f"calls-{port}" for port in self.ports]
+        called = [file.read_text().split() if file.exists() else [] for file in files]
+        return {
+            url: [name for name in names if name in (WHOLE, FEW, ADAPTER)]
+            for url, names in zip(self.urls, called, strict=True)
+        }
+
+    def forget_calls(self) -> None:
+        for file in self.folder.glob("calls-*"):
+            file.unlink()
 
     def stop(self) -> None:
         for command in self.commands:
@@ -109,21 +127,34 @@ def model_path() -> str:
 
 
 @pytest.fixture(scope="module")
-def servers(model_path, tmp_path_factory) -> Iterator[Pair]:
-    """The tests that kill some come last."""
-    pair = Pair(model_path, tmp_path_factory.mktemp("servers"))
+def pair(model_path, tmp_path_factory) -> Iterator[Pair]:
+    """Starts none: `vllm_server` and `vllm_servers` do."""
+    made = Pair(model_path, tmp_path_factory.mktemp("servers"))
     try:
-        pair.wait_until_ready()
-        yield pair
+        yield made
     finally:
-        pair.stop()
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(pair) -> str:
+    """The URL of a real server. A test with this fixture alone starts one."""
+    pair.need(1)
+    return pair.urls[0]
+
+
+@pytest.fixture(scope="module")
+def vllm_servers(pair) -> Pair:
+    """Two real servers. The tests that kill some come last."""
+    pair.need(2)
+    return pair
 
 
 @pytest.fixture
-def slow_tokens(servers) -> Iterator[Path]:
-    """While this file exists, `servers` take their time for a token."""
-    yield servers.slow
-    servers.slow.unlink(missing_ok=True)
+def slow_tokens(vllm_servers) -> Iterator[Path]:
+    """While this file exists, the servers take their time for a token."""
+    yield vllm_servers.slow
+    vllm_servers.slow.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +163,9 @@ def trained(model_path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def proven(servers, trained, tmp_path_factory) -> VLLMPool:
+def proven(vllm_servers, trained, tmp_path_factory) -> VLLMPool:
     """It has sent its first weights."""
-    pool = make_pool(servers.urls, trained, tmp_path_factory.mktemp("weights"))
+    pool = make_pool(vllm_servers.urls, trained, tmp_path_factory.mktemp("weights"))
     pool.sync_weights()
     return pool
 
@@ -189,6 +220,13 @@ def largest_difference(model: Any, rows: list[list[int]], completions: list[list
     return max(differences(model, *row).max().item() for row in by_row)
 
 
+def sampled_difference(pool: VLLMPool, model: Any) -> float:
+    """Samples, and returns the largest difference from the log-probs that a model gives these tokens."""
+    rows = prompts(pool, 4, 4)
+    _, completions, log_probs, _ = pool.generate(rows, None, 4)
+    return largest_difference(model, rows, completions, log_probs)
+
+
 def change(model: Any, seed: int, part: str = "") -> None:
     """Changes all parameters, or those with a part in their names, so much that stale weights would be noticed."""
     generator = torch.Generator().manual_seed(seed)
@@ -210,14 +248,17 @@ def change_few(model: Any, seed: int) -> None:
             flat[len(flat) // 2] = -0.0
 
 
-def stored(url: str, folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a server with one worker, as vLLM itself saves them."""
-    folder.mkdir()
-    body = {"method": "save_sharded_state", "kwargs": {"path": str(folder)}}
-    request = urllib.request.Request(f"{url}/collective_rpc", json.dumps(body).encode(), key_header(url))
+def post(url: str, **body: Any) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), key_header(url))
     request.add_header("Content-Type", "application/json")
     with DIRECT.open(request, timeout=60) as answer:
         assert answer.status == 200
+
+
+def stored(url: str, folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a server with one worker, as vLLM itself saves them."""
+    folder.mkdir()
+    post(f"{url}/collective_rpc", method="save_sharded_state", kwargs={"path": str(folder)})
     files = [load_file(file) for file in folder.glob("*.safetensors")]
     plain = {name.replace(".base_layer", ""): value for file in files for name, value in file.items()}
     return {name.replace("lm_head.", "model.embed_tokens."): value for name, value in plain.items()}  # they are tied
@@ -233,20 +274,6 @@ def as_stored(model: Any) -> dict[str, Tensor]:
     return {name: torch.cat(values) for name, values in fused.items()}
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple[str, str]]:
-    """Records (url, method) of each call that sends weights to a server."""
-    made, real = list[tuple[str, str]](), VLLMServer._rpc
-
-    async def rpc(self, method, **kwargs):
-        if method in ("reload_weights", "dash_load_differences"):
-            made.append((self.url, method))
-        return await real(self, method, **kwargs)
-
-    monkeypatch.setattr(VLLMServer, "_rpc", rpc)
-    return made
-
-
 def adapted_and_pool(base: VLLMPool, folder: Path, **config: Any) -> tuple[Any, VLLMPool]:
     """A copy of the model of `base` with an adapter, and a pool for it; the servers have the weights of the model."""
     base.sync_weights()
@@ -259,12 +286,12 @@ def generated_tokens(url: str) -> float:
     return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M)[1])
 
 
-def test_nobody_without_the_key_reaches_the_servers(servers):
+def test_nobody_without_the_key_reaches_the_servers(vllm_servers):
     for path in ("/health", "/metrics", "/v1/models", "/weight_info"):
         with pytest.raises(HTTPError, match="401"):
-            urllib.request.urlopen(servers.urls[0] + path, timeout=10)
-        assert read(servers.urls[0] + path) is not None
-    for command in servers.commands:
+            urllib.request.urlopen(vllm_servers.urls[0] + path, timeout=10)
+        assert read(vllm_servers.urls[0] + path) is not None
+    for command in vllm_servers.commands:
         process = psutil.Process(command.process.pid)
         lines = [" ".join(one.cmdline()) for one in (process, *process.children(recursive=True))]
         log = Path(re.search(r"logs: (.+)", said(command))[1], "server_0.log").read_text()
@@ -272,10 +299,19 @@ def test_nobody_without_the_key_reaches_the_servers(servers):
         assert not any(own_key() in text for text in (*lines, log, said(command)))
 
 
+def test_training_with_a_real_server(vllm_server, model_path, tmp_path):
+    """Two steps. It runs alone in a minute: the second window is sampled by weights that the server has reloaded."""
+    trainer, seen = two_steps(model_path, tmp_path, vllm_server_urls=[vllm_server])
+    assert seen["steps"] == 2 and seen["moved"] > 1e-4
+    assert [(window["oldest"], window["newest"]) for window in seen["windows"]] == [(0, 0), (1, 1)]
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 2 and max(log["sampling/sampling_logp_difference/max"] for log in logs) <= 1e-4
+
+
 # ---------------------------------------------------------------------------------------------- log-probs and weights
 
 
-def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, pool, caplog):
+def test_sampled_log_probs_are_the_trainers_through_three_syncs(vllm_servers, model, pool, caplog):
     """Both servers work, and every group comes once and in order: so each row is its prompt's."""
     long = 12 * prompts(pool, 1, 1)[0]  # several blocks of the prefix cache, which must not outlive its weights
     rows = [*prompts(pool, 23, 4), *[long] * 4]
@@ -283,9 +319,9 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, 
         change(model, sync)
         pool.sync_weights()
         assert len(list(Path(pool.weight_dir).glob("*/version-*"))) == 1  # old versions are removed
-        before = [generated_tokens(url) for url in servers.urls]
+        before = [generated_tokens(url) for url in vllm_servers.urls]
         returned, completions, log_probs, token_ids = pool.generate(rows, None, 4)
-        served = [generated_tokens(url) - tokens for url, tokens in zip(servers.urls, before, strict=True)]
+        served = [generated_tokens(url) - tokens for url, tokens in zip(vllm_servers.urls, before, strict=True)]
         if "goes to another" not in caplog.text:  # a machine that is too busy lets connections break
             assert sum(served) == sum(map(len, completions)) and min(served) > 0.25 * sum(served)
         assert returned == rows and len(completions) == 96
@@ -298,14 +334,14 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, 
 
 
 def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the_new_ones(
-    servers, slow_tokens, model, pool
+    vllm_servers, slow_tokens, model, pool
 ):
     """And a new request for its prompt, a prefix that the servers knew, is of the new ones."""
     pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 120
     pool.sync_weights()
     (short,), old = prompts(pool, 1, 1), copy.deepcopy(model)
     rows = [*[short] * 2, *[12 * short] * 2]
-    before = {url: generated_tokens(url) for url in servers.urls}
+    before = {url: generated_tokens(url) for url in vllm_servers.urls}
     slow_tokens.touch()
     pool.expect(0, {0: [], 1: rows})
     assert pool.generate([], None, 2) == ([], [], [], [])  # of a window without rows: nothing to wait for
@@ -333,65 +369,58 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
 
-def test_only_what_changed_goes_to_the_servers(servers, model, calls, tmp_path, caplog):
+def test_only_what_changed_goes_to_the_servers(vllm_servers, model, tmp_path, caplog):
     """All of it where a server holds other weights than it says, or another version, or sees no file of ours."""
-    pool = make_pool(servers.urls, model, tmp_path / "weights", weight_difference=True)
-    rows = prompts(pool, 4, 4)
+    pool = make_pool(vllm_servers.urls, model, tmp_path / "weights", weight_difference=True)
 
     def sync(*, finite: bool = True) -> dict[str, list[str]]:
         """Server → the calls that it got; then each has the trainer's weights, bit for bit, and computes with them."""
-        calls.clear()
+        vllm_servers.forget_calls()
         pool.sync_weights()
         expected = as_stored(model)
-        for url in servers.urls:
+        for url in vllm_servers.urls:
             found = stored(url, tmp_path / f"stored-{len(list(tmp_path.iterdir()))}")
             assert expected.keys() <= found.keys()
             for name, value in expected.items():  # vLLM pads the vocabulary
                 assert torch.equal(found[name][: len(value)].view(torch.int32), value.view(torch.int32)), name
-        if finite:
-            _, completions, log_probs, _ = pool.generate(rows, None, 4)
-            assert largest_difference(model, rows, completions, log_probs) <= 1e-4
-        return {url: [method for one, method in calls if one == url] for url in servers.urls}
+        assert not finite or sampled_difference(pool, model) <= 1e-4
+        return vllm_servers.calls()
 
-    few, whole, first = ["dash_load_differences"], ["reload_weights"], servers.urls[0]
-    assert sync() == dict.fromkeys(servers.urls, few + whole)  # with the proof of both ways
+    few, whole, first = [FEW], [WHOLE], vllm_servers.urls[0]
+    assert sync() == dict.fromkeys(vllm_servers.urls, few + whole)  # with the proof of both ways
     for seed in range(2):
         change_few(model, seed)
-        assert sync() == dict.fromkeys(servers.urls, few)
-    assert sync() == dict.fromkeys(servers.urls, [])  # nothing has changed
+        assert sync() == dict.fromkeys(vllm_servers.urls, few)
+    assert sync() == dict.fromkeys(vllm_servers.urls, [])  # nothing has changed
     assert not list((tmp_path / "weights").glob("*/version-*"))  # nobody needs files
     assert "gets all" not in caplog.text
 
     (other,) = pack(find_changes("model.norm.weight", None, torch.zeros_like(model.model.norm.weight)))
-    pool.pool.on_each(lambda server: server._rpc("dash_load_differences", dtype="float32", **other), [first])
+    post(f"{first}/collective_rpc", method=FEW, kwargs={"dtype": "float32", **other})
     change_few(model, 2)
-    assert sync() == {first: few + whole, servers.urls[1]: few}
+    assert sync() == {first: few + whole, vllm_servers.urls[1]: few}
     assert "did not hold the weights of" in caplog.text
 
-    async def by_another_run(server):
-        given = server.given
-        await server.end_weight_update("another-1")
-        server.given = given
-
-    pool.pool.on_each(by_another_run, [first])
+    post(f"{first}/update_weight_version", new_version="another-1")
     change_few(model, 3)
-    assert sync() == {first: whole, servers.urls[1]: few}
+    assert sync() == {first: whole, vllm_servers.urls[1]: few}
     assert f"{first} was given weights by another run (version 'another-1')" in caplog.text
 
     with torch.no_grad():
         kept, model.model.norm.weight[0] = model.model.norm.weight[0].item(), math.nan
         caplog.clear()
-        assert sync(finite=False) == dict.fromkeys(servers.urls, few + whole)  # vLLM changes nothing into a NaN
+        assert sync(finite=False) == dict.fromkeys(vllm_servers.urls, few + whole)  # vLLM changes nothing into a NaN
         assert "NaN values" in caplog.text
         model.model.norm.weight[0] = kept
-        assert sync() == dict.fromkeys(servers.urls, few)
+        assert sync() == dict.fromkeys(vllm_servers.urls, few)
 
     change(model, 4)  # all of them
-    assert sync() == dict.fromkeys(servers.urls, whole)
+    assert sync() == dict.fromkeys(vllm_servers.urls, whole)
 
-    shutil.rmtree(pool._sync.weights.run)
+    (folder,) = (tmp_path / "weights").iterdir()
+    shutil.rmtree(folder)
     change(model, 5)
-    assert sync() == dict.fromkeys(servers.urls, few)
+    assert sync() == dict.fromkeys(vllm_servers.urls, few)
 
 
 def drawn_from(logits: Tensor, seen: list[int], sampling: dict[str, Any]) -> Tensor:
@@ -436,87 +465,59 @@ def test_sampled_log_probs_are_those_of_the_truncated_distribution(model, pool, 
         assert largest_difference(model, rows, completions, log_probs) > 0.05, sampling
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"r": 4}, {"r": 8, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 3]}],
-)
-def test_an_adapter_goes_to_the_servers_without_its_model(servers, model, pool, tmp_path, config):
+def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, pool, tmp_path):
+    config = {"r": 8, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 3]}
     adapted, own = adapted_and_pool(pool, tmp_path, lora_alpha=12, **config)
     own.sync_weights()  # with its proof, of B matrices that are zero
-    rows = prompts(own, 4, 4)
     for seed in (4, 5):
         change(adapted, seed, "lora_")
         own.sync_weights()
-        _, completions, log_probs, _ = own.generate(rows, None, 4)
-        assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
+        assert sampled_difference(own, adapted) <= 1e-4
         with adapted.disable_adapter():
-            assert largest_difference(adapted, rows, completions, log_probs) > 0.1
+            assert sampled_difference(own, adapted) > 0.1
     sent = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert {file.name for file in sent} == {"adapter_config.json", "adapter_model.safetensors", LOCK}
+    assert {file.name for file in sent} == {"adapter_config.json", "adapter_model.safetensors", ".dash_trl.lock"}
 
     change(model, 6)
     pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
     with pytest.raises(WeightMismatch, match="holds another base model"):
         own.sync_weights()
-    merged = make_pool(servers.urls, adapted, tmp_path / "merged")
+    merged = make_pool(vllm_servers.urls, adapted, tmp_path / "merged")
     merged.sync_weights()
-    _, completions, log_probs, _ = merged.generate(rows, None, 4)
-    assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
+    assert sampled_difference(merged, adapted) <= 1e-4
 
 
-def test_modules_that_an_adapter_trains_whole_reach_the_servers(servers, model, tmp_path):
+def test_modules_that_an_adapter_trains_whole_reach_the_servers(vllm_servers, model, tmp_path):
     """Tied embeddings and linear layers, under the names of the base model, without the copies of TRL's reference."""
     config = LoraConfig(
         r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "down_proj"], ensure_weight_tying=True
     )
     adapted = get_peft_model(copy.deepcopy(model), config)
     adapted.add_adapter("ref", config)
-    pool = make_pool(servers.urls, adapted, tmp_path)
+    pool = make_pool(vllm_servers.urls, adapted, tmp_path)
     pool.sync_weights()  # with its proof
     change(adapted, 4)
     pool.sync_weights()
-    rows = prompts(pool, 4, 4)
-    _, completions, log_probs, _ = pool.generate(rows, None, 4)
-    assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
-
-
-def test_values_of_a_server_are_the_policys(model, pool):
-    """`ServerValue` against `AnswerLogProbValue`."""
-    change(model, 7)
-    pool.sync_weights()
-    prompt = tuple(prompts(pool, 1, 1)[0])
-    completion = tuple(pool.processing_class("7+5=12\n12-3=9\nThe answer is 9")["input_ids"])
-    requests = [
-        ValueRequest(prompt, completion, (0, 7, 13), ("9", "12")),
-        ValueRequest(prompt, completion, (), ("9",)),
-        ValueRequest(prompt, completion, (0, len(completion)), ()),
-    ]
-    trainer = SimpleNamespace(vllm_generation=pool, _tokenizer=pool.processing_class, ranks=pool.ranks)
-    options = {"force_prompt": "The answer is ", "closing": "<|im_end|>"}
-    expected = AnswerLogProbValue(**options).score(requests, model, pool.processing_class)
-    values = ServerValue(**options)(requests, trainer)
-    assert values[0] == pytest.approx(expected[0], abs=1e-4) and values[1] == []
-    assert all(value != value for value in values[2])  # no answer: missing
+    assert sampled_difference(pool, adapted) <= 1e-4
 
 
 # ------------------------------------------------------------------------------------------------------------- a judge
 
 
-def test_a_judge_is_held_to_the_schema(servers, model_path):
+def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
     """The toy model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
     ids = AutoTokenizer.from_pretrained(model_path)
     bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
-    settings = {"base_url": f"{servers.urls[0]}/v1", "cache": False, "api_key": own_key()}
-    for lowest, highest in ((0, 1), (3, 5)):
-        judge = JudgeReward(model_path, scores=(lowest, highest), temperature=1.0, options=options, **settings)
-        asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
+    settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "cache": False, "api_key": own_key()}
+    judge = JudgeReward(model_path, scores=(3, 5), temperature=1.0, options=options, **settings)
+    asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
 
-        async def together(asked=asked):
-            return await asyncio.gather(*asked)
+    async def together():
+        return await asyncio.gather(*asked)
 
-        given = {score for score, *_ in asyncio.run(together())}
-        assert len(given) > 1 and given <= {i / (highest - lowest) for i in range(highest - lowest + 1)}
+    given = {score for score, *_ in asyncio.run(together())}
+    assert len(given) > 1 and given <= {0.0, 0.5, 1.0}
     cut_off = JudgeReward(model_path, options={"max_completion_tokens": 4}, on_refusal=None, **settings)
     with pytest.raises(JudgeError, match="cut off"):
         asyncio.run(cut_off(prompt="1+1", completion="2"))
@@ -525,7 +526,7 @@ def test_a_judge_is_held_to_the_schema(servers, model_path):
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-def test_sampling_one_window_ahead_learns(servers, tmp_path, monkeypatch):
+def test_sampling_one_window_ahead_learns(vllm_servers, tmp_path, monkeypatch):
     """By the flags of the README."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     import train_math
@@ -534,7 +535,7 @@ def test_sampling_one_window_ahead_learns(servers, tmp_path, monkeypatch):
     flags = {"--max_steps": 10, "--learning_rate": 3e-4, "--lr_scheduler_type": "constant", "--async_level": 1}
     flags |= {"--output_dir": tmp_path, "--loss_type": "aipo", "--disable_tqdm": True}
     arguments = [str(part) for flag in flags.items() for part in flag]
-    train_math.main([*arguments, "--vllm_server_urls", *servers.urls])
+    train_math.main([*arguments, "--vllm_server_urls", *vllm_servers.urls])
     logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logs = [log for log in logs if "reward" in log]
     assert [log["async/staleness_mean"] for log in logs] == [0.0] + [1.0] * 9
@@ -544,7 +545,7 @@ def test_sampling_one_window_ahead_learns(servers, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [AnswerLogProbValue, ServerValue])
-def test_values_begin_while_others_are_sampled(servers, model_path, tmp_path, kind):
+def test_values_begin_while_others_are_sampled(vllm_servers, model_path, tmp_path, kind):
     """They are those that are asked for after the window was sampled; not used for solved and unscored rows."""
     early, differences = list[bool](), list[float]()
 
@@ -560,16 +561,42 @@ def test_values_begin_while_others_are_sampled(servers, model_path, tmp_path, ki
     def reward(prompts, **columns):  # the first group is solved, and a row of the second is unscored
         return [1.0] * 4 + [None] + [float(row % 2) for row in range(len(prompts) - 5)]
 
-    settings = {"max_steps": 2, "max_completion_length": 48, "learning_rate": 1e-3, "vllm_server_urls": servers.urls}
+    settings = {
+        "max_steps": 2,
+        "max_completion_length": 48,
+        "learning_rate": 1e-3,
+        "vllm_server_urls": vllm_servers.urls,
+    }
     callback, data = ProcessRewardCallback(Twice()), arithmetic_dataset("train", 64)
-    run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=reward, **settings)
+    trainer = run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=reward, **settings)
     assert len(early) == 22 and all(early[11:])  # in the first window the model is tried
-    assert all(early) == (kind is ServerValue) and not callback._begun
+    assert all(early) == (kind is ServerValue)
     assert len(differences) >= 44 and max(differences) <= 1e-6
+    if kind is ServerValue:
+        check_values(trainer)
 
 
-@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.exhaustive) for level in (0, 1)), 2])
-def test_rounds_of_a_window_while_later_ones_are_sampled(servers, model_path, tmp_path, level):
+def check_values(trainer: Any) -> None:
+    """Those of the servers are the policy's, whose weights they get."""
+    trainer.vllm_generation.sync_weights()
+    tokenizer = trainer.processing_class
+    prompt, completion = (
+        tuple(tokenizer(text)["input_ids"]) for text in ("7+5,12-3=", "7+5=12\n12-3=9\nThe answer is 9")
+    )
+    requests = [
+        ValueRequest(prompt, completion, (0, 7, 13), ("9", "12")),
+        ValueRequest(prompt, completion, (), ("9",)),
+        ValueRequest(prompt, completion, (0, len(completion)), ()),
+    ]
+    options = {"force_prompt": "The answer is ", "closing": "<|im_end|>"}
+    expected = AnswerLogProbValue(**options)(requests, trainer)
+    values = ServerValue(**options)(requests, trainer)
+    assert values[0] == pytest.approx(expected[0], abs=1e-4) and values[1] == []
+    assert all(value != value for value in values[2])  # no answer: missing
+
+
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
+def test_rounds_of_a_window_while_later_ones_are_sampled(vllm_servers, model_path, tmp_path, level):
     """Every prompt once, by weights that `async_level` permits; those of further rounds by the newest."""
     watch, scored, steps = Watch(), [], 4
 
@@ -593,7 +620,7 @@ def test_rounds_of_a_window_while_later_ones_are_sampled(servers, model_path, tm
         learning_rate=0.01,
         async_level=level,
         loss_type="aipo",
-        vllm_server_urls=servers.urls,
+        vllm_server_urls=vllm_servers.urls,
     )
     logs = [log for log in trainer.state.log_history if "dynamic_sampling/rounds" in log]
     rounds = [[one for one in watch.windows if one["step"] == step] for step in range(steps)]
@@ -637,11 +664,11 @@ def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
     return {"own": own, "other": other, "adapter": adapter}
 
 
-def test_servers_take_one_checkpoint_after_another(servers, checkpoints, by_transformers, tmp_path):
+def test_servers_take_one_checkpoint_after_another(vllm_servers, checkpoints, by_transformers, tmp_path):
     """In place, LoRA merged. Those that were given other weights meanwhile get theirs again, or are refused."""
 
     def opened(name: str, folder: str) -> Any:
-        return open_sampler(checkpoints[name], server_urls=servers.urls, weight_dir=tmp_path / folder)
+        return open_sampler(checkpoints[name], server_urls=vllm_servers.urls, weight_dir=tmp_path / folder)
 
     with opened("other", "0") as other:
         assert greedy(other) == by_transformers["other"]
@@ -656,29 +683,29 @@ def test_servers_take_one_checkpoint_after_another(servers, checkpoints, by_tran
     assert [(tmp_path / folder).exists() for folder in "0123"] == [True] * 3 + [False]  # it was not written again
 
 
-def test_evaluation_by_servers(servers, checkpoints, tiny_model, tmp_path, capsys):
+def test_evaluation_by_servers(vllm_servers, checkpoints, tiny_model, tmp_path, capsys):
     def evaluate(*models: str) -> None:
-        main([*models, *"--dataset_name toy --dataset_test_split test[:40] --num_samples 16 --k 1 4".split(), *to])
+        main([*models, *"--dataset_name toy --dataset_test_split test[:32] --num_samples 8 --k 1 4".split(), *to])
 
-    to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
+    to = ["--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)]
     with pytest.raises(ValueError, match=rf"another shape than .* python -m dash_trl.serve {tiny_model} --servers 2"):
-        check_shapes([Checkpoint(checkpoints["own"]), Checkpoint(tiny_model)], servers.urls)
+        check_shapes([Checkpoint(checkpoints["own"]), Checkpoint(tiny_model)], vllm_servers.urls)
     evaluate(checkpoints["other"], "toy")
     accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "toy")}
     assert 0.25 < accuracy["toy"] < 0.65 and accuracy["other"] < accuracy["toy"]
     file = tmp_path / "toy.jsonl"
     whole = file.read_text().splitlines()
-    assert [json.loads(line)["index"] for line in whole[1:]] == list(range(40))
+    assert [json.loads(line)["index"] for line in whole[1:]] == list(range(32))
     file.write_text("\n".join([*whole[:11], whole[12], whole[30][:20]]))
     evaluate("toy")
     again = file.read_text().splitlines()
-    assert again[:11] == whole[:11] and again[12] == whole[12] and len(again) == 41
-    assert [json.loads(line)["index"] for line in again[1:]] == list(range(40))
+    assert again[:11] == whole[:11] and again[12] == whole[12] and len(again) == 33
+    assert [json.loads(line)["index"] for line in again[1:]] == list(range(32))
 
 
-def test_value_quality_by_servers(servers, tmp_path):
+def test_value_quality_by_servers(vllm_servers, tmp_path):
     """Prefixes are completed by them; values get log-probs alone, as where a run samples from servers."""
-    to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
+    to = ["--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)]
     small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --value outcome".split()
     value_quality(["toy", *small, *to])
     found = json.loads((tmp_path / "value_quality.json").read_text())
@@ -693,38 +720,40 @@ def test_value_quality_by_servers(servers, tmp_path):
 
 @pytest.mark.parametrize("adapter", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
-    servers, slow_tokens, model, pool, calls, tmp_path, adapter
+    vllm_servers, slow_tokens, model, pool, tmp_path, adapter
 ):
     if adapter:
         model, pool = adapted_and_pool(pool, tmp_path)
     else:  # the server gets them whole, by file
-        pool = make_pool(servers.urls, model, tmp_path, weight_difference=True)
+        pool = make_pool(vllm_servers.urls, model, tmp_path, weight_difference=True)
     pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 150
     pool.sync_weights()
     fleet = pool.pool.fleet
     rows = prompts(pool, 16, 2)
     slow_tokens.touch()  # so that it is killed in the middle
     sampling = ThreadPoolExecutor(1).submit(pool.generate, rows, None, 2)
-    victim = servers.urls[1]
+    victim = vllm_servers.urls[1]
     wait_until(lambda: len(fleet.servers[victim].outstanding) == 8)
-    os.killpg(servers.group(1), signal.SIGKILL)
+    os.killpg(vllm_servers.group(1), signal.SIGKILL)
     slow_tokens.unlink()
     _, completions, log_probs, _ = sampling.result(300)
     assert [len(row) for row in completions] == [150] * 32
-    assert fleet.servers[victim].state == "dead" != fleet.servers[servers.urls[0]].state  # idle now, it may be suspect
+    assert (
+        fleet.servers[victim].state == "dead" != fleet.servers[vllm_servers.urls[0]].state
+    )  # idle now, it may be suspect
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
     if adapter:
         change(model, 3, "lora_")
     else:
         change_few(model, 3)
-    calls.clear()
+    vllm_servers.forget_calls()
     pool.sync_weights()  # the dead one does not hold up the others
     pool.generation_kwargs, pool.max_completion_length = {}, 48
-    wait_until(lambda: not servers.commands[1].running)
-    assert f"Ended: {victim}. The logs are in" in said(servers.commands[1])
-    servers.commands[1] = servers.start(1)  # with the weights of its disk
-    servers.wait_until_ready()
+    wait_until(lambda: not vllm_servers.commands[1].running)
+    assert f"Ended: {victim}. The logs are in" in said(vllm_servers.commands[1])
+    vllm_servers.commands[1] = vllm_servers.start(1)  # with the weights of its disk
+    vllm_servers.wait_until_ready()
 
     def it_is_back() -> bool:
         _, completions, log_probs, _ = pool.generate(rows[:16], None, 2)
@@ -736,8 +765,8 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
     wait_until(it_is_back)
     assert fleet.servers[victim].version == fleet.version
     assert it_is_back() and generated_tokens(victim) > 10  # it works again
-    few = (servers.urls[0], "dash_load_differences")
-    assert calls == ([] if adapter else [few, (victim, "reload_weights")])
+    few, whole = (ADAPTER, ADAPTER) if adapter else (FEW, WHOLE)
+    assert vllm_servers.calls() == {vllm_servers.urls[0]: [few], victim: [whole]}
 
 
 def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
@@ -748,15 +777,34 @@ def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
     )
 
 
+@dataclass
+class Launched:
+    """All scenarios of `vllm_run.py`.
+
+    Attributes:
+        saw: scenario → what each rank saw.
+        calls: that gave weights to the first server, which lives until the end.
+    """
+
+    saw: dict[str, list[dict[str, Any]]]
+    printed: str
+    output: Path
+    calls: list[str]
+
+    def ranks(self, scenario: str, count: int = 2) -> list[dict[str, Any]]:
+        assert len(self.saw.get(scenario, ())) == count, self.printed
+        return self.saw[scenario]
+
+
 @pytest.fixture(scope="module")
-def launched(
-    servers, checkpoints, trained, proven, tmp_path_factory
-) -> tuple[dict[str, list[dict[str, Any]]], str, Path]:
-    """All scenarios of `vllm_run.py`: what each rank saw, all that was printed, and the folder. No server is left."""
+def launched(vllm_servers, checkpoints, trained, proven, tmp_path_factory) -> Launched:
+    """No server is left afterwards."""
     trained.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoints["own"]).state_dict())
     proven.sync_weights()  # the first scenario trains an adapter of this model
-    output, groups = tmp_path_factory.mktemp("launched"), [servers.group(number) for number in range(2)]
-    where = [checkpoints["own"], checkpoints["adapter"], output, ",".join(servers.urls), ",".join(map(str, groups))]
+    vllm_servers.forget_calls()
+    output, groups = tmp_path_factory.mktemp("launched"), [vllm_servers.group(number) for number in range(2)]
+    where = [checkpoints["own"], checkpoints["adapter"], output, ",".join(vllm_servers.urls)]
+    where += [",".join(map(str, groups)), vllm_servers.hold]
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm_run", *map(str, where)],
         env={**os.environ, "CI": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -764,18 +812,25 @@ def launched(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     lines = [line.removeprefix("RESULTS ") for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    return dict(map(json.loads, lines)), done.stdout, output
+    calls = vllm_servers.calls()[vllm_servers.urls[0]]
+    return Launched(dict(map(json.loads, lines)), done.stdout, output, calls)
+
+
+def check_two_steps(ranks: Sequence[dict[str, Any]], largest: float = 1e-4) -> None:
+    """Of a run: the second window was sampled by the weights of the first step, as the trainer has them."""
+    for rank in ranks:
+        assert rank["steps"] == 2 and rank["moved"] > 1e-4
+        assert max(rank["differences"]) < largest and len(rank["differences"]) == 2
+        assert [(window["oldest"], window["newest"]) for window in rank["windows"]] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.distributed
 def test_a_run_with_tools_and_an_environment_one_window_ahead(launched):
     """On two ranks; each row goes on by itself, and its reward begins when it ends."""
-    saw, printed, _ = launched
-    assert "tools" in saw and len(saw["tools"]) == 2, printed
-    for rank in saw["tools"]:
+    for rank in launched.ranks("tools"):
         assert len(rank["turns"]) == 32 and len(set(rank["turns"])) > 1 and not rank["wrong"]
         assert rank["difference"] <= 1e-4 and rank["streamed"] and rank["ranks_agree"]
         assert within_bound(rank["windows"], 1) and not within_bound(rank["windows"], 0)
@@ -785,13 +840,11 @@ def test_a_run_with_tools_and_an_environment_one_window_ahead(launched):
 @pytest.mark.distributed
 def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launched):
     """On two ranks, with a window finished and a window in flight."""
-    saw, printed, output = launched
-    assert "resumed" in saw and "killed ended: process" in printed and "terminated with signal SIGKILL" in printed, (
-        printed
-    )
-    for rank, after in enumerate(saw["resumed"]):
-        before = json.loads((output / f"killed-{rank}.json").read_text())
-        assert (before["step"], before["finished"], before["running"]) == (3, {"2": True, "3": False}, 4)
+    resumed, printed = launched.ranks("resumed"), launched.printed
+    assert "killed ended: process" in printed and "terminated with signal SIGKILL" in printed, printed
+    for rank, after in enumerate(resumed):
+        before = json.loads((launched.output / f"killed-{rank}.json").read_text())
+        assert (before["step"], before["running"]) == (3, 4)
         assert len(before["windows"]) == 2 and len(after["windows"]) == 4 and after["steps"] == 12
         assert within_bound(before["windows"], 2) and within_bound(after["windows"], 2)
         assert not within_bound(after["windows"], 1)
@@ -800,58 +853,37 @@ def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launche
         assert after["retried"] == sum(after["had"]) and after["healthy"] == 1
         after["windows"] = before["windows"] + after["windows"]
     for epoch in (slice(0, 3), slice(3, 6)):  # each prompt once
-        windows = [window for rank in saw["resumed"] for window in rank["windows"][epoch]]
+        windows = [window for rank in resumed for window in rank["windows"][epoch]]
         asked = [prompt for window in windows for prompt in window["prompts"]]
         assert len(set(asked)) == len(asked) == 24
 
 
 @pytest.mark.distributed
-def test_an_adapter_under_zero3_on_two_ranks(launched):
-    saw, printed, _ = launched
-    assert "zero3_adapter" in saw and len(saw["zero3_adapter"]) == 2, printed
-    for rank in saw["zero3_adapter"]:
-        assert rank["steps"] == 2 and rank["moved"] > 1e-4 and rank["way"] == "AdapterWeights"
-        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
+def test_fsdp2_and_zero3_on_two_ranks(launched):
+    """The servers sample by the weights, or by the adapter, that two ranks have sharded."""
+    check_two_steps(launched.ranks("zero3_adapter"))
+    check_two_steps(launched.ranks("fsdp2"))
+    check_two_steps(launched.ranks("zero3"))
+    # the adapter alone, then all weights, and under ZeRO-3 what has changed
+    assert launched.calls[0] == ADAPTER and launched.calls.index(WHOLE) < launched.calls.index(FEW)
 
 
 @pytest.mark.distributed
-def test_fsdp2_two_ranks(launched):
-    """The servers sample by the weights that two ranks have sharded."""
-    saw, printed, _ = launched
-    assert "fsdp2" in saw and len(saw["fsdp2"]) == 2, printed
-    for rank in saw["fsdp2"]:
-        assert rank["steps"] == 2 and rank["moved"] > 1e-4
-        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
-        assert rank["windows"][1]["oldest"] == rank["windows"][1]["newest"] == 1
-
-
-@pytest.mark.distributed
-def test_zero3_two_ranks_and_all_servers_lost(launched, servers):
-    """Two steps with servers; then they are killed, and both ranks get the error in time."""
-    saw, printed, _ = launched
-    assert "zero3" in saw and len(saw["zero3"]) == 2, printed
-    for rank in saw["zero3"]:
-        assert rank["steps"] == 2 and rank["moved"] > 1e-4 and rank["way"] == "DifferenceWeights"
-        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
-        assert rank["windows"][1]["oldest"] == rank["windows"][1]["newest"] == 1
+def test_all_servers_are_lost(launched, vllm_servers):
+    """Both ranks get the error."""
+    for rank in launched.ranks("zero3"):
         error, message = rank["error"]
-        assert error == "PoolError" and servers.urls[0] in message and rank["seconds"] < 20.0
+        assert error == "PoolError" and vllm_servers.urls[0] in message
 
 
 # ------------------------------------------------------------------------------------ vLLM without servers
 
 
 def test_vllm_in_process_draws_each_request_by_its_seed(launched, by_transformers):
-    saw, printed, _ = launched
-    assert "evaluation" in saw, printed
-    (rank,) = saw["evaluation"]
+    (rank,) = launched.ranks("evaluation", 1)
     assert rank["greedy"] == by_transformers["adapter"] and rank["same"] and rank["texts"] > 50
 
 
 def test_colocated(launched):
-    """TRL's own mode, through the same buffer."""
-    saw, printed, _ = launched
-    assert "colocate" in saw, printed
-    (rank,) = saw["colocate"]
-    assert rank["steps"] == 2 and rank["moved"] > 1e-4
-    assert max(rank["differences"]) < 0.01 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16
+    """TRL's own mode, through the same buffer. TRL loads the model in bfloat16."""
+    check_two_steps(launched.ranks("colocate", 1), 0.01)

@@ -1,6 +1,6 @@
 """The launch of `test_vllm.py`: runs on real servers on two ranks, some of which die, and vLLM within a process.
 
-python -m tests.vllm_run MODEL ADAPTER OUTPUT URL,URL PROCESS_GROUP,PROCESS_GROUP
+python -m tests.vllm_run MODEL ADAPTER OUTPUT URL,URL PROCESS_GROUP,PROCESS_GROUP HOLD
 
 tools: a run with a tool and an environment, one window ahead.
 killed: a run with `async_level` that ends in SIGKILL of both ranks, at a checkpoint.
@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from peft import LoraConfig
 from torch.func import functional_call
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
-from dash_trl.checks import arguments as early_checks
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
@@ -43,6 +44,23 @@ GROUPS = 4  # of a rank's window
 CHECKPOINT = 3  # the optimizer step: half of window 1 is used, window 2 ends the epoch, window 3 begins the next
 SECONDS = 120.0  # that something is waited for which has to happen
 CONVERSATIONS = arithmetic_dataset("test", 12)["prompt"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the scenarios are given.
+
+    Attributes:
+        groups: the process group of each server.
+        hold: while this file exists, the servers sample no token.
+    """
+
+    model: str
+    adapter: str
+    output: Path
+    urls: list[str]
+    groups: list[int]
+    hold: Path
 
 
 def wait_until(condition: Any, seconds: float = SECONDS) -> None:
@@ -172,14 +190,14 @@ class Rows(Watch):
         return nearest[rollouts.tool_mask[row, :length].bool()].max().item()
 
 
-def tools(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
-    tokenizer, watch = Caller.from_pretrained(model), Rows(model)
+def tools(place: Place) -> None:
+    tokenizer, watch = Caller.from_pretrained(place.model), Rows(place.model)
     tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, {}
     problems = arithmetic_dataset("train", 2 * FIRST_WINDOW)
     trainer = run(
         DASHTrainer,
-        model,
-        output,
+        place.model,
+        place.output,
         reward=RewardRunner(length),
         dataset=problems.add_column("number", list(range(len(problems)))),
         callbacks=[watch],
@@ -190,7 +208,7 @@ def tools(model: str, adapter: str, output: Path, urls: list[str], groups: list[
         learning_rate=0.01,
         shuffle_dataset=False,
         async_level=1,
-        vllm_server_urls=urls,
+        vllm_server_urls=place.urls,
     )
     logs = [log for log in trainer.state.log_history if "tools/call_frequency" in log]
     seen = {name: getattr(watch, name) for name in ("windows", "difference", "turns", "wrong")}
@@ -205,49 +223,44 @@ def tools(model: str, adapter: str, output: Path, urls: list[str], groups: list[
 class InFlight(Watch):
     """While its second window is trained on, that one and the third have been sampled, and the fourth is in flight.
 
-    It lies with servers that go on waiting when they have the weights with which the second begins, so that this
-    depends on no clock.
+    From then on, the servers hold all tokens back, so that this depends on no clock.
     """
+
+    def __init__(self, hold: Path) -> None:
+        super().__init__()
+        self.hold = hold
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
         super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        servers = trainer.vllm_generation.pool._servers.values()
-
-        async def stay_paused() -> None:
-            pass
-
         if len(self.windows) == 1:
-            wait_until(lambda: all(self.finished().values()))
-            for server in servers:
-                server.resume = stay_paused
+            wait_until(lambda: not self.running() and not self.backlog.waiting)
+            trainer.accelerator.wait_for_everyone()
+            self.hold.touch()
         elif len(self.windows) == 2:
-            for server in servers:
-                del server.resume
             wait_until(lambda: len(self.running()) == GROUPS)
             self.in_flight()
 
     def in_flight(self) -> None:
         """Now they are."""
 
-    def finished(self) -> dict[int, bool]:
-        """Window → whether all its rows have come; of those that were submitted and not trained on."""
-        batches = self.trainer.vllm_generation._in_flight
-        return {window: batch.finished.qsize() == len(batch.jobs) for window, batch in batches.items()}
+    @property
+    def backlog(self) -> Any:
+        return self.trainer.vllm_generation.pool.backlog
 
     def running(self) -> list[str]:
         """The server of each request in flight."""
-        return list(self.trainer.vllm_generation.pool.backlog.running.values())
+        return list(self.backlog.running.values())
 
 
 class KilledAtItsCheckpoint(InFlight):
     """Both ranks; none before both have said what they saw."""
 
     def on_save(self, args, state, control, **kwargs):
-        seen = {"windows": self.windows, "finished": self.finished(), "running": len(self.running())}
+        seen = {"windows": self.windows, "running": len(self.running()), "step": state.global_step}
         files = [Path(args.output_dir, f"killed-{rank}.json") for rank in range(2)]
         own = files[self.trainer.accelerator.process_index]
         partial = own.with_suffix(".partial")
-        partial.write_text(json.dumps({**seen, "step": state.global_step}))
+        partial.write_text(json.dumps(seen))
         partial.rename(own)
         wait_until(lambda: all(file.exists() for file in files))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -256,23 +269,24 @@ class KilledAtItsCheckpoint(InFlight):
 class ServerDies(InFlight):
     """While requests of both ranks are in flight on it."""
 
-    def __init__(self, url: str, group: int):
-        super().__init__()
-        self.url, self.group = url, group
+    def __init__(self, place: Place):
+        super().__init__(place.hold)
+        self.url, self.group = place.urls[-1], place.groups[-1]
         self.had: list[int] = []  # each rank
 
     def in_flight(self) -> None:
         self.had = gather_object([self.running().count(self.url)])
         if self.trainer.accelerator.is_main_process:
             os.killpg(self.group, signal.SIGKILL)
+            self.hold.unlink()
 
 
-def ahead(model: str, output: Path, urls: list[str], watch: Watch, **settings: Any) -> Any:
+def ahead(place: Place, watch: Watch, **settings: Any) -> Any:
     problems = [f"{a}+{b}=" for a in range(1, 7) for b in range(1, 5)]
     return run(
         DASHTrainer,
-        model,
-        output,
+        place.model,
+        place.output,
         reward=ScriptedReward(constant=0.0),
         dataset=Dataset.from_dict({"prompt": problems}),
         callbacks=[watch],
@@ -283,18 +297,19 @@ def ahead(model: str, output: Path, urls: list[str], watch: Watch, **settings: A
         learning_rate=0.1,
         ddp_timeout=2 * int(SECONDS),  # a rank that fails leaves no other behind
         async_level=LEVEL,
-        vllm_server_urls=urls,
+        vllm_server_urls=place.urls,
         **settings,
     )
 
 
-def killed(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
-    ahead(model, output, urls, KilledAtItsCheckpoint(), save_strategy="steps", save_steps=CHECKPOINT)
+def killed(place: Place) -> None:
+    ahead(place, KilledAtItsCheckpoint(place.hold), save_strategy="steps", save_steps=CHECKPOINT)
 
 
-def resumed(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
-    watch = ServerDies(urls[-1], groups[-1])
-    trainer = ahead(model, output, urls, watch, resume=str(output / f"checkpoint-{CHECKPOINT}"))
+def resumed(place: Place) -> None:
+    place.hold.unlink(missing_ok=True)  # of the killed run
+    watch = ServerDies(place)
+    trainer = ahead(place, watch, resume=str(place.output / f"checkpoint-{CHECKPOINT}"))
     logs = trainer.state.log_history
     seen = {
         "windows": watch.windows,
@@ -311,12 +326,14 @@ def resumed(model: str, adapter: str, output: Path, urls: list[str], groups: lis
 # ------------------------------------------------------------------------------------------------- two steps
 
 
-def two_steps(model: str, output: Path, **settings: Any) -> tuple[Any, dict[str, Any]]:
+def two_steps(
+    model: str, output: Path, trainer_class: Any = DASHTrainer, **settings: Any
+) -> tuple[Any, dict[str, Any]]:
     """The trainer, and what this rank saw."""
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()  # before ZeRO-3 shards whatever is loaded
     watch = Watch()
     trainer = run(
-        DASHTrainer,
+        trainer_class,
         model,
         output,
         reward=arithmetic_reward,
@@ -345,36 +362,36 @@ def trained(trainer: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in whole(trainer).items() if "lora_B" in name or "base_model" not in name]
 
 
-def zero3_adapter(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+def zero3_adapter(place: Place) -> None:
     without_compiled_ops()
     peft_config = LoraConfig(r=4, target_modules="all-linear")
-    trainer, seen = two_steps(model, output, vllm_server_urls=urls, more={"peft_config": peft_config})
-    say("zero3_adapter", {**seen, "way": type(trainer.vllm_generation._sync.weights).__name__})
+    say(
+        "zero3_adapter",
+        two_steps(place.model, place.output, vllm_server_urls=place.urls, more={"peft_config": peft_config})[1],
+    )
 
 
-def fsdp2(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+def fsdp2(place: Place) -> None:
     fsdp_on_cpu()
-    trainer, seen = two_steps(model, output, vllm_server_urls=urls)
+    trainer, seen = two_steps(place.model, place.output, vllm_server_urls=place.urls)
     assert trainer.accelerator.is_fsdp2
     say("fsdp2", seen)
 
 
-def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+def zero3(place: Place) -> None:
     without_compiled_ops()
-    trainer, seen = two_steps(model, output, vllm_server_urls=urls[:1], vllm_weight_difference=True)
-    seen["way"] = type(trainer.vllm_generation._sync.weights).__name__
+    trainer, seen = two_steps(place.model, place.output, vllm_server_urls=place.urls[:1], vllm_weight_difference=True)
     if trainer.accelerator.is_main_process:
-        os.killpg(groups[0], signal.SIGKILL)
+        os.killpg(place.groups[0], signal.SIGKILL)
     trainer.accelerator.wait_for_everyone()
     trainer.vllm_generation.pool.server_timeout = 3.0
-    started = time.monotonic()
     error = None
     try:
         # one rank has nothing to ask for, and must fail all the same
         trainer.vllm_generation.generate([[5, 6, 7]] * 8 if trainer.accelerator.is_main_process else [], None, 8)
     except Exception as failure:
         error = [type(failure).__name__, str(failure)]
-    say("zero3", {**seen, "error": error, "seconds": time.monotonic() - started})
+    say("zero3", {**seen, "error": error})
 
 
 def greedy(sampler: Any) -> list[list[int]]:
@@ -382,9 +399,21 @@ def greedy(sampler: Any) -> list[list[int]]:
     return [drawn[index][0].token_ids for index in range(len(CONVERSATIONS))]
 
 
-def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+class UsesVLLM(GRPOTrainer):
+    """After the check that refuses colocated vLLM on a CPU, where it takes more than a user would set."""
+
+    def __init__(self, model: Any, reward_funcs: Any, args: Any, *others: Any, **settings: Any):
+        args.use_vllm = True
+        super().__init__(model, reward_funcs, args, *others, **settings)
+
+
+class Colocated(DASHTrainer, UsesVLLM):
+    """`use_vllm=True` with TRL's mode "colocate", on a CPU."""
+
+
+def in_process(place: Place) -> None:
     """Prompts that are computed in parts, with seeds, would end an engine on a CPU."""
-    with open_sampler(adapter, backend="vllm") as sampler:
+    with open_sampler(place.adapter, backend="vllm") as sampler:
         prompts = [30 * f"{number}+1-1" for number in range(24)]  # 32 of each: more tokens than vLLM takes in a step
         arguments = {"num_samples": 32, "max_completion_length": 20, "seed": 1}
         of_all = dict(sampler.sample(prompts, **arguments))
@@ -395,9 +424,8 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
             "texts": len({sample.text for samples in of_all.values() for sample in samples}),
         }
     say("evaluation", seen)
-    early_checks.check_vllm = lambda args: None  # on a CPU it takes more than a user would set
-    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
-    say("colocate", two_steps(model, output, in_process=True, **vllm)[1])
+    vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "in_process": True}
+    say("colocate", two_steps(place.model, place.output, Colocated, **vllm)[1])
 
 
 # -------------------------------------------------------------------------------------------------- the launch
@@ -416,22 +444,23 @@ SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
 }
 
 
-def begin(rank: int, ranks: int, port: int, environment: dict[str, str], scenario: Any, arguments: tuple) -> None:
+def begin(rank: int, ranks: int, port: int, environment: dict[str, str], scenario: Any, place: Place) -> None:
     """A rank, as torchrun would begin it."""
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= environment
-    scenario(*arguments)
+    scenario(place)
     leave()
 
 
-def main(model: str, adapter: str, output: str, urls: str, groups: str) -> None:
-    arguments = model, adapter, Path(output), urls.split(","), [int(group) for group in groups.split(",")]
+def main(model: str, adapter: str, output: str, urls: str, groups: str, hold: str) -> None:
+    process_groups = [int(group) for group in groups.split(",")]
+    place = Place(model, adapter, Path(output), urls.split(","), process_groups, Path(hold))
     for scenario, (ranks, environment) in SCENARIOS.items():
-        place = ranks, free_ports(1, 29500)[0], environment
+        arguments = ranks, free_ports(1, 29500)[0], environment, scenario, place
         try:
-            start_processes(begin, (*place, scenario, arguments), nprocs=ranks, start_method="fork")
+            start_processes(begin, arguments, nprocs=ranks, start_method="fork")
         except (ProcessRaisedException, ProcessExitedException) as error:
             print(f"\n{scenario.__name__} ended: {error}", flush=True)
 
