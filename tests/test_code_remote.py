@@ -42,27 +42,19 @@ def test_any_object_with_run_is_a_sandbox():
             asked.append((program, list(tests), entry_point))
             return Verdict(1, 1, "why", 0.0)
 
+    class Counted(Own):
+        count = 3
+
+        def close(self):
+            asked.append("closed")
+
     with CodeReward(Own()) as reward:
         assert reward.max_concurrency is None
         score, notes = reward(f"```python\n{RIGHT}\n```", ["assert f(1)"], "f", inputs=["1"], outputs=["2"])
     assert (score, notes) == (0.0, {"passed": 0.5, "explanation": "why"})
-    assert asked == [(RIGHT, ["assert f(1)", ("1", "2")], "f")]
-
-
-def test_what_a_sandbox_holds_is_closed_and_its_count_is_kept():
-    class Own:
-        count, closed = 3, False
-
-        def run(self, program, tests, entry_point=None):
-            raise AssertionError
-
-        def close(self):
-            self.closed = True
-
-    own = Own()
-    with CodeReward(own) as reward:
+    with CodeReward(Counted()) as reward:
         assert reward.max_concurrency == 3
-    assert own.closed
+    assert asked == [(RIGHT, ["assert f(1)", ("1", "2")], "f"), "closed"]
 
 
 # ----------------------------------------------------------------------------------------------------- SandboxFusion
@@ -121,13 +113,15 @@ def test_a_programs_time_out_is_wrong_and_its_process_ends(server, tmp_path):
 
 
 def test_what_is_sent(server):
-    one = SandboxFusion(f"{server.url}/run_code/", seconds=7, options={"memory_limit_MB": 512}, headers={"X-Key": "k"})
+    one = SandboxFusion(
+        f"{server.url}/run_code/", seconds=777, options={"memory_limit_MB": 512}, headers={"X-Key": "k"}
+    )
     assert pickle.loads(pickle.dumps(one)).run(RIGHT, TESTS).right
     ((path, request),) = server.requests
     assert path == "/run_code" and server.headers[0]["X-Key"] == "k"
     assert {name: request[name] for name in ("language", "run_timeout", "memory_limit_MB")} == {
         "language": "python",
-        "run_timeout": 7,
+        "run_timeout": 777,
         "memory_limit_MB": 512,
     }
     ast.parse(request["code"], feature_version=(3, 10))  # that of SandboxFusion's older images

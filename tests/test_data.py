@@ -45,7 +45,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_final_answer():
-    rows = [
+    for value, marked, answer in [
         ("work 5\n#### 1,200", False, "1200"),
         ("#### 1,234,567", False, "1234567"),
         ("#### 1,23", False, "1,23"),
@@ -61,18 +61,16 @@ def test_final_answer():
         ("", False, None),
         (None, False, None),
         (r"\boxed{}", True, None),
-    ]
-    for value, marked, answer in rows:
+    ]:
         assert final_answer(value, marked=marked) == answer, value
 
 
 def test_the_answer_of_a_row():
-    rows = [
+    for row, answer in [
         ({"answer": None, "solution": r"\boxed{3}"}, "3"),  # the solution helps out where the answer is empty
         ({"answer": "4", "solution": r"\boxed{3}"}, "4"),
         ({"answer": " ", "solution": "prose"}, None),
-    ]
-    for row, answer in rows:
+    ]:
         assert find_answer(row, ["answer", "solution"]) == answer, row
 
 
@@ -99,7 +97,7 @@ CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": 
 
 
 def test_prompts():
-    rows = [
+    for problem, template, chat, prompt in [
         (r"$\frac{1}{2}$? {0} {problem}", TEMPLATE, False, r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
         (r"$\frac{1}{2}$? {0} {problem}", None, False, r"$\frac{1}{2}$? {0} {problem}"),
         ("a", TEMPLATE, True, [{"role": "user", "content": "Q: a Use \\boxed{}."}]),
@@ -107,8 +105,7 @@ def test_prompts():
         (None, TEMPLATE, False, None),
         (" ", TEMPLATE, False, None),
         ([], TEMPLATE, False, None),
-    ]
-    for problem, template, chat, prompt in rows:
+    ]:
         assert make_prompt(problem, template, chat=chat) == prompt, (problem, template)
 
 
@@ -130,7 +127,7 @@ WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
 
 
 def test_layouts(tmp_path):
-    layouts = [
+    for rows, settings, expected in [
         (
             GSM8K,
             {"prompt_template": "plain"},
@@ -150,8 +147,7 @@ def test_layouts(tmp_path):
             {"prompt_template": "plain", "problem_column": "other", "answer_column": "gold"},
             [{"prompt": "q", "answer": "8"}],
         ),
-    ]
-    for rows, settings, expected in layouts:
+    ]:
         assert load_math_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
@@ -284,7 +280,7 @@ PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]
 
 
 def test_layouts_of_programs(tmp_path):
-    layouts = [
+    for rows, settings, expected in [
         # the prompt shows the first test, which names the function; all are scored, and other columns are left
         (
             [MBPP],
@@ -314,8 +310,7 @@ def test_layouts_of_programs(tmp_path):
                 {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
             ],
         ),
-    ]
-    for rows, settings, expected in layouts:
+    ]:
         assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
@@ -380,7 +375,7 @@ def test_what_is_not_mbpp_plus_is_not_split(tmp_path):
 
 
 def test_completions_of_math(tmp_path):
-    rows = [
+    for row, template, completion in [
         # GSM8K's marks go, and the answer has the form that the prompt asks for
         (GSM8K[0], "boxed", " 1+1=2\nThe answer is \\boxed{2}."),
         (GSM8K[0], "plain", " 1+1=2\nThe answer is 2."),
@@ -393,8 +388,7 @@ def test_completions_of_math(tmp_path):
         ({"problem": "?", "solution": "Add.", "answer": "5"}, "boxed", " Add.\nThe answer is \\boxed{5}."),
         # ready-made
         ({"prompt": "p", "completion": "<<1>> 2", "solution": "no", "answer": "2"}, None, "<<1>> 2"),
-    ]
-    for row, template, completion in rows:
+    ]:
         path = new_file(tmp_path, [row])
         for chat in (False, True):
             (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
@@ -409,7 +403,7 @@ def fenced(program: str) -> str:
 
 
 def test_completions_of_code(tmp_path, reward):
-    rows = [
+    for row, template, chat, completion in [
         (MBPP, None, True, fenced(MBPP["code"])),
         (MBPP, None, False, " " + fenced(MBPP["code"])),
         (MBPP, "plain", False, "\n" + MBPP["code"]),
@@ -417,8 +411,7 @@ def test_completions_of_code(tmp_path, reward):
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
         (HUMANEVAL, None, False, HUMANEVAL["canonical_solution"].rstrip()),
         (HUMANEVAL, None, True, fenced(HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"].rstrip())),
-    ]
-    for row, template, chat, completion in rows:
+    ]:
         path = new_file(tmp_path, [row])
         (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
@@ -433,7 +426,7 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 
 
 def test_what_is_missing_is_named(tmp_path):
-    mistakes = [
+    for load, rows, settings, message in [
         # columns
         (
             load_math_dataset,
@@ -512,7 +505,6 @@ def test_what_is_missing_is_named(tmp_path):
             {"completion": True},
             "2 of 3 rows .* lack a solution in 'code'; the first is row 1",
         ),
-    ]
-    for load, rows, settings, message in mistakes:
+    ]:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             load(new_file(tmp_path, rows), **settings)

@@ -231,23 +231,6 @@ def test_files_of_a_killed_launcher_are_removed_by_the_next(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == []
 
 
-def test_closed_while_a_forked_child_has_its_socket():
-    with Sandbox(**LIMITS) as box:
-        launcher = launcher_of(box)
-        exits = []
-        real = subprocess.Popen.wait
-        child = os.fork()
-        if child == 0:
-            time.sleep(600)
-            os._exit(0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess.Popen, "wait", lambda self, *rest: exits.append(real(self, 300)) or exits[-1])
-            box.close()
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    assert exits == [0] and ends(launcher), "it had to be killed"
-
-
 # ----------------------------------------------------------------------------------------------- the clock, the users
 
 WAITING = programs("""
@@ -611,52 +594,20 @@ def table(head: str) -> dict[str, list[str]]:
 
 SLEEPS = "import time\ndef f(x): time.sleep(600)"
 OWN_CLASS = "class Node: pass\nassert f(Node()) == 1"
-# By the words that begin a row with the score 0: the attacks that have it, or (program, test).
-CAUSES = {
-    "an assert fails": [
-        ("def f(x): return 0", TESTS[0]),
-        ("def f(x): 1 / 0", TESTS[0]),
-        ("def f(x) return 2", TESTS[0]),
-    ],
-    "more than its CPU time": ["an endless loop in C"],
-    "more than its memory": ["10 GB at once", "10 GB of mapped memory"],
-    "more than its files": ["the temporary folder filled", "ten thousand files"],
-    "more than its threads": ["a hundred threads"],
-    "a child process": ["a child", "a program of the system"],
-    "with children": ["CPU time of children that nobody waits for"],
-    "a value that cannot": ["a value that holds itself"],
-    "a value whose comparison": [ENDLESS],
-    "60 s by the clock": [],  # `test_a_program_that_waits_for_nothing_is_wrong`
-    "no program": [],
-}
-ROWS = table("| what happens | score |")
-
-
-def test_the_rows_of_the_table_of_scores_that_are_0(box):
-    """`test_attacks` and `test_what_is_wrong` make most of them."""
-    zero = [row for row, (score,) in ROWS.items() if score == "0"]
-    assert len(zero) == len(CAUSES) and scored(box, "I do not know.") == "0"
-    for row in zero:
-        (case,) = [case for begin, case in CAUSES.items() if row.startswith(begin)] or pytest.fail(f"{row}: no case")
-        for one in case:
-            if isinstance(one, str):
-                assert one in ATTACKS["children" if row.startswith("with children") else "namespaces"], row
-            elif one not in WRONG:
-                assert scored(box, fenced(one[0]), [one[1]]) == "0", one
 
 
 @pytest.mark.parametrize("kind", STRICT)
-def test_the_rows_of_the_table_of_scores_that_are_unscored(boxes, kind, monkeypatch):
+def test_what_is_unscored(boxes, kind, monkeypatch):
     begins = ["the same on a busy machine", "tests that are not valid Python", "something outside", "no sandbox"]
-    rows = [row for row, (score,) in ROWS.items() if score == "unscored"]
+    rows = [row for row, (score,) in table("| what happens | score |").items() if score == "unscored"]
     assert all(row.startswith(begin) for row, begin in zip(rows, begins, strict=True))
     for test in ("assert f(", "assert 1 == 1", OWN_CLASS):
-        assert scored(boxes[kind], fenced(RIGHT), [test]) == "unscored", test
+        check_unscored(boxes[kind], RIGHT, [test])
     with killing(boxes[kind]):
-        assert scored(boxes[kind], fenced(SLEEPS)) == "unscored"
+        check_unscored(boxes[kind], SLEEPS)
     with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5) as box:
         monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 0.0)
-        assert scored(box, fenced(SLEEPS)) == "unscored"
+        check_unscored(box, SLEEPS)
 
 
 def test_without_a_sandbox_there_is_no_score_and_no_weaker_kind(monkeypatch):
@@ -670,11 +621,9 @@ def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-def scored(box: Sandbox, completion: str, tests: list[str] = TESTS) -> str:
-    try:
-        return f"{CodeReward(box)(completion, tests)[0]:g}"
-    except (SandboxError, TimeoutError, UnfitTests):
-        return "unscored"
+def check_unscored(box: Sandbox, program: str, tests: list[str] = TESTS) -> None:
+    with pytest.raises((SandboxError, TimeoutError, UnfitTests)):
+        CodeReward(box)(fenced(program), tests)
 
 
 @contextmanager

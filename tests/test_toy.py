@@ -50,7 +50,7 @@ def test_training_and_test_problems_are_disjoint():
 
 
 def test_impossible_datasets_are_refused():
-    rows = [
+    for make, arguments, message in [
         (
             arithmetic_dataset,
             {"size": 500, "operands": (2,)},
@@ -59,8 +59,7 @@ def test_impossible_datasets_are_refused():
         (arithmetic_dataset, {"split": "dev"}, "split='dev' does not exist"),
         (program_dataset, {"split": "dev"}, "split='dev' does not exist"),
         (calculator_dataset, {"split": "dev"}, "split='dev' does not exist"),
-    ]
-    for make, arguments, message in rows:
+    ]:
         with pytest.raises(ValueError, match=message):
             make(**{"split": "test", **arguments})
 
@@ -75,7 +74,7 @@ def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_ha
 
 
 def test_the_reward_reads_the_last_answer():
-    rows = [
+    for text, reward in [
         ("7+5=12\nThe answer is 12", 1.0),
         ("The answer is 11\nWait, 7+5=12\nThe answer is 12", 1.0),  # the last one counts
         ("The answer is 12\nThe answer is 11", 0.0),
@@ -83,8 +82,7 @@ def test_the_reward_reads_the_last_answer():
         ("The answer is -12", 0.0),
         ("12", 0.0),
         ("", 0.0),
-    ]
-    for text, reward in rows:
+    ]:
         assert arithmetic_reward([text], ["12"]) == [reward]
         assert arithmetic_reward([[{"role": "assistant", "content": text}]], ["12"]) == [reward]
 
@@ -164,13 +162,10 @@ def learned(folder: Path, settings: WarmUp, **arguments) -> list[tuple[str, str]
 
 
 def test_traces_slip_and_correct_themselves_at_the_given_rates(tmp_path):
-    counts, known = [0, 0, 0], set(problems("train", size=2000))
+    counts, test = [0, 0, 0], set(problems("test"))
     settings = dataclasses.replace(SMALL, steps=1, batch_size=2500, clean_share=0.0, slip_rate=0.12, wait_rate=0.05)
     rows = learned(tmp_path, settings)
-    assert (
-        len(rows) == 2500
-        and len(known.intersection(whole.split("\n")[1][: -len(END_OF_TURN)] for whole, _ in rows)) > 9
-    )
+    assert len(rows) == 2500 and not test & {re.search(r"user\n(.*)<\|im_end\|>", whole)[1] for whole, _ in rows}
     for _, trace in rows:
         for i, count in enumerate(read_trace(trace.removesuffix(END_OF_TURN))):
             counts[i] += count
@@ -194,7 +189,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model, monkeypatch):
+def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model):
     written = (Path(small_model) / "model.safetensors").stat().st_mtime_ns
     assert toy_model(Path(small_model).parent, settings=SMALL, progress=False) == small_model
     assert (Path(small_model) / "model.safetensors").stat().st_mtime_ns == written
@@ -250,18 +245,14 @@ def test_a_concurrent_call_waits_for_the_first(tmp_path):
         assert cached_model("a", {}, make, tmp_path) == second[0].result()
 
 
-def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
+def test_the_user_s_cache_folder_and_one_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for set_to, folder in {"/somewhere": "/somewhere", "relative/is/invalid": "/home/somebody/.cache"}.items():
+        monkeypatch.setenv("XDG_CACHE_HOME", set_to)
+        assert cache_folder() == Path(folder, "dash_trl")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
         toy_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
-
-
-def test_the_user_s_cache_folder(monkeypatch):
-    rows = [("/somewhere", "/somewhere/dash_trl"), ("relative/is/invalid", "/home/somebody/.cache/dash_trl")]
-    for set_to, folder in rows:
-        monkeypatch.setenv("XDG_CACHE_HOME", set_to)
-        monkeypatch.setenv("HOME", "/home/somebody")
-        assert cache_folder() == Path(folder)
 
 
 # -------------------------------------------------------------------------------------------------------- the programs
@@ -299,10 +290,8 @@ def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):
 TOOL_TOKENIZER = CALCULATOR_LESSONS.tokenizer()
 
 
-@pytest.fixture(params=["made", "reloaded"])
-def tool_tokenizer(request, tmp_path):
-    if request.param == "made":
-        return TOOL_TOKENIZER
+@pytest.fixture
+def tool_tokenizer(tmp_path):
     TOOL_TOKENIZER.save_pretrained(tmp_path)
     return AutoTokenizer.from_pretrained(tmp_path)
 
@@ -333,7 +322,7 @@ def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(to
 
 
 def test_what_counts_as_a_call():
-    rows = [
+    for text, content, calls in [
         ("The answer is 12<|im_end|>", "The answer is 12", None),
         ("7+5=12\n<tool_call>f\na=12-3</tool_call><|im_end|>", "7+5=12", [function_call("f", a="12-3")]),
         ("<tool_call>f\na=7\nb=x=y</tool_call>", "", [function_call("f", a="7", b="x=y")]),
@@ -341,8 +330,7 @@ def test_what_counts_as_a_call():
         ("<tool_call>f\n12-3</tool_call><|im_end|>", "", [function_call("f")]),  # an argument without a name
         ("<tool_call>calcul", "<tool_call>calcul", None),  # cut off
         ("<tool_call>\na=7</tool_call><|im_end|>", "<tool_call>\na=7</tool_call>", None),
-    ]
-    for text, content, calls in rows:
+    ]:
         message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
         assert (message["content"], message.get("tool_calls")) == (content, calls)
 

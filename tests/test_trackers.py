@@ -1,13 +1,10 @@
-"""What arrives in Trackio, W&B (offline) and TensorBoard, read back from what they wrote, and seen in a browser."""
+"""What arrives in Trackio, W&B (offline) and TensorBoard, read back from what they wrote."""
 
 import importlib.util
 import json
-import shutil
 import socket
-import struct
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +24,6 @@ from tests.tiny import ScriptedReward, run, write_rows
 
 INSTALLED = [name for name in ("trackio", "wandb", "tensorboard") if find_spec(name)]
 STEPS = 3
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-ONLY_HERE = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
 
 
 def needs(name):
@@ -160,37 +155,15 @@ def test_nothing_leaves_the_machine_and_no_server_is_left(tracked):
     assert [one for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN] == []
 
 
-def records(file: Path) -> Iterator[bytes]:
-    """Of a file like LevelDB's logs: blocks of 32 KiB, in which a record or a part of it has a head of 7 bytes."""
-    content, at, record = file.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if (left := 2**15 - at % 2**15) < 7:
-            at += left
-            continue
-        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
-        record, at = record + content[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or its last part
-            yield record
-            record = b""
-
-
 @needs("wandb")
-def test_wandb_has_the_scalars_the_tables_and_the_picture(tracked):
-    from wandb.proto import wandb_internal_pb2
-
-    folder, scalars, tables, _ = tracked
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    logs = []
-    for record in map(wandb_internal_pb2.Record.FromString, records(file)):
-        items = record.history.item
-        logs.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    found = [log for log in logs if "train/reward" in log]
-    assert [{name: log[name] for name in one} for log, one in zip(found, scalars, strict=True)] == scalars
-    media = file.parent / "files"
-    written = [json.loads((media / log["completions/path"]).read_text()) for log in logs if "completions/path" in log]
+def test_wandb_has_the_tables_and_the_picture(tracked):
+    folder, _, tables, _ = tracked
+    (media,) = folder.glob("wandb/offline-run-*/files/media")
+    files = sorted(media.glob("table/completions_*.table.json"), key=lambda file: int(file.name.split("_")[1]))
+    written = [json.loads(file.read_text()) for file in files]
     check_tables([[dict(zip(one["columns"], row, strict=True)) for row in one["data"]] for one in written], tables)
-    (picture,) = [log["picture/path"] for log in logs if "picture/path" in log]
-    assert (media / picture).read_bytes() == (folder / "run.png").read_bytes()
+    (picture,) = media.glob("images/picture_*.png")
+    assert picture.read_bytes() == (folder / "run.png").read_bytes()
 
 
 @needs("tensorboard")
@@ -202,22 +175,6 @@ def test_tensorboard_has_the_scalars(tracked):
         found = {event.step: event.value for event in events.Scalars(scalar)}
         expected = {step: one[scalar] for step, one in enumerate(tracked[1], start=1) if scalar in one}
         assert found == pytest.approx(expected, rel=1e-6), scalar  # float32
-
-
-@needs("trackio")
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_a_browser_shows_it(tracked, tmp_path):
-    import trackio
-
-    app, url, *_ = trackio.show("tracked", open_browser=False, block_thread=False, host="127.0.0.1")
-    try:
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", *ONLY_HERE, f"--user-data-dir={tmp_path}"]
-        for name, shown in {"traces": "8 + 8 =", "media": "credit"}.items():
-            command = [CHROMIUM, *flags, "--virtual-time-budget=10000", "--dump-dom", f"{url}{name}?project=tracked"]
-            page = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            assert shown in page.stdout, name
-    finally:
-        app.close()
 
 
 def test_the_examples_report_to_trackio_if_it_is_installed(monkeypatch, tmp_path):
