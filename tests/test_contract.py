@@ -117,10 +117,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "equal lengths": {"equal": True},
     "env_mask, conversational": {"masked": True, "conversational": True},
     "truncated rows are masked, a log of two steps": {"mask_truncated_completions": True, "logging_steps": 2},
-    "generated": {"generated": True},
     "generated, conversational": {"generated": True, "conversational": True},
     "clipped, with a reference": {"num_iterations": 2, "beta": 0.04, "epsilon": 0.01, "entropy_coef": 1e-9},
-    "one window for two steps": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "generated, one window for two steps": {"generated": True, "steps_per_generation": 4},
 }
 
 

@@ -14,20 +14,20 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig,
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.log_probs import CorrectionInPass
-from dash_trl.update import MicroBatch
+from dash_trl.log_probs import CorrectionInPass, LogProbRules
+from dash_trl.update import MicroBatch, Pass, Segment
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
     Snapshots,
     assert_same_update,
-    pad,
     parameters,
     prompts,
     relative_difference,
     run,
     tiny_tokenizer,
 )
+from tests.tiny import pad as padded
 
 TOLERANCE = 1e-5
 END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
@@ -53,12 +53,6 @@ def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[flo
 WITH_POLICY_LOSS = {"entropy_coef": 1e-9}  # TRL logs it if the coefficient is not 0
 
 
-def padded(trainer: Any) -> None:
-    """A `prepare` for a model that cannot run padding-free: rows are sorted and trimmed."""
-    if isinstance(trainer, DASHTrainer):
-        pad(trainer)
-
-
 def one_token(trainer: Any) -> None:
     trainer.rollout_func = ScriptedRollouts(0, longest=1)
 
@@ -73,10 +67,23 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "dapo", "learning_rate": 1.0, "share_prompts": False},
-        {"reward": TWO, "reward_weights": [1.0, 0.3], "multi_objective_aggregation": "normalize_then_sum"},
-        {"reward": TWO, "reward_weights": [1.0, 0.3], "scale_rewards": "batch"},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 2},
+        {
+            "loss_type": "dapo",
+            "learning_rate": 1.0,
+            "share_prompts": False,
+            "reward": TWO,
+            "reward_weights": [1.0, 0.3],
+            "multi_objective_aggregation": "normalize_then_sum",
+        },
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "num_iterations": 2,
+            "max_steps": 2,
+            "reward": TWO,
+            "reward_weights": [1.0, 0.3],
+            "scale_rewards": "batch",
+        },
         {
             "loss_type": "grpo",
             "num_iterations": 2,
@@ -84,7 +91,13 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
             **WITH_POLICY_LOSS,
             "max_tokens_per_microbatch": 4000,
         },
-        {"loss_type": "dr_grpo", "steps_per_generation": 8, "max_steps": 4, "scale_rewards": "none"},
+        {
+            "loss_type": "dr_grpo",
+            "steps_per_generation": 8,
+            "max_steps": 4,
+            "scale_rewards": "none",
+            "prepare": padded,
+        },
         {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4, "off_policy_mask_threshold": 0.01},
         {"loss_type": "cispo", "steps_per_generation": 2, "max_tokens_per_microbatch": 60, "learning_rate": 10.0},
         {"loss_type": "sapo", "steps_per_generation": 3, "num_generations": 3, "max_steps": 3},
@@ -105,7 +118,6 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
             **WITH_POLICY_LOSS,
             "max_tokens_per_microbatch": 30,
         },
-        {"max_steps": 2, "prepare": padded},
         # Two steps: on the first one the KL gradient is zero, and a wrong reference would not show.
         {"beta": 0.04, "max_steps": 2, "gradient_filter_threshold": None},
         {
@@ -128,7 +140,7 @@ def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
     logs = [log for log in dash.state.log_history if "filter/kept_rows" in log]
     assert (min(log["filter/kept_rows"] for log in logs) < 1) == is_filtered, "it means something if rows were dropped"
-    assert not is_padded or max(log.get("packing/padding_share", 0) for log in logs) > 0
+    assert (max(log.get("packing/padding_share", 0) for log in logs) > 0) == is_padded, "padded rows are not equal"
     one, other = trl.state.log_history[0], dash.state.log_history[0]
     names = ("loss", "reward", "reward_std", "completions/mean_length", "frac_reward_zero_std")
     for name in names[:-1] if "reward" in settings else names:  # of groups; TRL's is of what it divides by
@@ -187,13 +199,11 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
         return parameters(trainer.model), trainer.state.log_history[0]
 
     exact, log = ended()
-    kept, _ = ended(filter_denominator="kept")
+    kept, _ = ended(filter_denominator="kept", max_tokens_per_microbatch=4000)
     share = log["filter/kept_rows" if loss_type == "grpo" else "filter/kept_tokens"]
     scaled = {name: start[name] + (value - start[name]) / share for name, value in exact.items()}
     assert relative_difference(start, kept, scaled)[0] <= 1e-4 and share < 1
-    for one, settings in ((exact, {"max_tokens_per_microbatch": 40}), (kept, {"max_tokens_per_microbatch": 4000})):
-        denominator = "kept" if one is kept else "all"
-        assert_same_update(start, one, ended(filter_denominator=denominator, **settings)[0])
+    assert_same_update(start, exact, ended(max_tokens_per_microbatch=40)[0])
 
 
 def corrects(trainer: Any) -> None:
@@ -228,15 +238,20 @@ def passes(monkeypatch) -> list[bool]:
     return made
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, passes, mode):
+def may_draw(trainer: Any) -> None:
+    """A `prepare` for a model whose passes may differ, as far as the trainer knows. The module is never called."""
+    corrects(trainer)
+    trainer.model.dropout = torch.nn.Dropout(0.1)
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
+def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, passes, mode):
     """Two windows per optimizer step: the update and the figures are those of a pass before training."""
     settings = {**CORRECTED, "vllm_importance_sampling_mode": mode, "max_steps": 2}
     settings |= {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
     found = run(DASHTrainer, tiny_model, tmp_path, **settings)
     assert all(passes)
-    monkeypatch.setattr("dash_trl.assembly.has_dropout", lambda model: True)
-    before = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    before = run(DASHTrainer, tiny_model, tmp_path, **{**settings, "prepare": may_draw})
     assert not all(passes)
     assert_same_update(parameters(tiny_model), parameters(before.model), parameters(found.model), least=1e-4)
     for log, other in zip(found.state.log_history, before.state.log_history, strict=True):
@@ -261,13 +276,14 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
 
 def test_what_a_training_pass_corrects():
     """Its own rows by their loss tokens; neither dummy rows, nor other passes, nor what a pass before has corrected."""
-    rules: Any = SimpleNamespace(correction={"mode": "sequence_mask", "clip_min": None, "clip_max": None})
-    in_pass = CorrectionInPass(lambda: rules, rank=1)
+    correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
+    segment = Segment(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
+    in_pass = CorrectionInPass(lambda: LogProbRules(False, False, False, correction, lambda: True), rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
         "completion_mask": torch.tensor([[1, 1], [0, 0]]),
         "tool_mask": torch.tensor([[1, 0], [0, 0]]),
-        "pass": SimpleNamespace(micro_batch=MicroBatch(((0, 1), (0,)))),
+        "pass": Pass(MicroBatch(((0, 1), (0,))), segment, tokens=(3, 1)),
     }
     log_probs = torch.tensor([[0.5, 7.0], [0.0, 0.0]])
     with in_pass.observe(inputs, window=0):
@@ -287,8 +303,14 @@ def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: 
 @pytest.mark.parametrize(
     ("peft_config", "padding_free"),
     [
-        adapter("lora", LoraConfig, True, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
-        adapter("whole modules", LoraConfig, True, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+        adapter(
+            "lora, and whole modules",
+            LoraConfig,
+            True,
+            target_modules=["q_proj", "v_proj"],
+            init_lora_weights="gaussian",
+            modules_to_save=["embed_tokens"],
+        ),
         adapter(
             "ia3",
             IA3Config,

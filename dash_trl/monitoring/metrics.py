@@ -304,7 +304,7 @@ def packing_metrics(
             real, processed, largest = real + tokens, processed + size, max(largest, size)
     return {
         "packing/padding_free": float(padding_free),
-        "packing/padding_share": 1 - (real - saved) / max(processed, 1),
+        "packing/padding_share": (processed - real + saved) / max(processed, 1),
         "packing/shared_tokens": saved / max(real, 1),
         "packing/max_tokens": largest,
     }
