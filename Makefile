@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python >= 3.11 and pip; each sets up .venv when it is missing or its requirements changed.
+# `make demo`, `make test` and `make test-all` need Python >= 3.11 and pip; each sets up .venv when it is missing or its requirements changed.
 # PYTHON=python3.12 chooses the interpreter, ARGS="..." is passed on to the script or to pytest.
 #
 # Every path is relative, so the checkout may live anywhere, in a folder with spaces too.
@@ -19,7 +19,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 # tenth on an idle machine (none at all double its time); then a thread sleeps.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint docs docs-serve release clean
+.PHONY: help demo test test-all lint docs docs-serve release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -29,8 +29,12 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --quiet --config_file $(CONFIG) examples/train_math.py $(ARGS)
 	@echo "dash_trl is installed in $(VENV). To run the other commands of README.md: source $(BIN)/activate"
 
-test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+test: $(VENV)/.test ## the quick tests, in about five minutes; ARGS="-k filter -x" goes to pytest
+	@$(PYTEST) --quick $(ARGS)
+
+test-all: $(VENV)/.test ## all tests that this machine can run, in about 15 minutes
+	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy
 	@$(BIN)/ruff check .

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
@@ -20,27 +22,93 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.launching import launch, python  # noqa: E402, F401
+from tests.launching import launch, python, toy  # noqa: E402, F401
 
 hypothesis.settings.register_profile("no clock", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("no clock")
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits
 
 
+# What a case uses is read off its fixtures, the most expensive first. A case without any of these has to be quick.
+USES = {
+    "servers": {"vllm_server", "vllm_servers", "job_with_vllm_servers"},
+    "processes": {"launch", "python", "ray_cluster"},
+    "training": {"tiny_model", "model", "small_model", "moe", "toy"},
+}
+# Files of which `make test` runs the first training case of each function.
+CORE = {
+    *("test_equivalence", "test_contract", "test_one_step", "test_resume", "test_losses", "test_regularizers"),
+    *("test_padding_free", "test_shared_prompts", "test_isolation", "test_async", "test_pipeline"),
+    *("test_rewards_failures", "test_callbacks", "test_bad_input", "test_process_rewards"),
+}
+MOST_SECONDS = 5.0  # of CPU time, for a case that uses nothing
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out servers, processes and most training cases")
+
+
+def use_of(item: pytest.Item) -> str:
+    """Returns what a case uses: "servers", "processes", "training" or "nothing"."""
+    names = {*getattr(item, "fixturenames", ())}
+    return next((use for use, fixtures in USES.items() if fixtures & names), "nothing")
+
+
+def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the cases of `make test`: all that use nothing, a choice of those that train, the smoke tests."""
+    chosen, functions = [], set()
+    for item in items:
+        function, use = item.nodeid.partition("[")[0], use_of(item)
+        is_first = function not in functions and item.path.stem in CORE
+        if use == "nothing" or item.get_closest_marker("smoke") or (use == "training" and is_first):
+            chosen.append(item)
+            functions.add(function)
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects `exhaustive` tests unless they are asked for; runs the tests with vLLM servers, the longest, first."""
+    """Chooses the cases of `make test`, puts the longest first, and groups what shares a fixture of its module."""
+    chosen = quick(items) if config.option.quick else list(items)
     if "exhaustive" not in config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+        chosen = [item for item in chosen if not item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=[*set(items).difference(chosen)])
+    items[:] = chosen
+    items.sort(key=lambda item: [*USES, "nothing"].index(use_of(item)))
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(one[-1].scope == "module" for one in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[BEGAN] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Lets a case fail that takes long although it uses nothing. CPU time, so that a busy machine lets none fail."""
+    result = yield
+    took = cpu_seconds() - item.stash[BEGAN]
+    if took > MOST_SECONDS and use_of(item) == "nothing":
+        pytest.fail(f"{took:.1f} s of CPU time: let it use one of the fixtures {USES}, or do less")
+    return result
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and of its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 @pytest.fixture(autouse=True)
 def _real_vllm(request: pytest.FixtureRequest) -> None:
-    """Lets a vLLM test fail, not skip, if vLLM could be installed: a skipped test would look like a passed one."""
-    if request.node.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+    """Lets a test of servers fail, not skip, if vLLM could be installed: a skipped test looks like a passed one."""
+    if use_of(request.node) == "servers" and importlib.util.find_spec("vllm") is None:
         if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-            pytest.fail("vLLM is not installed: `make test` installs it, and `-m 'not vllm'` leaves these tests out")
+            pytest.fail("vLLM is not installed: `make test` installs it")
         pytest.skip("there is no vLLM for this platform")
 
 
@@ -53,13 +121,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_folder(toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """Changes to a folder with the toy model and a file of problems, and returns it."""
-    from dash_trl.toy import toy_model
-
     rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(16)]
     (tmp_path / "own.jsonl").write_text("".join(rows))
-    (tmp_path / "model").symlink_to(toy_model())
+    (tmp_path / "model").symlink_to(toy)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,17 +1,23 @@
-"""Counts the statements of the tracked Python files, by folder.
+"""Counts the statements of the Python files by room, and the words of the documentation, against budgets.toml.
 
-    python tools/statements.py            # the package by folder, then tests, benchmarks, examples, ...
+    python tools/statements.py            # what there is, beside its budget
     python tools/statements.py --files    # every file
+    python tools/statements.py --lower    # after a change made something smaller: lowers its budget
 
-A statement is every `ast.stmt` except a docstring. Lines are all lines of the file. Notebooks are not counted.
+A statement is every `ast.stmt` except a docstring. Notebooks are not counted. A room of the package is a folder, or `.`
+for the modules at its top; elsewhere, it is a folder at the top of the repository. `tests/test_house.py` fails if there
+is more than a budget allows, and if a commit raised the sum of the package or of all statements.
 """
 
 import argparse
 import ast
-import subprocess
-from collections import defaultdict
+import tomllib
+from collections import Counter
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = ROOT / "budgets.toml"
+FOLDERS = ("tests", "benchmarks", "examples", "tools")
 HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -22,32 +28,61 @@ def statements(source: str) -> int:
     return sum(isinstance(node, ast.stmt) for node in nodes) - len(documented)
 
 
-def room(path: Path) -> str:
-    """Returns the folder under which a file is counted: two levels inside the package, one level elsewhere."""
-    folders = path.parts[:-1]
-    return "/".join(folders[: 2 if folders[:1] == ("dash_trl",) else 1]) or "."
+def counted() -> dict[str, dict[str, int]]:
+    """Returns what there is, in the form of budgets.toml: {"package": …, "outside": …, "words": …}."""
+    package, outside = Counter[str](), Counter[str]()
+    for path in (ROOT / "dash_trl").rglob("*.py"):
+        package[[*path.relative_to(ROOT / "dash_trl").parts[:-1], "."][0]] += statements(path.read_text())
+    for folder in FOLDERS:
+        outside[folder] = sum(statements(path.read_text()) for path in (ROOT / folder).rglob("*.py"))
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+    words = sum(len(path.read_text().split()) for path in pages)
+    return {"package": dict(package), "outside": dict(outside), "words": {"docs": words}}
+
+
+def read(text: str) -> dict[str, dict[str, int]]:
+    return tomllib.loads(text)
+
+
+def sums(budgets: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Returns the numbers that only fall: statements of the package, all statements, words."""
+    package = sum(budgets["package"].values())
+    return {
+        "the package": package,
+        "all statements": package + sum(budgets["outside"].values()),
+        "words": sum(budgets["words"].values()),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", action="store_true", help="one line per file instead of one per folder")
+    parser.add_argument("--files", action="store_true", help="one line per file instead of one per room")
+    parser.add_argument("--lower", action="store_true", help="lower the budgets to what there is")
     args = parser.parse_args()
 
-    listed = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True).stdout.split()
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for path in filter(Path.exists, map(Path, listed)):
-        source = path.read_text()
-        count = (1, len(source.splitlines()), statements(source))
-        groups = [str(path) if args.files else room(path), "all tracked Python"]
-        if path.parts[0] == "dash_trl":
-            groups.append("the package")
-        for group in groups:
-            totals[group] = [a + b for a, b in zip(totals[group], count, strict=True)]
-
-    print(f"{'':40} {'files':>6} {'lines':>7} {'statements':>11}")
-    summary = ("the package", "all tracked Python")
-    for group in [*sorted(set(totals) - set(summary)), *summary]:
-        print("{:40} {:6d} {:7d} {:11d}".format(group, *totals[group]))
+    if args.files:
+        for path in sorted(path for folder in ("dash_trl", *FOLDERS) for path in (ROOT / folder).rglob("*.py")):
+            print(f"{path.relative_to(ROOT)!s:60} {statements(path.read_text()):6d}")
+        return
+    now, text = counted(), BUDGETS.read_text()
+    budgets = read(text)
+    for part, rooms in now.items():
+        print(f"[{part}]{'':23} {'now':>7} {'budget':>7}")
+        for room in sorted(rooms.keys() | budgets[part].keys()):
+            print(f"{room:30} {rooms.get(room, 0):7d} {budgets[part].get(room, 0):7d}")
+    for name, total in sums(now).items():
+        print(f"{name:30} {total:7d} {sums(budgets)[name]:7d}")
+    if args.lower:
+        head = text[: text.index("[package]")]
+        lowered = {
+            part: {room: min(count, now[part].get(room, 0)) for room, count in rooms.items()}
+            for part, rooms in budgets.items()
+        }
+        tables = (
+            f"[{part}]\n" + "".join(f'"{room}" = {count}\n' for room, count in rooms.items() if count)
+            for part, rooms in lowered.items()
+        )
+        BUDGETS.write_text(head + "\n".join(tables))
 
 
 if __name__ == "__main__":
