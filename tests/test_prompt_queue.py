@@ -339,15 +339,3 @@ def test_every_prompt_comes_back(most, batch, batches, rest, silent, seed):
             state, resumed = reloaded(one.state_dict()), build()
             resumed.load_state_dict(state)
             assert resumed.prompts(epoch) == kept and one.prompts(epoch) == kept
-
-
-def test_silent_prompts_are_passed_over_more_often():
-    one, seen = history(prompts=200, most=5), [0] * 200
-    for epoch in range(40):
-        kept = one.prompts(epoch)
-        for prompt in kept:
-            seen[prompt] += 1
-        note(one, {prompt: prompt >= 100 or prompt >= 50 and epoch >= 20 for prompt in kept})
-    assert seen[100:] == [40] * 100
-    never, later = sum(seen[:50]) / 50, sum(seen[50:100]) / 50
-    assert 40 / 6 <= never < 24 and never + 5 < later < 40  # it is noticed that their groups have signal now

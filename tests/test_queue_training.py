@@ -55,19 +55,18 @@ RUNS: dict[str, tuple[dict[str, Any], Sequence[int], bool]] = {
         False,
     ),
     "used twice": ({"num_iterations": 2, "dataset": prompts(9)}, (3, 4), True),
-    "no rounds": (
-        {"max_num_gen_batches": 1, "steps_per_generation": 8, "dataset": prompts(21), "max_steps": 10},
+    "no rounds, a worker reads": (
+        {"max_num_gen_batches": 1, "steps_per_generation": 8, "dataset": prompts(21), "max_steps": 10}
+        | {"dataloader_num_workers": 1},
         (7, 8),
         True,
     ),
-    "rounds only": ({"max_skipped_epochs": 0, "steps_per_generation": 8, "dataset": prompts(21)}, range(1, 6), True),
-    "a stream": ({"max_skipped_epochs": 0, "dataset": prompts(13).to_iterable_dataset()}, (4,), False),
+    "a stream, rounds only": ({"max_skipped_epochs": 0, "dataset": prompts(13).to_iterable_dataset()}, (4,), False),
     "an epoch is cut": (
         {"dataset": prompts(21), "callbacks": [EndsTheEpoch()], "steps_per_generation": 8, "max_steps": 9},
         (6,),
         False,
     ),
-    "a worker reads": ({"dataset": prompts(13), "dataloader_num_workers": 1}, (4,), True),
 }
 PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if long else ()) for name, (*_, long) in RUNS.items()]
 
@@ -109,20 +108,16 @@ def saved(tiny_model, tmp_path_factory):
     return rounds, str(output / "checkpoint-3")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path, saved):
+    for change in (
         {"max_num_gen_batches": 1, "max_skipped_epochs": 0},
         {"max_skipped_epochs": 0},
         {"per_device_train_batch_size": 8},
         {"dataset": prompts(22)},
-    ],
-    ids=["no queue", "nothing is passed over", "batch", "dataset"],
-)
-def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path, saved, change):
-    settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, **change}
-    with pytest.raises(ValueError, match=r"was saved with .*\(now .*Resume with the values of the checkpoint, or pass"):
-        trained(tiny_model, tmp_path, resume=saved[1], **settings)
+    ):
+        settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "resume": saved[1], **change}
+        with pytest.raises(ValueError, match=r"was saved with .*\(now .*Resume with the values of the checkpoint, or"):
+            trained(tiny_model, tmp_path, **settings)
 
 
 def test_the_other_way_round_is_refused(tiny_model, tmp_path):

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, fields
 
-import pytest
 import torch
 from trl import GRPOTrainer
 
@@ -25,37 +24,24 @@ def rollouts() -> Survivors:
     )
 
 
-@pytest.mark.parametrize(
-    "rows, size, expected",
-    [
-        (
-            [1, 0],
-            2,
-            {
-                "prompt_ids": [[5, 6, 7], [0, 2, 3]],
-                "completion_ids": [[5, 0, 0], [0, 1, 2]],
-                "advantages": [-0.5, 0.5],
-                "importance_sampling_ratio": [[1.0], [1.0]],
-            },
-        ),
-        (
-            [1],
-            3,
-            {
-                "prompt_mask": [[1, 1, 1], [0, 0, 0], [0, 0, 0]],
-                "completion_ids": [[5, 0], [99, 99], [99, 99]],
-                "completion_mask": [[1, 0], [0, 0], [0, 0]],
-                "advantages": [-0.5, 0.0, 0.0],
-            },
-        ),
-        ([], 2, {"prompt_mask": [[1, 1], [0, 0]], "completion_mask": [[0, 0], [0, 0]]}),
-    ],
-    ids=["its own rows only", "dummies without token and weight", "no rows at all"],
-)
-def test_a_micro_batch(rows, size, expected):
-    inputs = rollouts().micro_batch(rows, size=size, pad_token_id=99)
-    assert {name: inputs[name].tolist() for name in expected} == expected
-    assert "rewards" not in inputs and "group" not in inputs
+def test_a_micro_batch():
+    its_own_rows = {
+        "prompt_ids": [[5, 6, 7], [0, 2, 3]],
+        "completion_ids": [[5, 0, 0], [0, 1, 2]],
+        "advantages": [-0.5, 0.5],
+        "importance_sampling_ratio": [[1.0], [1.0]],
+    }
+    dummies = {  # without token and weight
+        "prompt_mask": [[1, 1, 1], [0, 0, 0], [0, 0, 0]],
+        "completion_ids": [[5, 0], [99, 99], [99, 99]],
+        "completion_mask": [[1, 0], [0, 0], [0, 0]],
+        "advantages": [-0.5, 0.0, 0.0],
+    }
+    no_rows = {"prompt_mask": [[1, 1], [0, 0]], "completion_mask": [[0, 0], [0, 0]]}
+    for rows, size, expected in (([1, 0], 2, its_own_rows), ([1], 3, dummies), ([], 2, no_rows)):
+        inputs = rollouts().micro_batch(rows, size=size, pad_token_id=99)
+        assert {name: inputs[name].tolist() for name in expected} == expected
+        assert "rewards" not in inputs and "group" not in inputs
 
 
 def test_survivors_keep_tensors_only():

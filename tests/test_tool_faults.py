@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model
 from tests.test_tools_training import corrects
 from tests.tiny import run
 
-TIMEOUT = 0.5  # of calls that wait for what never comes
+TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
@@ -165,13 +164,12 @@ APART = {
     "hangs": error(f"took more than {TIMEOUT:g} s"),
     "cannot be sent": error("returned a lock, which cannot be sent back: cannot pickle '_thread.lock' object"),
 }
+HANGING = ("does not let itself be cancelled", "blocks the loop")  # beside those with a name that says it
 OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs", "an error whose text exits"]
 ROWS: list[tuple[str, str]] = [  # where, fate
     *(("act", fate) for fate in FATES),
     *(("act_later", fate) for fate in FATES if "hangs" not in fate),
-    ("act_later", "hangs"),
-    ("act_later", "does not let itself be cancelled"),
-    ("act_later", "blocks the loop"),
+    *(("act_later", fate) for fate in ("hangs", *HANGING)),
     *(("act_apart", fate) for fate in APART),
     *(("method", fate) for fate in ("raises", "hangs", "exits")),
     *((where, fate) for where in ("reset", "get_reward") for fate in OF_ENVIRONMENTS),
@@ -270,12 +268,21 @@ def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
 def train(model: str, output: Path, **settings: Any) -> Any:
     defaults: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
     defaults |= {"num_generations": 2, "max_completion_length": 200, "shuffle_dataset": False}
-    defaults |= {"tool_timeout": TIMEOUT, "prepare": plays(script), "reward": Judge(), "in_process": True}
+    defaults |= {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
     return run(DASHTrainer, model, output, **{**defaults, **settings})
 
 
 def check_fates(model: str, output: Path, rows: Sequence[tuple[str, str]], ranks: int = 1) -> None:
-    """A window with these rows, an evaluation with hanging calls, and a window in which nothing happens."""
+    """Rows that hang are by themselves, so that no other call runs out of time on a busy machine."""
+    hanging = [row for row in rows if "hangs" in row[1] or row[1] in HANGING]
+    check_window(model, output, [row for row in rows if row not in hanging], ranks, 600.0, "raises")
+    check_window(model, output, hanging, ranks, TIMEOUT, "hangs")
+
+
+def check_window(
+    model: str, output: Path, rows: Sequence[tuple[str, str]], ranks: int, timeout: float, evaluated: str
+) -> None:
+    """A window with these rows, an evaluation with a call that fails, and a window in which nothing happens."""
     made: list[Fated] = []
 
     def factory() -> Fated:
@@ -285,21 +292,21 @@ def check_fates(model: str, output: Path, rows: Sequence[tuple[str, str]], ranks
     seen = Seen()
     rows = [*rows, *[("fine", "")] * (-len(rows) % ranks)]
     fine = [("fine", f"{number}") for number in range(len(rows))]
-    evaluated = [("method", "hangs"), ("get_reward", "hangs")] * ranks
     trainer = train(
         model,
         output,
         dataset=problems([*rows, *fine]),
-        eval_dataset=problems(evaluated),
+        eval_dataset=problems([("method", evaluated), ("fine", "")] * ranks),
         per_device_train_batch_size=2 * len(rows) // ranks,
         per_device_eval_batch_size=4,
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
         callbacks=[seen],
+        tool_timeout=timeout,
         more={
             "environment_factory": factory,
-            "tools": [act, act_later, ProcessTool(act_apart_of(), timeout=TIMEOUT, max_concurrency=2)],
+            "tools": [act, act_later, ProcessTool(act_apart_of(), timeout=timeout, max_concurrency=2)],
         },
     )
     first, second = seen.windows
@@ -401,7 +408,7 @@ def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
     Interrupting.interrupts = True
     Interrupting.interrupted.clear()
     settings = {"dataset": numbers(4 * ranks), "per_device_train_batch_size": 8, "callbacks": [seen]}
-    settings |= {"prepare": lambda trainer: plays(turns)(trainer) or trainers.append(trainer), "tool_timeout": 600.0}
+    settings |= {"prepare": plays(turns, trainers.append)}
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -436,7 +443,7 @@ def test_nothing_of_a_run_stays(model, tmp_path):
 
     rows = [("reset", "raises"), ("act", "hangs"), ("method", "hangs"), ("fine", "0")]
     more = {"environment_factory": factory, "tools": [act]}
-    settings = {"dataset": problems(rows), "per_device_train_batch_size": 8, "max_steps": 2}
+    settings = {"dataset": problems(rows), "per_device_train_batch_size": 8, "max_steps": 2, "tool_timeout": TIMEOUT}
     trainer = train(model, tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
     trainer.environments = None
     # Of six that failed, two did so in the last window, and one is in a call; TRL keeps the first.
@@ -447,13 +454,9 @@ def test_nothing_of_a_run_stays(model, tmp_path):
 
 
 def test_values_do_not_stay_with_threads():
-    calls, values = ToolCalls(600.0), weakref.WeakSet()
-    values.add(calls.run([calls.call(Fated, {})])[0])
-    for _ in range(500):  # the thread goes on as soon as it may
-        if not values:
-            break
-        time.sleep(0.01)
-    assert not values
+    calls, gone = ToolCalls(600.0), threading.Event()
+    weakref.finalize(calls.run([calls.call(Fated, {})])[0], gone.set)
+    assert gone.wait(60.0)  # the thread goes on as soon as it may
 
 
 def test_a_window_whose_rows_all_fail_ends_the_run(model, tmp_path):
@@ -469,11 +472,10 @@ class Talkative:
 def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_path):
     """A server may have room for less than the model, and would refuse the request."""
 
-    def prepare(trainer: Any) -> None:
-        plays(script)(trainer)
-        corrects(trainer)
+    def small(trainer: Any) -> None:
         trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
 
+    prepare = plays(script, corrects, small)
     with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
         train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
 
@@ -489,13 +491,8 @@ class Away:
 def test_a_later_window_whose_rows_all_fail_costs_its_step(model, tmp_path):
     """vLLM in this process is not asked then, and has the weights of the step before."""
 
-    def prepare(trainer: Any) -> None:
-        plays(script)(trainer)
-        corrects(trainer)
-
-    trainer = train(
-        model, tmp_path, dataset=numbers(3), prepare=prepare, more={"environment_factory": Away}, max_steps=3
-    )
+    settings = {"dataset": numbers(3), "max_steps": 3, "prepare": plays(script, corrects)}
+    trainer = train(model, tmp_path, more={"environment_factory": Away}, **settings)
     assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
 
 
@@ -510,6 +507,7 @@ def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
         eval_strategy="steps",
         eval_steps=1,
         per_device_eval_batch_size=4,
+        tool_timeout=TIMEOUT,
         prepare=plays(lambda text, asked: [written("", ("act", {"fate": "hangs"}))] if "hangs" in text else ["no"]),
         more={"tools": [act]},
     )
@@ -520,24 +518,18 @@ def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
 # ---------------------------------------------------------------------- what the policy writes
 
 
-@pytest.mark.parametrize(
-    ("turn", "message"),
-    [
-        ("<function:act>" + "[" * 3000 + "</><|im_end|>", parsed("<function:act>" + "[" * 3000 + "</>")),
-        (
-            '<function:act>{"fate": "\\ud800"}</><|im_end|>',
-            parsed("", ("act", {"fate": "\ud800"})),
-        ),
-    ],
-    ids=["JSON that is too deep", "half a character"],
-)
-def test_what_the_policy_writes_ends_no_run(model, tmp_path, turn, message):
-    judge = Judge()
-    settings = {"prepare": plays(lambda *_: [turn, written("done")]), "max_completion_length": 4000, "reward": judge}
+def test_what_the_policy_writes_ends_no_run(model, tmp_path):
+    """JSON that is too deep, and half a character."""
+    deep = "<function:act>" + "[" * 3000 + "</>"
+    turns = {"deep": deep + "<|im_end|>", "half": '<function:act>{"fate": "\\ud800"}</><|im_end|>'}
+    judge, said = Judge(), lambda text, asked: [turns["deep" if "deep" in text else "half"], written("done")]
+    settings = {"prepare": plays(said), "max_completion_length": 4000, "per_device_train_batch_size": 4}
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.config.max_position_embeddings = 8192
-    train(model, tmp_path, loaded=loaded, dataset=problems([("", "")]), more={"tools": [act]}, **settings)
-    assert judge.asked[0]["completions"][0][0] == message
+    rows = problems([(name, "") for name in turns])
+    train(model, tmp_path, loaded=loaded, dataset=rows, more={"tools": [act]}, reward=judge, **settings)
+    first = [completion[0] for completion in judge.asked[0]["completions"][::2]]
+    assert first == [parsed(deep), parsed("", ("act", {"fate": "\ud800"}))]
 
 
 def test_a_tool_that_changes_its_arguments_does_not_change_the_message():
@@ -583,30 +575,25 @@ other_act.__name__ = "act"
 LOCK = threading.Lock()
 
 
-@pytest.mark.parametrize(
-    ("tools", "named"),
-    [
-        ([undescribed], "undescribed .* no docstring"),
-        ([functools.partial(act, fate="")], "partial.*neither a function nor a method"),
-        ([Callables()], "Callables .*neither a function nor a method"),
-        ([act, other_act], r"several tools have the names \['act'\]"),
-    ],
-    ids=["no docstring", "partial", "object", "one name"],
-)
-def test_what_is_no_tool(model, tmp_path, unloadable, tools, named):
-    with pytest.raises(ValueError, match=f"(?i){named}"):
-        DASHTrainer(model, [Judge()], DASHConfig(str(tmp_path), use_cpu=True, bf16=False), numbers(2), tools=tools)
+def test_what_is_no_tool(model, tmp_path, unloadable):
+    mistakes = {
+        "undescribed .* no docstring": [undescribed],
+        "partial.*neither a function nor a method": [functools.partial(act, fate="")],
+        "callables .*neither a function nor a method": [Callables()],
+        r"several tools have the names \['act'\]": [act, other_act],
+    }
+    for named, tools in mistakes.items():
+        with pytest.raises(ValueError, match=f"(?i){named}"):
+            DASHTrainer(model, [Judge()], DASHConfig(str(tmp_path), use_cpu=True, bf16=False), numbers(2), tools=tools)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"function": act_later}, "coroutine function"),
-        ({"function": lambda: LOCK}, "cannot be sent"),
-        ({"function": act, "timeout": 0}, "timeout=0"),
-        ({"function": act, "max_concurrency": 0}, "max_concurrency=0"),
-    ],
-)
-def test_mistakes_in_process_tools(options, named):
-    with pytest.raises(ValueError, match=named):
-        ProcessTool(**options)
+def test_mistakes_in_process_tools():
+    mistakes: dict[str, dict[str, Any]] = {
+        "coroutine function": {"function": act_later},
+        "cannot be sent": {"function": lambda: LOCK},
+        "timeout=0": {"function": act, "timeout": 0},
+        "max_concurrency=0": {"function": act, "max_concurrency": 0},
+    }
+    for named, options in mistakes.items():
+        with pytest.raises(ValueError, match=named):
+            ProcessTool(**options)
