@@ -1,4 +1,4 @@
-"""Fixtures that start processes. A test that starts an interpreter or a launch has one of them among its fixtures."""
+"""Fixtures by which a test says what it uses: a new interpreter, a launch, or the toy model, which it may train."""
 
 import os
 import socket
@@ -19,6 +19,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def toy() -> str:
+    """Returns the folder of the toy model. It is made when it is first needed, which takes up to a minute."""
+    from dash_trl.toy import toy_model
+
+    return toy_model()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
-"""DDP, ZeRO-2, ZeRO-3 and FSDP2 with two real processes on gloo: equal counts of passes, equal updates, equal ranks."""
+"""DDP, ZeRO-2, ZeRO-3 and FSDP2 with two real processes on gloo: equal counts of passes, equal updates, equal ranks.
+
+The checks are in `distributed_run.py`. Importing torch and trl takes longer than most of them, so one launch runs many.
+"""
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,24 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import OutcomeValue
+from tests.launching import CONFIGS, ROOT
 from tests.tiny import run
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = {
-    "ddp": ROOT / "accelerate_configs" / "cpu.yaml",
+BACKENDS = {
+    "ddp": CONFIGS / "cpu.yaml",
     "zero2": ROOT / "tests" / "accelerate" / "zero2.yaml",
     "zero3": ROOT / "tests" / "accelerate" / "zero3.yaml",
-    "fsdp2": ROOT / "accelerate_configs" / "fsdp2.yaml",
+    "fsdp2": CONFIGS / "fsdp2.yaml",  # accelerate's type is forced, since it takes FSDP for GPUs alone
 }
-# The last test of `distributed_run.py` without DeepSpeed: rank 1 fails while rank 0 is in a collective.
-FAILS = dict.fromkeys(("ddp", "fsdp2"), {"test_where_the_other_rank_is_in_a_collective"})
+# pytest's -k: which checks run each time. ZeRO-3 shards the model that passes run, ZeRO-2 only what a step changes.
+CHOSEN = {
+    "ddp": "not smoke",
+    "zero2": "test_the_update_is or silent_and_spoiled or own_schedule or entropy_bonus",
+    "zero3": "not (window or dapo or iterations or credit_of or dynamic)",
+    "fsdp2": "trls and (dapo or grpo or iterations or pipeline or untied) or from_the_middle",
+}
+# The last check without DeepSpeed: rank 1 fails while rank 0 is in a collective.
+ALONE = "test_where_the_other_rank_is_in_a_collective"
 
 
 def learned_alone(model: str, output: Path) -> list[int]:
@@ -40,54 +47,45 @@ def check_saved(output: Path) -> None:
     assert not found["missing_keys"] and not found["mismatched_keys"]
 
 
-def launched(backend: str, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """All of `distributed_run.py` in one launch: importing torch and trl takes longer than training.
+@pytest.fixture
+def two_ranks(launch, tmp_path) -> Callable[..., str]:
+    """Returns a function that launches checks on two ranks, and returns their output."""
 
-    Args:
-        options: of pytest.
-    """
-    if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = ["accelerate.commands.launch", "--config_file", str(CONFIGS[backend]), "--main_process_port", port]
-    launch += ["--num_processes", "2", "--mixed_precision", "no"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, str(ROOT / "tests" / "distributed_run.py"), str(output), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    failed = set(re.findall(r"^(?:FAILED|ERROR) .*::(\S+)", done.stdout, re.MULTILINE))
-    said = done.stdout[-9000:] + done.stderr[-3000:]
-    assert failed == (FAILS.get(backend, set()) if not options else set()), said
-    assert (done.returncode != 0) == bool(failed), said
-    return done
+    def launched(backend: str, *options: str, fails: str | None = None) -> str:
+        """Args: options: of pytest. fails: the one check that fails."""
+        if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
+        script, ranks = ROOT / "tests" / "distributed_run.py", ("--num_processes", "2", "--mixed_precision", "no")
+        done = launch(script, tmp_path, *options, config=BACKENDS[backend], options=ranks)
+        failed = set(re.findall(r"^(?:FAILED|ERROR) .*::(\S+)", done.stdout, re.MULTILINE))
+        said = done.stdout[-9000:] + done.stderr[-3000:]
+        assert failed == ({fails} if fails else set()) and " passed" in done.stdout, said
+        assert (done.returncode != 0) == bool(failed), said
+        return done.stdout
+
+    return launched
+
+
+@pytest.mark.smoke
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
+def test_smoke(backend, two_ranks):
+    """One update, which is TRL's."""
+    assert "1 passed" in two_ranks(backend, "-k", "smoke")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("backend", ["ddp", "zero2", "zero3", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])
-def test_two_ranks(backend, tiny_model, tmp_path):
-    done = launched(backend, tmp_path)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks(backend, two_ranks, tiny_model, tmp_path):
+    said = two_ranks(backend, "-k", CHOSEN[backend], fails=ALONE if backend == "ddp" else None)
     check_saved(tmp_path)
     if backend == "ddp":
-        assert "KeyError: 'of rank 1'" in done.stdout
+        assert "KeyError: 'of rank 1'" in said
         assert learned_alone(tiny_model, tmp_path) == [32, 16, 32, 32]
 
 
 @pytest.mark.distributed
-def test_fsdp2(tmp_path):
-    """The configuration that is shipped; accelerate's type is forced, since it takes FSDP for GPUs alone."""
-    chosen = "trls and (dapo or grpo or iterations or pipeline or untied) or from_the_middle"
-    assert " passed" in launched("fsdp2", tmp_path, "-k", chosen).stdout
-    check_saved(tmp_path)
-
-
-@pytest.mark.distributed
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", CONFIGS)
-def test_two_ranks_at_length(backend, tmp_path):
-    """What takes too long for each time."""
-    assert " passed" in launched(backend, tmp_path, "-m", "exhaustive").stdout
+@pytest.mark.parametrize("backend", ["zero2", "zero3", "fsdp2"])
+def test_two_ranks_with_all_checks(backend, two_ranks):
+    two_ranks(backend, fails=ALONE if backend == "fsdp2" else None)

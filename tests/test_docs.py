@@ -171,7 +171,7 @@ PUBLIC = ("dash_trl", "dash_trl.rewards", "dash_trl.process_rewards", "dash_trl.
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name_of)
-def test_code_blocks_run(path, tmp_path, monkeypatch):
+def test_code_blocks_run(path, toy, tmp_path, monkeypatch):
     """The blocks of a page run one after the other, with the names of those before.
 
     One that cannot run here has a line before it, `<!-- not run: the reason -->`, which no reader sees. It still has to

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 
 from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, main, open_sampler
-from dash_trl.toy import toy_model
 from tests.tiny import read_rows, save_tiny_model, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -117,9 +116,9 @@ def test_a_lora_adapter_is_merged(tiny_model):
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_toy_as_a_command(monkeypatch, capsys):
+def test_toy_as_a_command(toy, monkeypatch, capsys):
     """The README's line after `make demo`: the toy model before and after training. Here nothing was trained."""
-    shutil.copytree(toy_model(), "outputs/toy")
+    shutil.copytree(toy, "outputs/toy")
     arguments = ["toy", "outputs/toy", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
     monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
     runpy.run_module("dash_trl.evaluation", run_name="__main__")

@@ -30,7 +30,7 @@ from dash_trl import DASHConfig
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
-from dash_trl.toy import WarmUp, toy_model
+from dash_trl.toy import WarmUp
 from tests.launching import CONFIGS, ROOT
 from tests.tiny import read_rows
 
@@ -62,11 +62,13 @@ def measured(said: str) -> dict[str, tuple[float, float]]:
     return {name: (float(before), float(after)) for name, before, after in found}
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
-def test_smoke_of_the_demo(launch, tmp_path):
+def test_smoke_of_the_demo(launch, toy, tmp_path):
     """`make demo` with few steps: it says where everything is."""
     config = CONFIGS / "single_process.yaml"
-    done = launch(DEMO, "--output_dir", tmp_path, "--max_steps", 2, config=config, threads=2)
+    few = flags({"output_dir": tmp_path, "max_steps": 2, "gradient_accumulation_steps": 4})
+    done = launch(DEMO, *few, config=config, threads=2)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert measured(done.stdout).keys() == {"sampled", "greedy"}
     assert "kept=" in done.stderr and "reward=" in done.stderr  # the progress bar
@@ -75,26 +77,27 @@ def test_smoke_of_the_demo(launch, tmp_path):
     )
     assert len(steps(tmp_path)) == 2 and Path(metrics) == tmp_path / "metrics.jsonl"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
-    saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(toy_model())
+    saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(toy)
     text = "<|im_start|>user\n7+5-3<|im_end|>\n7+5=12\nThe answer is 9"
     assert saved(text)["input_ids"] == original(text)["input_ids"]
 
 
 @pytest.mark.slow
-def test_without_arguments_it_learns(tmp_path, capsys):
-    main("train_math", "--output_dir", tmp_path)
+def test_the_demo_learns(toy, tmp_path, capsys):
+    """In half of the steps that it takes without --max_steps."""
+    main("train_math", "--output_dir", tmp_path, "--max_steps", 40)
     found = measured(capsys.readouterr().out)
     assert 0.35 <= found["sampled"][0] <= 0.65
     assert found["sampled"][1] - found["sampled"][0] >= 0.2
     assert found["greedy"][1] >= 0.95  # 0.969 to 1.0 over seeds, machines and threads: the sums are not unlearned
-    assert len(steps(tmp_path)) == 80
+    assert len(steps(tmp_path)) == 40
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
-def test_real_problems_with_flags(tmp_path, capsys):
+def test_real_problems_with_flags(toy, tmp_path, capsys):
     """GSM8K with the math reward, evaluation, checkpoints; the tiny model solves next to no problem."""
     main(
-        *("train_math", "--model_name_or_path", toy_model(), "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_math", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
         *flags({"per_device_eval_batch_size": 4}),
@@ -173,7 +176,7 @@ def test_mistakes_about_the_value():
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
-def test_programs_are_trained_on(tmp_path, monkeypatch, capsys, count):
+def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
     """Measured on some of the problems: the demo takes all."""
 
     def of_some(model, tokenizer, problems, *reward, **sampling):
@@ -189,7 +192,7 @@ def test_programs_are_trained_on(tmp_path, monkeypatch, capsys, count):
         assert step["filter/kept_rows"] > 0 and step["filter/dropped_unscored"] == 0
 
 
-def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys):
+def test_a_tool_is_called_and_measured(toy, tmp_path, monkeypatch, capsys):
     """With a model that was warmed up for next to no time, on a few of the problems."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     warm_up = WarmUp(steps=2, batch_size=4, hidden_size=32, num_layers=1, num_heads=1)
@@ -205,7 +208,7 @@ def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", [False, True])
-def test_what_is_learned_is_to_use_the_tool(tmp_path, capsys, noise):
+def test_what_is_learned_is_to_use_the_tool(toy, tmp_path, capsys, noise):
     main("train_tools", *flags({"output_dir": tmp_path, "noise": noise}))
     before, after = measured(capsys.readouterr().out)["sampled"]
     assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
@@ -378,7 +381,7 @@ def test_files_without_the_reward(own_rewards):
         ("process_rewards", ["The answer is", "torch.Size([8", "process/value_last"]),
     ],
 )
-def test_a_notebook_runs_and_is_stored_with_its_outputs(name, said, tmp_path, monkeypatch, capsys):
+def test_a_notebook_runs_and_is_stored_with_its_outputs(name, said, toy, tmp_path, monkeypatch, capsys):
     """Stored: of one run from the first cell to the last, without errors, warnings and paths of a machine.
 
     Here it runs with one training step, within a running event loop, as in Jupyter.

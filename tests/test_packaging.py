@@ -24,8 +24,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
 
-def test_every_public_name_exists():
-    assert all(getattr(dash_trl, name) is not None for name in dash_trl.__all__)
+def test_every_public_name_is_shown():
+    """What they stand for is imported by the test without the extras."""
     assert set(dash_trl.__all__) <= set(dir(dash_trl))
     with pytest.raises(AttributeError, match="no attribute 'DASHTrainr'"):
         _ = dash_trl.DASHTrainr
@@ -168,7 +168,7 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
 
     pip = "python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"
     train = "accelerate launch --quiet --config_file accelerate_configs/single_process.yaml examples/train_math.py"
-    pytest_only = ["python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k filter"]
+    pytest_only = ["python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --quick -k filter"]
     assert [line.rstrip() for line in run("demo")] == [f"{pip} --editable .", train]
     assert run("demo", "ARGS=--max_steps 5") == [f"{train} --max_steps 5"]
     vllm = []

@@ -357,7 +357,7 @@ def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, ha
         runner.main([*QUICK, str(tmp_path)])
 
 
-def test_the_problems_that_the_package_has_not(tmp_path):
+def test_the_problems_that_the_package_has_not(toy, tmp_path):
     """The base models are right on some of them, as docs/results/paper.md says."""
     one = scale("toy", tmp_path, quick=True)
     problems.write_problems(one.problems)
