@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from dash_trl.tools import Conversations
+from dash_trl import RewardRunner
 from tests.fake_server import factory
 from tests.scripted_turns import parsed, save_tool_model, user, written
 from tests.test_async import SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
@@ -39,12 +39,11 @@ class Writer(Dated):
         self.tokenizer, self.name = PreTrainedTokenizerFast.from_pretrained(model), name
         self.before: Any = lambda prompt: None
         self.seeds: list[tuple[str, Any]] = []  # of each prompt
-        self.lock = threading.Lock()  # a tokenizer is for one thread at a time
         super().__init__()
 
     def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
         rollout = request["max_tokens"] > 1
-        with self.lock:
+        with self.lock:  # a tokenizer is for one thread at a time
             prompt = self.tokenizer.decode(request["prompt"])
             calls = [("note", {"text": self.name})] if prompt.count("<assistant>") < TURNS else []
             ids = self.tokenizer(text=written(self.name, *calls))["input_ids"]
@@ -60,13 +59,13 @@ class Notes:
     """An environment that is rewarded for each note.
 
     Args:
-        made: gets each instance. happens: called with "note" or "reward", and the instance.
+        made: gets each instance. noted: called with the instance after each note.
     Attributes:
         number: of its prompt. resets: how often it began anew.
     """
 
-    def __init__(self, made: list["Notes"], happens: Any):
-        self.resets, self.happens = 0, happens
+    def __init__(self, made: list["Notes"], noted: Any):
+        self.resets, self.noted = 0, noted
         made.append(self)
 
     def reset(self, number: int, **columns: Any) -> None:
@@ -79,11 +78,10 @@ class Notes:
             text: What to note.
         """
         self.said.append(text)
-        self.happens("note", self)
+        self.noted(self)
         return "noted"
 
     def get_reward(self) -> float:
-        self.happens("reward", self)
         return float(len(self.said))
 
 
@@ -101,13 +99,18 @@ class Rows(Watch):
         self.rows += zip(rollouts.completions, tokens, strict=True)
 
 
-def train(model: str, output: Any, servers: list[Any], happens: Any, *, level: int = 0, **settings: Any) -> list[Notes]:
+def nothing(environment: Notes) -> None: ...
+
+
+def train(
+    model: str, output: Any, servers: list[Any], noted: Any = nothing, *, level: int = 0, **settings: Any
+) -> list[Notes]:
     """A run without shuffling; returns the environments."""
     made = settings.pop("made", [])
     settings = {"max_steps": 1, "max_completion_length": 120, "shuffle_dataset": False, **STEP, **settings}
     numbers = list(range(64))
     problems = Dataset.from_dict({"prompt": [user(f"{number}+1=") for number in numbers], "number": numbers})
-    more = {"environment_factory": partial(Notes, made, happens)}
+    more = {"environment_factory": partial(Notes, made, noted)}
     asynchronous(model, output, servers, level, dataset=problems, more=more, **{"reward": ends, **settings})
     return made
 
@@ -139,8 +142,7 @@ def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_
 
     dying.before = dies
     notes: list[str] = []
-    happens = lambda what, environment: notes.append(environment.said[-1]) if what == "note" else None  # noqa: E731
-    train(model, tmp_path, [dying, other], happens, watch=rows)
+    train(model, tmp_path, [dying, other], lambda environment: notes.append(environment.said[-1]), watch=rows)
     authors = check_rows(rows, other.tokenizer)
     assert len(authors) == ROWS and set(authors) == {"abb", "bbb"}
     assert Counter(notes) == Counter(name for author in authors for name in author[:-1])
@@ -155,7 +157,7 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, writers, ctrl_c, monkeypatch, level):
+def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, writers, ctrl_c, level):
     """A quarter of a window's rows wait for a tool, a quarter for a server, and the others have ended.
 
     With `level` 0 the trainer waits for that window, with 1 it trains on the one before.
@@ -169,20 +171,16 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
         with changed:
             seen[where].append(who)
             changed.notify_all()
-        if where != "end":
+
+    def noted(environment: Notes) -> None:
+        if environment.number == 4 * level and not run_ended.is_set():
+            see("tool", environment)
             end.wait(SECONDS)
 
-    def happens(what: str, environment: Notes) -> None:
-        if what == "note" and environment.number == 4 * level and not run_ended.is_set():
-            see("tool", environment)
-
-    answer = Conversations.answer
-
-    async def answers(conversations: Conversations, row: Any, *turn: Any) -> bool:
-        goes_on = await answer(conversations, row, *turn)
-        if not goes_on and row.environment.number // 4 == level and not run_ended.is_set():
-            see("end", row.environment)
-        return goes_on
+    def reward(completion: Any, number: int) -> float:
+        if number // 4 == level and not run_ended.is_set():
+            see("end", number)
+        return float(number)
 
     def before(prompt: str) -> None:
         if run_ended.is_set():
@@ -190,6 +188,7 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
                 all_began.wait(SECONDS)
         elif f">{4 * level + 1}+1=" in prompt and "noted" in prompt:
             see("server", prompt)
+            end.wait(SECONDS)
 
     def wait(*_: Any) -> None:
         with changed:
@@ -203,28 +202,32 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
         wait()
         ctrl_c()
 
-    monkeypatch.setattr(Conversations, "answer", answers)
     writer.before = before
     if level:
         rows.wait = interrupt
     else:
         threading.Thread(target=press, daemon=True).start()
     settings = {"watch": rows, "made": made, "prepare": trainers.append, "level": level, "max_steps": 1 + level}
-    with pytest.raises(KeyboardInterrupt):
-        train(model, tmp_path, [writer], happens, **settings)
-    assert nothing_in_work(trainers[0]) and not trainers[0].vllm_generation.pool._chains
-    run_ended.set()
-    rows.wait, rows.rows = (lambda window: None), []
-    resets = [one.resets for one in made]
-    trainers[0].train()
+    with RewardRunner(reward) as runner:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, tmp_path, [writer], noted, reward=runner, **settings)
+        assert nothing_in_work(trainers[0])
+        run_ended.set()
+        rows.wait, rows.rows = (lambda window: None), []
+        resets = [one.resets for one in made]
+        ended = [one for one in made if one.number in (4 * level + 2, 4 * level + 3)]
+        trainers[0].train()
     assert check_rows(rows, writer.tokenizer) == ["aaa"] * ROWS * (1 + level)
     again = [one for one, before in zip(made, resets, strict=False) if one.resets > before]
-    assert not set(seen["tool"]) & set(again) and set(seen["end"]) <= set(again)
+    assert not set(seen["tool"]) & set(again) and len(ended) == 8 and set(ended) <= set(again)
     end.set()
 
 
 def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
-    """Another row of its window goes on until then. An environment owns another reward."""
+    """Another row of its window goes on until then. An environment owns another reward.
+
+    The rows of a prompt have different seeds: else they would be equal, and no group would have signal.
+    """
     writer, rewarded, waited = writers(model, "a"), threading.Event(), []
 
     def before(prompt: str) -> None:
@@ -236,14 +239,8 @@ def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
         return float(number)
 
     writer.before = before
-    train(model, tmp_path, [writer], lambda what, environment: None, reward=reward)
+    train(model, tmp_path, [writer], reward=reward, generation_kwargs={"seed": 5})
     assert waited and all(waited)
-
-
-def test_the_rows_of_a_prompt_have_different_seeds(model, tmp_path, writers):
-    """Else they would be equal, and no group would have signal."""
-    writer = writers(model, "a")
-    train(model, tmp_path, [writer], lambda what, environment: None, generation_kwargs={"seed": 5})
     seeds = [seed for prompt, seed in writer.seeds if ">0+1=" in prompt]
     assert len(set(seeds)) == len(seeds) > 1
 
@@ -251,21 +248,20 @@ def test_the_rows_of_a_prompt_have_different_seeds(model, tmp_path, writers):
 @pytest.mark.parametrize("level", [0, 2])
 def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(model, tmp_path, writers, level):
     """All rows of a prompt get the same reward: each window samples as much as it may."""
-    writer, rewarded = writers(model, "a"), []
+    writer, rows, rewarded = writers(model, "a"), Rows(), []
 
-    def happens(what: str, environment: Notes) -> None:
-        if what == "reward":
-            rewarded.append((environment.number, len(environment.said)))
+    def reward(number: list[int], environments: list[Notes], **columns: Any) -> list[float]:
+        rewarded.extend((one.number, len(one.said)) for one in environments)
+        return list(map(float, number))
 
-    rows = Rows()
     settings = {
         "max_steps": 3,
         "max_num_gen_batches": 3,
         "watch": rows,
         "level": level,
-        "reward": lambda number, **_: number,
+        "reward": reward,
     }
-    made = train(model, tmp_path, [writer], happens, **settings)
+    made = train(model, tmp_path, [writer], **settings)
     assert sorted(rewarded) == [(number, TURNS - 1) for number in range(36) for _ in range(4)]
     assert check_rows(rows, writer.tokenizer) == ["aaa"] * 4 * 36
     assert level or len(made) == ROWS  # those of earlier rounds are used again
