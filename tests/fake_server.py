@@ -1,12 +1,19 @@
-"""A fake vLLM server, for faults and for tests of the order of requests."""
+"""A fake vLLM server, for faults and for tests of the order of requests and of weights."""
 
+import asyncio
 import json
 import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dash_trl.sampling import tensor_checksum
+from tests.tiny import log_probs
 
 NAN = float("nan")
 # fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
@@ -28,6 +35,7 @@ SPOILED = {
 # vLLM's own answers
 NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
 NO_EXTENSION = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
+SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 class Fake:
@@ -38,7 +46,11 @@ class Fake:
         times: number of answers that are spoiled.
         spared: number of right answers before these.
         poison: a token; only answers to prompts that begin with it are spoiled.
-        delay: seconds before an answer.
+
+    Attributes:
+        held: the weights that it was given: name → tensor.
+        loads: for each time that it was given weights, the number of prompts that were answered well before.
+        well, hold: events; while they are cleared, no look and no prompt is answered.
     """
 
     def __init__(
@@ -48,21 +60,22 @@ class Fake:
         *,
         spared: int = 0,
         poison: int | None = None,
-        delay: float = 0.0,
     ):
-        self.fault, self.times, self.spared, self.poison, self.delay = fault, times, spared, poison, delay
+        self.fault, self.times, self.spared, self.poison = fault, times, spared, poison
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
         self.tag = "default"  # tag of the weights; "default" is that of a server that was just started
-        self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
+        self.report = {"dtype": "float32", "shape": {}, "comparable": True}
         self.config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
             "weight_transfer_config": None,
         }
-        self.authorisation: str | None = None
+        self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
         self.location: str | None = None  # if set, requests are redirected to it
-        self.ended = threading.Event()
+        self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
+        self.well.set()
+        self.hold.set()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,23 +88,26 @@ class Fake:
                 fake.asked[self.path] += 1
                 if self.refused():
                     return
+                if self.path == "/health":
+                    fake.well.wait()
                 answer = {"data": [{"id": "model"}], "weight_version": fake.tag, "vllm_config": fake.config}
                 self._send(200, b"" if self.path == "/health" else json.dumps(answer).encode())
 
             def do_POST(self):
                 fake.asked[self.path] += 1
-                fake.authorisation = self.headers.get("Authorization")
                 request = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
                 if self.refused():
                     return
                 if self.path == "/v1/completions":
-                    time.sleep(fake.delay)
-                    fake.answer(self._send, request, fake.next_fault(request["prompt"][0]))
+                    if fake.model is not None and "prompt_logprobs" in request:
+                        self._send(200, fake.score(request["prompt"]))
+                    else:
+                        fake.answer(self._send, request, fake.next_fault(request["prompt"][0]))
                 elif self.path == fake.fault:
                     self._send(500, b"{}")
                 else:
                     fake.tag = request.get("new_version", fake.tag)
-                    self._send(*fake.rpc_answer())
+                    self._send(*fake.rpc_answer(request))
 
             def refused(self):
                 refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
@@ -123,10 +139,34 @@ class Fake:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def rpc_answer(self):
+    def serve(self, model):
+        """Has the model in a folder from now on: reports its shape and its weights, and scores with it."""
+        self.model = AutoModelForCausalLM.from_pretrained(model)
+        self.held = dict(self.model.named_parameters())
+        self.report["shape"] = {name: getattr(self.model.config, name) for name in SHAPE}
+
+    def score(self, ids):
+        with self.lock:
+            values = log_probs(self.model, ids[:1], ids[1:])
+        entries = [{str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True)]
+        return json.dumps({"choices": [{"prompt_logprobs": [None, *entries]}]}).encode()
+
+    def load(self, path):
+        self.loads.append(len(self.served))
+        shards = sorted(Path(path).glob("*.safetensors"))
+        self.held = {name: value for shard in shards for name, value in load_file(shard).items()}
+        if self.model is not None and self.fault != "old copies":  # else it computes with others than it holds
+            with self.lock:
+                self.model.load_state_dict(self.held)
+
+    def rpc_answer(self, request):
         if self.fault == "no extension":
             return 500, json.dumps({"error": {"message": NO_EXTENSION}}).encode()
-        results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [self.report])
+        if request.get("method") == "reload_weights" and self.fault != "other weights":
+            self.load(request["kwargs"]["weights_path"])
+        checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
+        report = {"checksums": checksums, **self.report}
+        results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [report])
         return 200, json.dumps({"results": results, "success": True}).encode()
 
     def next_fault(self, first):
@@ -137,6 +177,7 @@ class Fake:
         return self.fault
 
     def answer(self, send, request, fault):
+        self.hold.wait()
         first, n, most = request["prompt"][0], request.get("n", 1), request["max_tokens"]
         entries = [{str(token): {"logprob": -0.25 * token}} for token in request["prompt"]]
         choices = [
@@ -154,7 +195,7 @@ class Fake:
         if fault == "NaN":
             return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
-            self.ended.wait(30)
+            self.ended.wait()
         if fault == "not JSON":
             return send(200, b"<html>proxy</html>")
         if fault == "too few choices":
@@ -166,8 +207,6 @@ class Fake:
         if fault in SPOILED:
             choices[0] |= SPOILED[fault]
         whole = json.dumps({"choices": choices}).encode()
-        if fault == "too large":
-            return send(200, whole + b" " * 100_000)
         if fault == "truncated JSON":
             return send(200, whole[:-20])
         if fault == "breaks off":
@@ -177,7 +216,8 @@ class Fake:
         send(200, whole)
 
     def stop(self):
-        self.ended.set()
+        for event in (self.ended, self.well, self.hold):
+            event.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -198,3 +238,43 @@ def factory(kind):
             one.stop()
 
     return make_servers
+
+
+class Clock:
+    """The clock of this process, which tests put forward: `now` is added to it."""
+
+    def __init__(self, monkeypatch):
+        self.now, monotonic = 0.0, time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.now)
+
+
+def settle(pool):
+    """Lets a pool do what it can do at once: its event loop goes round many times."""
+
+    async def go_round(server):
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    pool.on_each(go_round)
+
+
+def keep_weights(pool):
+    """Every server of a pool has the current weights."""
+
+    async def refit(server):
+        return pool.fleet.version
+
+    pool.refit = refit
+    return pool
+
+
+def is_idle(pool):
+    return not (pool.backlog.waiting or pool.backlog.running)
+
+
+def hurry(pool, clock):
+    """Puts the clock forward until a pool has no work."""
+    while not is_idle(pool):
+        clock.now += 0.1
+        settle(pool)
+        time.sleep(0.01)

@@ -1,60 +1,58 @@
-"""Asynchronous rollouts on fake servers that write the version of their weights into their tokens.
+"""Asynchronous rollouts on fake servers that write the optimizer step of their weights into their tokens.
 
 So the tests compare the policy versions with the tokens themselves. `test_vllm.py` has the real servers.
 """
 
-import asyncio
 import json
 import threading
-import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling import ServerPool, VLLMPool
-from dash_trl.sampling.server import ServerError
-from dash_trl.sampling.weights import Snapshot, WeightSync
-from tests.fake_server import Fake, factory
+from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
 
-FIRST = 10  # the token of version 0
+FIRST = 10  # the token of weights that no optimizer step has changed
 SECONDS = 60.0  # that something is waited for which has to happen
 
 
 class Dated(Fake):
-    """A server whose completions have two tokens: the weight version when the request came, and when it was answered.
+    """A server whose completions have two tokens: its weights when the request came, and when it was answered.
 
     Attributes:
-        arrived: the prompts of the requests that came, in order.
+        requests: the requests for rollouts that came, in order.
         answered: the prompts of the requests that were answered, in order.
+        version: the optimizer step that made its weights; `step` tells the current one.
         log_prob: the log-prob of every token.
-        hold: an event; no request is answered while it is cleared.
     """
 
     def __init__(self, **options: Any):
-        self.arrived: list[tuple[int, ...]] = []
+        self.requests: list[dict[str, Any]] = []
         self.answered: list[tuple[int, ...]] = []
         self.version, self.log_prob = 0, -0.5
+        self.step: Any = lambda: 0
         self.changed = threading.Condition()
-        self.hold = threading.Event()
-        self.hold.set()
         super().__init__(**options)
 
-    def next_fault(self, first: int) -> None:
-        return None
+    @property
+    def arrived(self) -> list[tuple[int, ...]]:
+        return [tuple(request["prompt"]) for request in self.requests]
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        self.version = self.step()
 
     def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
-        came, prompt = self.version, tuple(request["prompt"])
-        rollout = "prompt_logprobs" not in request and request["max_tokens"] > 1  # else a trial or a score
-        if rollout:
-            self._note(self.arrived, prompt)
+        came = self.version
+        if rollout := request["max_tokens"] > 1:  # else a trial
+            self.note(self.requests, request)
             self.hold.wait(SECONDS)
         self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
 
@@ -65,45 +63,18 @@ class Dated(Fake):
             choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
         send(200, json.dumps({"choices": choices}).encode())
         if rollout:
-            self._note(self.answered, tuple(request["prompt"]))
+            self.note(self.answered, tuple(request["prompt"]))
 
-    def _note(self, prompts: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
+    def note(self, happened: list[Any], one: Any) -> int:
         with self.changed:
-            prompts.append(prompt)
+            happened.append(one)
             self.changed.notify_all()
-
-    def stop(self) -> None:
-        self.hold.set()
-        super().stop()
+            return len(happened)
 
     def wait_for(self, happened: Any) -> None:
-        """`happened()`: a condition on `arrived` and `answered`."""
+        """`happened()`: a condition on `requests` and `answered`."""
         with self.changed:
             assert self.changed.wait_for(happened, SECONDS), (self.arrived, self.answered)
-
-
-class DatedWeights:
-    """Replaces the transfer of weights: only sends the version. `steps` is version → optimizer steps at this time."""
-
-    dtype = torch.float32
-
-    def __init__(self, trainer: Any, fakes: list[Dated]):
-        self.trainer, self.fakes = trainer, {fake.url: fake for fake in fakes}
-        self.steps: dict[int, int] = {}
-
-    def send(self, parameters: Any, version: int, on_each: Any) -> tuple[Snapshot, dict[str, None]]:
-        self.steps[version] = self.trainer.state.global_step
-        snapshot = Snapshot(version, f"run-{version}", 0, "nowhere")
-
-        async def load(server: Any) -> None:
-            await server.load_weights("nowhere", snapshot.tag)
-            self.fakes[server.url].version = version
-
-        return snapshot, dict.fromkeys(on_each(load))
-
-    async def refit(self, server: Any, snapshot: Snapshot) -> int:
-        self.fakes[server.url].version = snapshot.version
-        return snapshot.version
 
 
 class Watch(DASHCallback):
@@ -115,11 +86,10 @@ class Watch(DASHCallback):
         self.wait: Any = lambda window: None
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        tokens = rollouts.completion_ids[:, :2] - FIRST
         self.windows.append(
             SimpleNamespace(
                 step=state.global_step,
-                tokens=tokens,
+                tokens=rollouts.completion_ids[:, :2] - FIRST,
                 believed=rollouts.policy_version,
                 prompts=[row["prompt"] for row in rollouts.examples],
             )
@@ -130,17 +100,15 @@ class Watch(DASHCallback):
         self.wait(len(self.windows) - 1)
 
 
-def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any, Any]:
-    """Trains with fake servers; returns the trainer, the watch, and version → optimizer steps."""
+def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any]:
+    """Trains with fake servers, which are sent the weights; returns the trainer and the watch."""
     watch = settings.pop("watch", None) or Watch()
-    weights: list[DatedWeights] = []
     prepare_more = settings.pop("prepare", lambda trainer: None)
 
     def prepare(trainer: Any) -> None:
-        vllm = trainer.vllm_generation
-        weights.append(DatedWeights(trainer, fakes))
-        vllm._sync = WeightSync(vllm.pool, vllm.ranks, weights[0], vllm.model, 300, vllm._gather)
-        vllm._sync._proven = True
+        for fake in fakes:
+            fake.serve(tiny_model)
+            fake.step = lambda: trainer.state.global_step
         prepare_more(trainer)
 
     trainer = run(
@@ -154,7 +122,7 @@ def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, *
         vllm_importance_sampling_correction=False,
         **settings,
     )
-    return trainer, watch, weights[0].steps
+    return trainer, watch
 
 
 fakes = factory(Dated)
@@ -203,67 +171,43 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(
     under_way = [groups * (min(window + level, len(begins) - 1) + 1) for window in range(len(begins))]
     watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= under_way[window])
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
-    _, watch, versions = asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
+    asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
     assert [window.step for window in watch.windows] == begins and len(calls) == len(begins)
     for n, window in enumerate(watch.windows):
-        sampled = torch.tensor([[versions[version] for version in row] for row in window.tokens.tolist()])
-        assert (sampled == begins[max(0, n - level)]).all()
-        assert (window.believed[:, 0] == sampled[:, 0]).all() and (window.believed[:, 1] >= sampled[:, 1]).all()
+        assert (window.tokens == begins[max(0, n - level)]).all()
+        came, answered = window.tokens.T
+        assert (window.believed[:, 0] == came).all() and (window.believed[:, 1] >= answered).all()
     assert len(fake.arrived) == groups * len(begins)  # nothing beyond the run's end
     behind = max(before - begins[max(0, window - level)] for before, window in watch.trained)
     per_window = begins[-1] - begins[-3]  # two windows' optimizer steps
     assert behind == (level + 1) * per_window // 2 - 1 if name in ("two steps per window", "three iterations") else True
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The pool's: `clock.now` is added to it. The pool looks at it all the time."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("dash_trl.sampling.pool.TICK", 0.01)
-    own_time = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.now)
-    monkeypatch.setattr("dash_trl.sampling.pool.time", own_time)
-    return clock
-
-
 STEP = SEMANTICS["a window per step"][0]
 GROUPS = 4  # of a window of these settings
 
 
-def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_model, tmp_path, fakes, clock):
-    """It is answered when the new ones have come; its limit does not run meanwhile."""
+def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_model, tmp_path, fakes):
+    """It is answered when the new ones have come."""
     fake, watch = fakes(), Watch()
+    load = fake.load
 
-    def prepare(trainer: Any) -> None:
-        vllm = trainer.vllm_generation
-        weights, send = vllm._sync.weights, vllm._sync.weights.send
+    def load_and_go_on(path: str) -> None:
+        load(path)
+        if fake.version == 2:
+            fake.hold.set()
 
-        def send_and_go_on(parameters: Any, version: int, on_each: Any) -> Any:
-            if version == 3:
-                fake.wait_for(lambda: len(fake.arrived) == 3 * GROUPS)
-                clock.now += 1000.0
-                wait_until(lambda: vllm.pool._heard[fake.url] >= 1000.0)
-            sent = send(parameters, version, on_each)
-            if version == 3:
-                fake.hold.set()
-            return sent
+    def wait(window: int) -> None:
+        if window == 0:
+            fake.wait_for(lambda: len(fake.answered) == 2 * GROUPS)
+            fake.hold.clear()
+        if window == 1:  # window 2 is submitted at its beginning
+            fake.wait_for(lambda: len(fake.requests) == 3 * GROUPS)
 
-        weights.send = send_and_go_on
-
-    def hold(window: int) -> None:  # from when window 2 is submitted, at the beginning of window 1
-        if window == 1:
-            fake.wait_for(lambda: len(fake.arrived) == 3 * GROUPS)
-
-    def when_sampled(window: int) -> None:
-        fake.wait_for(lambda: len(fake.answered) == 2 * GROUPS)
-        fake.hold.clear()
-
-    watch.wait = lambda window: when_sampled(window) if window == 0 else hold(window)
-    settings = {"vllm_request_timeout": 100.0, "max_steps": 3, **STEP}
-    trainer, watch, versions = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, prepare=prepare, **settings)
-    last = watch.windows[2]
-    assert [[versions[one] for one in row] for row in last.tokens.tolist()] == [[1, 2]] * 16
-    assert last.believed.tolist() == [[1, 2]] * 16
-    assert trainer.vllm_generation.pool.retried == 0 and len(fake.arrived) == 3 * GROUPS
+    fake.load, watch.wait = load_and_go_on, wait
+    trainer, watch = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, max_steps=3, **STEP)
+    assert watch.windows[2].tokens.tolist() == watch.windows[2].believed.tolist() == [[1, 2]] * 16
+    assert trainer.vllm_generation.pool.retried == 0 and len(fake.requests) == 3 * GROUPS
 
 
 def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_model, tmp_path, fakes):
@@ -277,7 +221,7 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
         def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
             own.append(trainer.vllm_generation.generate([[7, 8, 9]] * 4, None, 4)[1])
 
-    _, watch, _ = asynchronous(
+    _, watch = asynchronous(
         tiny_model,
         tmp_path,
         [fake],
@@ -326,114 +270,131 @@ def tiny_ids(prompts: Any) -> list[list[int]]:
 
 
 def nothing_in_work(trainer: Any) -> bool:
-    pool = trainer.vllm_generation.pool
-    return not (pool.backlog.waiting or pool.backlog.running or pool._requests or pool._batches)
+    return is_idle(trainer.vllm_generation.pool)
 
 
-def test_a_server_s_queue_does_not_count_as_silence(fakes, clock):
-    """A server that answers one request after the other, each in two thirds of the limit."""
-    fake = fakes()
-    pool = ServerPool([fake.url], server_timeout=2000.0, request_timeout=300.0)
-    pool.wait_until_ready()
-    lock, answer, answered = threading.Lock(), fake.answer, []
-
-    def one_at_a_time(*arguments: Any) -> None:
-        with lock:
-            wait_until(lambda: len(pool.backlog.running) == 6 - len(answered))
-            clock.now += 200.0
-            answered.append(clock.now)
-            answer(*arguments)
-
-    fake.answer = one_at_a_time
-    assert len(pool.run(pool.completions([([i, 1, 2], 1) for i in range(6)], {"max_tokens": 8}))) == 6
-    assert pool.retried == 0
+# ------------------------------------------------------------------------------------------------------- the requests
 
 
-def test_equal_neighbours_are_groups_of_their_own(fakes):
-    vllm = SimpleNamespace(
-        repetition_penalty=1.0,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
+@pytest.fixture(scope="module")
+def sampler(tiny_model, tmp_path_factory) -> Any:
+    """A sampler whose server, `fake`, has been given the weights."""
+    fake = Dated()
+    fake.serve(tiny_model)
+    fake.config["model_config"]["max_model_len"] = 20
+    vllm: Any = VLLMPool(
+        [fake.url],
+        model=AutoModelForCausalLM.from_pretrained(tiny_model),
+        accelerator=Accelerator(cpu=not ON_GPU),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(tiny_model),
+        weight_dir=str(tmp_path_factory.mktemp("weights")),
         max_completion_length=8,
-        structured_outputs_regex=None,
-        generation_kwargs={},
-        end_ids=[],
-        pool=ServerPool([fakes().url]),
-        ranks=SimpleNamespace(rank=0),
+        end_ids=[1, 7],
     )
-    vllm._sampling = lambda window: VLLMPool._sampling(vllm, window)
+    vllm.sync_weights()
+    vllm.fake = fake
+    yield vllm
+    fake.stop()
+
+
+def requests_of(sampler: Any, rows: list[list[int]], group: int, **kwargs: Any) -> list[dict[str, Any]]:
+    sampler.fake.requests.clear()
+    sampler.generation_kwargs = kwargs
+    assert [len(answers) for answers in sampler.generate(rows, None, group)] == [len(rows)] * 4
+    return sampler.fake.requests
+
+
+def test_equal_neighbours_are_groups_of_their_own(sampler):
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
-    jobs = VLLMPool._jobs(vllm, 0, rows, 4)
-    assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
+    groups = sorted((one["prompt"], one["n"]) for one in requests_of(sampler, rows, 4))
+    assert groups == [([1, 2], 2), ([3], 4), ([3], 4), ([4], 3)]
 
 
-def test_no_two_rows_have_the_same_seed(fakes):
+def test_no_two_rows_have_the_same_seed(sampler, monkeypatch):
     """Else rows of the same prompt would be equal. vLLM gives row i of a request the request's seed + i."""
-    fake, seeds = fakes(), []
-    answer = fake.answer
-
-    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
-        if request["max_tokens"] > 1:  # else a trial
-            seeds.extend(None if request.get("seed") is None else request["seed"] + i for i in range(request["n"]))
-        answer(send, request, fault)
-
-    fake.answer = note
-    vllm = object.__new__(VLLMPool)
-    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "structured_outputs_regex", "context")
-    vars(vllm).update(dict.fromkeys(names), urls=[fake.url], server_timeout=20.0, request_timeout=20.0, end_ids=[])
-    vllm.max_completion_length, vllm.rank_timeout, vllm.timed = 8, 20.0, lambda what: nullcontext()
-    vllm.accelerator, vllm.generation_kwargs = Accelerator(cpu=not ON_GPU), {"seed": 5}
-    vllm._init_vllm()
-    vllm.pool.refit = None
-    vllm.pool.weights_sent(0, {fake.url: None})
 
     async def turns(ask: Any) -> None:
         await ask([1], 8)
         await ask([1], 8)
 
-    rows = [[1]] * 8
+    rows, fake = [[1]] * 8, sampler.fake
+    assert not any("seed" in one for one in requests_of(sampler, rows, 4))
+    fake.requests.clear()
+    sampler.generation_kwargs = {"seed": 5}
     for rank in range(2):
-        vllm.ranks.rank = rank
+        monkeypatch.setattr(sampler.ranks, "rank", rank)
         for window in range(2):
-            vllm.expect(2 * window, {2 * window: rows})
-            vllm.generate(rows, None, 4)
-            vllm.expect(2 * window + 1, {}, chains={2 * window + 1: [turns] * 8})
-            vllm.generate([], None, 4)
-            vllm.generate(rows, None, 4)
-            vllm.generate(rows, None, 1)  # later turns of an evaluation
+            sampler.expect(2 * window, {2 * window: rows})
+            sampler.generate(rows, None, 4)
+            sampler.expect(2 * window + 1, {}, chains={2 * window + 1: [turns] * 8})
+            sampler.generate([], None, 4)
+            sampler.generate(rows, None, 4)
+            sampler.generate(rows, None, 1)  # later turns of an evaluation
+    seeds = [request["seed"] + i for request in fake.requests for i in range(request["n"])]
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 5 * 8
-    vllm.generation_kwargs, seeds[:] = {}, []
-    vllm.generate(rows, None, 4)
-    assert seeds == [None] * 8
 
 
-def test_a_later_turn_of_an_evaluation_fits_into_the_context():
+def test_a_later_turn_of_an_evaluation_fits_into_the_context(sampler, monkeypatch):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
-    vllm = SimpleNamespace(max_completion_length=8, context=20, generation_kwargs={})
-    assert VLLMPool._room(vllm, [[0] * 12, [0] * 15, [0] * 20]) == [None, 5, None]
-    vllm.generation_kwargs = {"max_tokens": 3}
-    assert VLLMPool._room(vllm, [[0] * 15, [0] * 18]) == [None, 2]
-    vllm.context = None
-    assert VLLMPool._room(vllm, [[0] * 15]) == [None]
+
+    def limits(*lengths: int, **kwargs: Any) -> dict[int, int]:
+        requests = requests_of(sampler, [[0] * length for length in lengths], 1, **kwargs)
+        return {len(one["prompt"]): one["max_tokens"] for one in requests}
+
+    assert limits(12, 15, 20) == {12: 8, 15: 5, 20: 8}
+    assert limits(15, 18, max_tokens=3) == {15: 3, 18: 2}
+    monkeypatch.setattr(sampler, "context", None)
+    assert limits(15) == {15: 8}
+
+
+def test_end_tokens_are_sent_unless_they_are_to_be_ignored(sampler):
+    """The server's model may know others than the trainer's model and tokenizer."""
+    (one,) = requests_of(sampler, [[1]], 1, stop_token_ids=[7])
+    (ignored,) = requests_of(sampler, [[1]], 1, stop_token_ids=[7], ignore_eos=True)
+    assert (one["stop_token_ids"], ignored["stop_token_ids"]) == ([1, 7], [7])
 
 
 # ------------------------------------------------------------------------------------- the pool, while weights are sent
 
 
 def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
-    pool = ServerPool([fake.url for fake in fakes], server_timeout=20.0, **options)
-
-    async def refit(server: Any) -> int:
-        return pool.fleet.version
-
-    pool.refit = refit
+    pool = keep_weights(ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options}))
     pool.wait_until_ready()
     return pool
 
 
 SAMPLING = {"max_tokens": 8}
+
+
+def submit(pool: ServerPool, count: int) -> Any:
+    return pool.submit(pool.completions([([i, 5], 1) for i in range(count)], SAMPLING), order=0)
+
+
+def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):
+    """A server that answers one request after the other, each in two thirds of the limit."""
+    fake, clock = fakes(), Clock(monkeypatch)
+    pool = pool_of([fake], server_timeout=9000.0, request_timeout=300.0)
+    answer, go_on = fake.answer, threading.Semaphore(0)
+
+    def one_at_a_time(*arguments: Any) -> None:
+        fake.note(fake.requests, arguments[1])
+        assert go_on.acquire(timeout=SECONDS)
+        answer(*arguments)
+
+    fake.answer = one_at_a_time
+    batch = submit(pool, 6)
+    fake.wait_for(lambda: len(fake.requests) == 6)
+    pool.new_version(1)
+    clock.now += 1000.0
+    settle(pool)
+    pool.weights_sent(1, {fake.url: None})
+    settle(pool)
+    for left in range(5, -1, -1):
+        clock.now += 200.0
+        settle(pool)
+        go_on.release()
+        wait_until(lambda left=left: len(pool.backlog.running) == left)
+    assert len(pool.collect(batch)) == 6 and pool.retried == 0
 
 
 def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
@@ -442,10 +403,9 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     pool = pool_of([bad, good])
     bad.hold.clear()
     good.hold.clear()
-    jobs = pool.completions([([i, 5], 1) for i in range(4)], SAMPLING)
-    batch = pool.submit(jobs, order=0)
+    batch = submit(pool, 4)
     for fake in (bad, good):
-        fake.wait_for(lambda fake=fake: len(fake.arrived) == 2)
+        fake.wait_for(lambda fake=fake: len(fake.requests) == 2)
     pool.new_version(1)
     bad.version = 77
     bad.hold.set()
@@ -472,8 +432,8 @@ def test_a_server_with_work_is_not_tried_out_behind_it(fakes):
 
     fake.answer = failing_once
     fake.hold.clear()
-    batch = pool.submit(pool.completions([([i, 5], 1) for i in range(4)], SAMPLING), order=0)
-    fake.wait_for(lambda: len(fake.arrived) == 4)  # the failed one, too, again
+    batch = submit(pool, 4)
+    fake.wait_for(lambda: len(fake.requests) == 4)  # the failed one, too, again
     assert fake.asked["/v1/completions"] == trials + 5
     fake.hold.set()
     assert len(pool.collect(batch)) == 4 and pool.retried == 1
@@ -481,24 +441,13 @@ def test_a_server_with_work_is_not_tried_out_behind_it(fakes):
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
     alive, away = fakes(), fakes()
-    pool, looked, end = pool_of([alive, away]), threading.Event(), threading.Event()
-
-    async def probe() -> None:
-        looked.set()
-        while not end.is_set():
-            await asyncio.sleep(0.01)
-        raise ServerError("away")
-
-    pool._servers[away.url].probe = probe
+    pool = pool_of([alive, away])
     alive.hold.clear()
-    batch = pool.submit(pool.completions([([i, 5], 1) for i in range(2)], SAMPLING), order=0)
-    assert looked.wait(SECONDS)
-    timer = threading.Timer(SECONDS, end.set)
-    timer.start()
-    assert alive.url in pool.new_version(1) and not end.is_set()
+    away.well.clear()
+    batch = submit(pool, 2)
+    alive.wait_for(lambda: len(alive.requests) == 2)
+    assert pool.new_version(1) == [alive.url, away.url]  # else it would be dead, since the look ends without an answer
     pool.weights_sent(1, {alive.url: None, away.url: "away"})
-    end.set()
-    timer.cancel()
     alive.hold.set()
     assert len(pool.collect(batch)) == 2
 
@@ -515,45 +464,25 @@ def test_an_evaluation_after_a_failed_run_is_none_of_its_windows(tiny_model, tmp
     monkeypatch.setattr(GRPOTrainer, "_tokenize_prompts", failing_once)
     held_out = prompts(80).select(range(76, 80))
     settings = {"eval_dataset": held_out, "num_generations_eval": 2, "per_device_eval_batch_size": 8, **STEP}
+    settings["generation_kwargs"] = {"stop_token_ids": None}
     with pytest.raises(ValueError, match="a bad row"):
-        asynchronous(tiny_model, tmp_path, [fakes()], 1, max_steps=6, prepare=trainers.append, **settings)
+        asynchronous(tiny_model, tmp_path, [fake := fakes()], 1, max_steps=6, prepare=trainers.append, **settings)
     assert "eval_loss" in trainers[0].evaluate() and nothing_in_work(trainers[0])
+    assert {tuple(one["stop_token_ids"]) for one in fake.requests} == {(tiny_tokenizer().eos_token_id,)}
 
 
-def test_an_unknown_log_prob_is_not_corrected_in_an_evaluation(tiny_model, tmp_path, fakes):
-    """vLLM answers -9999 for a log-prob that it does not know."""
-    trainer, *_ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, **STEP, max_steps=1)
-    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
-    fake.log_prob = -9999.0
-    logged = trainer.evaluate(prompts(4))
-    assert logged["eval_sampling/importance_sampling_ratio/max"] == 1.0
+def test_stop_tokens_of_the_user_end_rows_and_unknown_log_probs_are_not_corrected(tiny_model, tmp_path, fakes):
+    """All end tokens are sent to servers, whose model may know others; vLLM says −9999 for a log-prob it does not know.
 
-
-@pytest.mark.parametrize(
-    "settings, sent",
-    [({}, {FIRST + 1, "eos"}), ({"ignore_eos": True}, {FIRST + 1}), ({"stop_token_ids": None}, {"eos"})],
-)
-def test_end_tokens_are_sent_to_servers(tiny_model, tmp_path, fakes, settings, sent):
-    """A server's model may know others than the trainer's model and tokenizer."""
-    fake, asked = fakes(), []
-    answer = fake.answer
-
-    def note(send: Any, request: dict[str, Any], fault: str | None) -> None:
-        if request["max_tokens"] > 1:  # else a trial
-            asked.append({*request["stop_token_ids"]})
-        answer(send, request, fault)
-
-    fake.answer = note
-    kwargs = {"stop_token_ids": [FIRST + 1], **settings}
-    trainer, *_ = asynchronous(tiny_model, tmp_path, [fake], 0, **STEP, max_steps=1, generation_kwargs=kwargs)
-    ends = {trainer._tokenizer.eos_token_id if token == "eos" else token for token in sent}
-    assert asked and all(one == ends for one in asked)
-
-
-def test_a_row_that_a_stop_token_of_the_user_ends_is_not_truncated(tiny_model, tmp_path, fakes):
-    versions = [FIRST + 1, FIRST + 2]  # in training and in the evaluation
-    settings = {"generation_kwargs": {"stop_token_ids": versions}, "mask_truncated_completions": True}
-    trainer, *_ = asynchronous(tiny_model, tmp_path, [fakes()], 0, **STEP, max_steps=1, **settings)
+    In training the second token is that of no optimizer step, in the evaluation that of one.
+    """
+    settings = {"generation_kwargs": {"stop_token_ids": [FIRST, FIRST + 1]}, "mask_truncated_completions": True}
+    trainer, _ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, **STEP, max_steps=1, **settings)
     logged = trainer.state.log_history[0]
     assert logged["completions/clipped_ratio"] == 0.0 and logged["completions/mean_terminated_length"] == 2.0
     assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0
+    ends = {FIRST, FIRST + 1, trainer.processing_class.eos_token_id}
+    assert fake.requests and all({*one["stop_token_ids"]} == ends for one in fake.requests)
+    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+    fake.log_prob = -9999.0
+    assert trainer.evaluate(prompts(4))["eval_sampling/importance_sampling_ratio/max"] == 1.0

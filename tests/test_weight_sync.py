@@ -1,13 +1,11 @@
-"""Checksums, files and the probe of a weight sync, without a server: `test_vllm.py` has the real ones."""
+"""Checksums, files, broadcasts and the probe of a weight sync, with fake servers: `test_vllm.py` has the real ones."""
 
-import asyncio
 import errno
 import gc
 import os
 import signal
 import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,23 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
-from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
 
-from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
-from dash_trl.sampling.server import WeightReport
-from dash_trl.sampling.weights import FileWeights, NCCLWeights, Snapshot, file, model_log_probs, nccl, obstacle
-from dash_trl.sampling.weights.proof import (
+from dash_trl.sampling import ServerPool, combine_workers, tensor_checksum, weights_checksum
+from dash_trl.sampling.weights import (
+    FileWeights,
+    NCCLWeights,
+    Snapshot,
+    WeightMismatch,
     check_probe,
-    probe_tokens,
-    scale_linear,
-    scaled_outputs,
-    shift_adapter,
-    shifted_outputs,
+    model_log_probs,
+    obstacle,
+    of_adapter,
+    of_all_weights,
 )
-from dash_trl.sampling.weights.snapshot import WeightMismatch
 from tests.fake_server import Fake, factory
 from tests.tiny import said
 
@@ -49,17 +46,16 @@ def test_the_checksum_is_a_sum_over_the_bits_of_elements(bits):
     assert tensor_checksum(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) == reference(bits)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not(dtype):
+def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not():
     torch.manual_seed(0)
-    q, k = torch.randn(6, 4).to(dtype), torch.randn(2, 4).to(dtype)
-    whole = weights_checksum([q, k])
-    assert weights_checksum([torch.cat([q, k])]) == whole
-    assert weights_checksum([torch.cat([q, torch.zeros(3, 4).to(dtype)]), k]) == whole
-    assert weights_checksum([q.t(), k]) == whole  # a view that is not contiguous
-    flipped = q.clone()
-    flipped.view(torch.int8)[0, 0] ^= 1
-    assert weights_checksum([flipped, k]) != whole
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        q, k = torch.randn(6, 4).to(dtype), torch.randn(2, 4).to(dtype)
+        whole = weights_checksum([q, k])
+        assert weights_checksum([torch.cat([q, k])]) == whole, dtype
+        assert weights_checksum([torch.cat([q, torch.zeros(3, 4).to(dtype)]), k]) == whole, dtype
+        assert weights_checksum([q.t(), k]) == whole, dtype  # a view that is not contiguous
+        q.view(torch.int8)[0, 0] ^= 1
+        assert weights_checksum([q, k]) != whole, dtype
 
 
 def test_workers_together_hold_what_one_holds():
@@ -75,81 +71,52 @@ def test_workers_together_hold_what_one_holds():
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def answers(servers, ask):
-    """As `ServerPool.on_each`."""
+class Large(torch.Tensor):
+    """A small tensor that claims to be of 2 GiB, half of a file and more than a broadcast."""
 
-    async def ask_all():
-        return await asyncio.gather(*map(ask, servers), return_exceptions=True)
-
-    return dict(zip([server.url for server in servers], asyncio.run(ask_all()), strict=True))
-
-
-class Tagged:
-    """Says which weights it was given."""
-
-    given, tag = None, "default"
-
-    async def weight_tag(self) -> str:
-        return self.tag
-
-
-class Server(Tagged):
-    """Reads the file as a server would, and answers its checksum, or `answer`."""
-
-    url = "http://a"
-
-    def __init__(self, answer=None):
-        self.answer, self.loaded = answer, []
-
-    def on_each(self, ask):
-        return answers([self], ask)
-
-    async def load_weights(self, path: str, tag: str) -> WeightReport:
-        tensors = {}
-        for shard in sorted(Path(path).glob("*.safetensors")):
-            tensors |= load_file(shard)
-        self.loaded.append((Path(path).name, tag, tensors))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return WeightReport(self.answer or weights_checksum(tensors.values()), "float32")
+    nbytes = 2 << 30
 
 
 def parameters(scale: float = 1.0):
     torch.manual_seed(0)
-    return {f"layer.{i}.weight": scale * torch.randn(4, 4) for i in range(5)}
+    return {f"layer.{i}.weight": (scale * torch.randn(4, 4)).as_subclass(Large) for i in range(5)}
 
 
 def versions(directory: Path) -> list[str]:
     return sorted(map(str, directory.glob("*/version-*")))
 
 
-def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "SHARD_BYTES", 100)  # two tensors of 64 bytes
-    weights, servers = FileWeights(tmp_path, torch.float32), Server()
-    snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
-    assert errors == {"http://a": None}
-    assert versions(tmp_path) == [snapshot.path]
-    assert servers.loaded[0][:2] == (Path(snapshot.path).name, snapshot.tag)
-    assert len(list(Path(snapshot.path).glob("*.safetensors"))) == 3
-    for name, tensor in parameters().items():
-        assert torch.equal(servers.loaded[0][2][name], tensor)
-    second, _ = weights.send(parameters(2.0).items(), 2, servers.on_each)
+def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fakes):
+    fake = fakes()
+    pool, weights, shards, load = ServerPool([fake.url]), FileWeights(tmp_path, torch.float32), [], fake.load
+
+    def load_seen(path):
+        shards.append(len(list(Path(path).glob("*.safetensors"))))
+        load(path)
+
+    fake.load = load_seen
+    snapshot, errors = weights.send(parameters().items(), 1, pool.on_each)
+    assert errors == {fake.url: None} and versions(tmp_path) == [snapshot.path]
+    assert fake.tag == snapshot.tag and shards == [3]
+    assert fake.held.keys() == parameters().keys()
+    assert all(torch.equal(fake.held[name], tensor) for name, tensor in parameters().items())
+    second, _ = weights.send(parameters(2.0).items(), 2, pool.on_each)
     assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum
     assert second.tag != snapshot.tag
+    half, _ = FileWeights(tmp_path, torch.bfloat16).send(parameters().items(), 1, pool.on_each)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in fake.held.values())
+    assert half.checksum == weights_checksum(tensor.bfloat16() for tensor in parameters().values())
 
 
-def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
-    weights, servers = FileWeights(tmp_path, torch.bfloat16), Server()
-    weights.send(parameters().items(), 1, servers.on_each)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in servers.loaded[0][2].values())
-
-
-def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path):
-    weights = FileWeights(tmp_path, torch.float32)
-    with pytest.raises(WeightMismatch, match="http://a was given the weights of version 1"):
-        weights.send(parameters().items(), 1, Server(answer=12345).on_each)
-    _, errors = weights.send(parameters().items(), 2, Server(answer=RuntimeError("no room")).on_each)
-    assert errors == {"http://a": "no room"}
+def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path, fakes):
+    weights, other, failing = FileWeights(tmp_path, torch.float32), fakes("other weights"), fakes("/collective_rpc")
+    given = r"was given the weights of version 1 \(checksum \w+\) but holds others \(0\)"
+    with pytest.raises(WeightMismatch, match=f"{other.url} {given}"):
+        weights.send(parameters().items(), 1, ServerPool([other.url]).on_each)
+    other.report["comparable"] = False
+    pool = ServerPool([other.url, failing.url])
+    _, errors = weights.send(parameters().items(), 2, pool.on_each)
+    assert errors[other.url] is None and "answered 500 to POST /collective_rpc" in errors[failing.url]
 
 
 def killed_run(directory: Path) -> None:
@@ -201,7 +168,7 @@ def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplo
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(file.fcntl, "flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     unlocked = FileWeights(tmp_path, torch.float32)
     snapshot = unlocked.write(parameters().items(), 1)
     assert "cannot be locked" in caplog.text and f"remove {unlocked.run}." in caplog.text
@@ -236,92 +203,93 @@ def qwen3():
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
 
 
-@pytest.mark.parametrize("make", [qwen2, tied, qwen3])
-def test_scaled_outputs_are_scaled_weights(make):
-    model, ids = make(), probe_tokens(300)
-    expected, plain = model_log_probs(model, ids, scaled_outputs(model, 0.5)), model_log_probs(model, ids)
-    scaled = dict(scale_linear(model, model.named_parameters(), 0.5, lambda name: name))
-    changed = {name for name, value in model.named_parameters() if not torch.equal(value, scaled[name])}
-    assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
-    assert not any("norm" in name for name in changed)
-    model.load_state_dict({name: value.detach().clone() for name, value in scaled.items()}, strict=False)
-    model.tie_weights()
-    assert (model_log_probs(model, ids) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+IDS = [(7919 * i) % 300 for i in range(1, 33)]
+
+
+def computed(model, perturbation) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], set[str]]:
+    """Log-probs as if the weights were changed, and as they are; the changed weights, and which of them changed."""
+    expected, plain = model_log_probs(model, IDS, perturbation.outputs()), model_log_probs(model, IDS)
+    sent = {name: value.detach().clone() for name, value in perturbation.parameters(model.named_parameters())}
+    return (
+        expected,
+        plain,
+        sent,
+        {name for name, value in model.named_parameters() if not torch.equal(value, sent[name])},
+    )
+
+
+def test_scaled_outputs_are_scaled_weights():
+    for make in (qwen2, tied, qwen3):
+        model = make()
+        expected, plain, scaled, changed = computed(model, of_all_weights(model, str))
+        assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed, make
+        assert not any("norm" in name for name in changed), make
+        model.load_state_dict(scaled, strict=False)
+        model.tie_weights()
+        difference, effect = (model_log_probs(model, IDS) - expected).abs().max(), (plain - expected).abs().max()
+        assert difference < 1e-5 < 0.1 < effect, make
 
 
 def test_scaled_outputs_with_an_adapter():
     """The weights that a server gets are merged, and an adapter with its base layer counts once."""
-    model, ids = qwen2(), probe_tokens(300)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    expected = model_log_probs(adapted, ids, scaled_outputs(adapted, 0.5))
+    adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    expected = model_log_probs(adapted, IDS, of_all_weights(adapted, str).outputs())
     merged = adapted.merge_and_unload()
-    with torch.no_grad():
-        for module in merged.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight *= 0.5
-                if getattr(module, "bias", None) is not None:
-                    module.bias *= 0.5
-    assert (model_log_probs(merged, ids) - expected).abs().max() < 1e-5
+    scaled = dict(of_all_weights(merged, str).parameters(merged.named_parameters()))
+    merged.load_state_dict(scaled, strict=False)
+    assert (model_log_probs(merged, IDS) - expected).abs().max() < 1e-5
 
 
 def test_shifted_outputs_are_shifted_matrices():
-    model, ids = qwen2(), probe_tokens(300)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    expected, plain = model_log_probs(adapted, ids, shifted_outputs(adapted)), model_log_probs(adapted, ids)
-    shifted = dict(shift_adapter(adapted.named_parameters()))
-    assert {name for name, value in adapted.named_parameters() if not torch.equal(value, shifted[name])} == {
-        name for name in shifted if "lora_B" in name
-    }
+    adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    expected, plain, shifted, changed = computed(adapted, of_adapter(adapted))
+    assert changed == {name for name in shifted if "lora_B" in name}
     adapted.load_state_dict(shifted, strict=False)
-    assert (model_log_probs(adapted, ids) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+    assert (model_log_probs(adapted, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
 
 
 LORA = {"lora_config": {"max_lora_rank": 8}}
 
 
-@pytest.mark.parametrize(
-    ("config", "served", "why"),
-    [
-        ({}, LORA, None),
-        ({"use_rslora": True, "layers_to_transform": [1]}, LORA, None),
-        ({"r": 16}, LORA, "--enable-lora --max-lora-rank 16"),
-        ({}, {"lora_config": None}, "--enable-lora --max-lora-rank 8"),
-        ({"use_dora": True}, LORA, "use_dora"),
-        ({"bias": "lora_only"}, LORA, "bias='lora_only'"),
-        ({"rank_pattern": {"q_proj": 2}}, LORA, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 2}}, LORA, "alpha_pattern"),
-        ({"modules_to_save": ["lm_head"]}, LORA, "modules_to_save"),
-        ({"target_modules": ["embed_tokens", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
-        ({"target_modules": ["lm_head", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
-        ({"trainable_token_indices": [3]}, LORA, "trainable_token_indices"),
-    ],
-)
-def test_which_adapters_a_server_can_be_given(config, served, why):
-    adapted = get_peft_model(qwen2(), LoraConfig(**{"r": 8, "target_modules": ["q_proj"], **config}))
-    found = obstacle(adapted, served)
-    assert found is None if why is None else why in found
+# options of an adapter, what a server says of LoRA, why the adapter cannot go alone
+ADAPTERS = [
+    ({}, LORA, None),
+    ({"use_rslora": True, "layers_to_transform": [1]}, LORA, None),
+    ({"r": 16}, LORA, "--enable-lora --max-lora-rank 16"),
+    ({}, {"lora_config": None}, "--enable-lora --max-lora-rank 8"),
+    ({"use_dora": True}, LORA, "use_dora"),
+    ({"bias": "lora_only"}, LORA, "bias='lora_only'"),
+    ({"rank_pattern": {"q_proj": 2}}, LORA, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": 2}}, LORA, "alpha_pattern"),
+    ({"modules_to_save": ["lm_head"]}, LORA, "modules_to_save"),
+    ({"target_modules": ["embed_tokens", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
+    ({"target_modules": ["lm_head", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
+    ({"trainable_token_indices": [3]}, LORA, "trainable_token_indices"),
+]
 
 
-def test_of_several_adapters_none_goes_alone():
-    adapted = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
-    adapted.add_adapter("other", LoraConfig(target_modules=["k_proj"]))
-    adapted.base_model.set_adapter(["default", "other"])
-    assert "the active adapters are" in obstacle(adapted, LORA)
-    other = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-    assert "this is IA3" in obstacle(other, LORA)
+def test_which_adapters_a_server_can_be_given():
+    for config, served, why in ADAPTERS:
+        found = obstacle(
+            get_peft_model(qwen2(), LoraConfig(**{"r": 8, "target_modules": ["q_proj"], **config})), served
+        )
+        assert found is None if why is None else why in found, (config, found)
+    several = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
+    several.add_adapter("other", LoraConfig(target_modules=["k_proj"]))
+    several.base_model.set_adapter(["default", "other"])
+    assert "the active adapters are" in obstacle(several, LORA)
+    ia3 = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    assert "this is IA3" in obstacle(ia3, LORA)
     named = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]), adapter_name="policy")
     assert "none is 'default'" in obstacle(named, LORA)
-
-
-def test_an_adapter_beside_other_trained_parameters_does_not_go_alone():
-    adapted = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
-    adapted.base_model.model.model.norm.requires_grad_()
-    assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(adapted, LORA)
+    norm_too = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
+    norm_too.base_model.model.model.norm.requires_grad_()
+    assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(norm_too, LORA)
 
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
-    model, ids = qwen2(), probe_tokens(300)
-    plain, expected = model_log_probs(model, ids), model_log_probs(model, ids, scaled_outputs(model, 0.5))
+    model = qwen2()
+    plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, of_all_weights(model, str).outputs())
     check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
     assert not said(caplog)
     for wrong in (plain, expected * float("nan")):
@@ -334,108 +302,68 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
 # -------------------------------------------------------------------------------------------------------------- NCCL
 
 
-class NCCLServer(Tagged):
-    """With the face of TRL's client, which needs CUDA: keeps what it is sent; what is broken fails, or hangs."""
-
-    def __init__(self, name: str, broken: str = ""):
-        self.url, self.calls, self.broken = f"http://{name}", [], broken
-        self.received, self.closed = {}, False
-
-    async def pause(self):
-        self._note("pause")
-
-    async def resume(self):
-        self._note("resume")
-
-    def _note(self, call: str) -> None:
-        self.calls.append(call)
-        if self.broken == call:
-            raise RuntimeError(f"no {call}")
-
-    async def end_weight_update(self, tag):
-        self.calls.append(tag)
-
-    async def weight_report(self):
-        return WeightReport(weights_checksum(self.received.values()), "float32")
-
-    def close_communicator(self):
-        self.closed = True
-
-    def weight_update(self):
-        return nullcontext()
-
-    def update_named_params(self, metadata, tensors):
-        if self.broken == "hangs":
-            threading.Event().wait()
-        for (name, dtype, shape), (same, tensor) in zip(metadata, tensors, strict=True):
-            assert name == same and f"torch.{dtype}" == str(tensor.dtype) and shape == list(tensor.shape)
-            self.received[name] = tensor
-
-
-def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(monkeypatch):
-    """The queues and threads only: the broadcast itself is TRL's and needs a GPU."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(nccl, "BUCKET_BYTES", 100)
-    servers = [NCCLServer(*one) for one in (("a",), ("b",), ("c", "hangs"), ("d", "pause"), ("e", "resume"))]
-    urls = [server.url for server in servers]
-    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=1.0, dtype=torch.float32)
-    assert [weights.ports[url] for url in urls] == [5000, 5001, 5002, 5003, 5004]
-    weights._clients = dict(zip(urls, servers, strict=True))
-    snapshot, errors = weights.send(parameters().items(), 1, partial(answers, servers))
-    assert errors[urls[0]] is errors[urls[1]] is None
-    assert "nothing was consumed for 1 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
-    assert errors[urls[3]] == "no pause" and errors[urls[4]] == "no resume"
-    assert snapshot.checksum == weights_checksum(parameters().values())
-    for server in (servers[0], servers[1], servers[4]):
-        assert server.calls == ["pause", snapshot.tag, "resume"]
-    for server in servers[2:4]:
-        assert server.calls == ["pause", "resume"] and not server.received
-    assert list(weights._clients) == urls[:2]  # the others begin anew
-    assert [server.closed for server in servers] == [False, False, True, True, True]
-
-
-def test_the_client_of_trl_sends_the_key_with_every_request(fakes, monkeypatch):
+def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(fakes, monkeypatch):
+    """The queues and threads only: the broadcast itself is TRL's and needs a GPU. Every request has the key."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
-    begin = lambda self, device: self._post(f"{self.base_url}/init_weight_transfer_engine")  # noqa: E731
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", begin)
+    pause, resume = "/pause?mode=keep", "/resume"
+    servers = [fakes(fault) for fault in (None, None, "hangs", pause, resume)]
+    urls, ports, closed, end = [one.url for one in servers], {}, [], threading.Event()
+    buckets = {url: [] for url in urls}
+    of_url = dict(zip(urls, servers, strict=True))
+    for one in servers:
+        one.key = "secret"
+
+    def begin(client, device):
+        ports[client.base_url] = client.group_port
+        assert client.session.post(f"{client.base_url}/init_weight_transfer_engine").status_code == 200
+
+    def update(client, metadata, tensors):
+        fake = of_url[client.base_url]
+        if fake.fault == "hangs":
+            end.wait()
+        for (name, dtype, shape), (same, tensor) in zip(metadata, tensors, strict=True):
+            assert name == same and f"torch.{dtype}" == str(tensor.dtype) and shape == list(tensor.shape)
+            fake.held[name] = tensor
+        buckets[client.base_url].append(len(metadata))
+
+    monkeypatch.setattr("trl.generation.vllm_client.is_vllm_available", lambda: True)
+    monkeypatch.setattr(VLLMClient, "init_communicator", begin)
+    monkeypatch.setattr(VLLMClient, "weight_update", lambda client: nullcontext())
+    monkeypatch.setattr(VLLMClient, "update_named_params", update)
+    monkeypatch.setattr(VLLMClient, "close_communicator", lambda client: closed.append(client.base_url))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    pool = ServerPool(urls)
+    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=3.0, dtype=torch.float32)
+    snapshot, errors = weights.send(parameters().items(), 1, pool.on_each)
+    assert errors[urls[0]] is errors[urls[1]] is None
+    assert "nothing was consumed for 3 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
+    assert f"answered 500 to POST {pause.partition('?')[0]}" in errors[urls[3]] and "POST /resume" in errors[urls[4]]
+    assert snapshot.checksum == weights_checksum(parameters().values())
+    for one, url, port in zip(servers, urls, range(5000, 5005), strict=True):
+        done = one.fault in (None, resume)
+        assert ports.get(url) == (None if one.fault == pause else port)
+        assert buckets[url] == ([1] * 5 if done else []) and (one.tag == snapshot.tag) == done
+        assert one.asked[pause] == one.asked[resume] == 1
+    assert sorted(closed) == sorted([urls[2], urls[4]])  # they begin anew
+    weights.send(parameters(2.0).items(), 2, lambda ask: pool.on_each(ask, [urls[0], urls[4]]))
+    assert servers[0].asked["/init_weight_transfer_engine"] == 1
+    assert servers[4].asked["/init_weight_transfer_engine"] == 2
+    end.set()
+
+
+def test_a_server_that_came_back_is_given_the_weights_unless_it_has_them(tmp_path, fakes):
     fake = fakes()
-    fake.key = "secret"
-    NCCLWeights([fake.url], 5000, torch.device("cpu"), timeout=1.0, dtype=torch.float32)._connect(fake.url)
-    assert fake.asked == {"/v1/models": 1, "/init_weight_transfer_engine": 1}
-
-
-class Returning(Tagged):
-    """A server that came back."""
-
-    url = "http://a"
-
-    def __init__(self, tag: str):
-        self.tag, self.calls = tag, []
-
-    async def resume(self):
-        self.calls.append("resume")
-
-    async def load_weights(self, path, tag):
-        self.calls.append((path, tag))
-        return WeightReport(7, "float32")
-
-
-@pytest.mark.parametrize("tag", ["run-3", "run-2", "default"])
-def test_a_server_that_came_back_is_given_the_weights_unless_it_has_them(tag, tmp_path):
-    snapshot = Snapshot(3, "run-3", 7, "directory")
-    server = Returning(tag)
-    assert asyncio.run(FileWeights(tmp_path, torch.float32).refit(server, snapshot)) == 3
-    assert server.calls == ["resume" if tag == "run-3" else ("directory", "run-3")]
-    server = Returning(tag)
-    weights = NCCLWeights([server.url], 5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
-    assert asyncio.run(weights.refit(server, snapshot)) == (3 if tag == "run-3" else None)
+    pool, snapshot = ServerPool([fake.url]), Snapshot(3, "run-3", 0, str(tmp_path))  # of no weights
+    files = FileWeights(tmp_path, torch.float32)
+    nccl = NCCLWeights([fake.url], 5000, torch.device("cpu"), timeout=60.0, dtype=torch.float32)
+    for tag in ("run-3", "run-2", "default"):
+        fake.tag, held = tag, tag == "run-3"
+        assert pool.on_each(lambda server: nccl.refit(server, snapshot)) == {fake.url: 3 if held else None}, tag
+        fake.loads.clear()
+        assert pool.on_each(lambda server: files.refit(server, snapshot)) == {fake.url: 3}, tag
+        assert fake.loads == ([] if held else [0]) and fake.tag == "run-3", tag
+    assert fake.asked["/resume"] == 4 and fake.asked["/pause?mode=keep"] == 2
+    fake.tag = "other"
     with pytest.raises(WeightMismatch):
-        asyncio.run(FileWeights(tmp_path, torch.float32).refit(Returning("other"), Snapshot(3, "run-3", 8, "")))
-
-
-def test_a_snapshot_says_what_differs():
-    with pytest.raises(WeightMismatch, match=r"version 3 \(checksum ff\) but holds others \(fe\)"):
-        Snapshot(3, "tag", 0xFF).verify(WeightReport(0xFE, "float32"), "http://a")
-    Snapshot(3, "tag", 0xFF).verify(WeightReport(None, "float32"), "http://a")  # cannot be compared
+        pool.ask_all(lambda server: files.refit(server, Snapshot(3, "run-3", 8, str(tmp_path))))
