@@ -221,6 +221,85 @@ def fill(length: int) -> str:
     return "z" * length
 
 
+PARTS = [{"type": "text", "text": " par"}, {"type": "text", "text": "ts"}]
+
+
+class Counter:
+    """Counts, and owns its reward."""
+
+    def __init__(self) -> None:
+        self.total, self.columns = 0, {}
+
+    def reset(self, **columns: Any) -> Any:
+        self.total, self.columns = 0, columns
+        return {"text": " text", "parts": PARTS}.get(columns.get("observed"))
+
+    def count(self, step: int) -> int:
+        """Counts on.
+
+        Args:
+            step: By how much.
+        """
+        self.total += step
+        return self.total
+
+    async def count_later(self, step: int) -> int:
+        """Counts on later.
+
+        Args:
+            step: By how much.
+        """
+        return self.count(step)
+
+    def look(self) -> str:
+        """Looks."""
+        return "counter"
+
+    def _hidden(self) -> None:
+        raise AssertionError
+
+    @property
+    def trap(self) -> None:
+        raise AssertionError("a property is no tool, and is not evaluated")
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Echo:
+    """Owns its reward, and gives it later."""
+
+    def reset(self, **columns: Any) -> str:
+        self.said = ""
+        return f"echo {columns}"
+
+    def shout(self, text: str) -> str:
+        """Shouts.
+
+        Args:
+            text: What.
+        """
+        self.said = text.upper()
+        return self.said
+
+    def look(self) -> str:
+        """Looks."""
+        return "echo"
+
+    async def get_reward(self) -> float:
+        return float(len(self.said))
+
+
+class Mute:
+    """Owns no reward."""
+
+    def reset(self, **columns: Any) -> None: ...
+
+    def look(self) -> str:
+        """Looks."""
+        return "mute"
+
+
 class Rows(DASHCallback):
     """Callback that records the rows of each window: token ids, own tokens (1 = the policy's), and log-probs."""
 
@@ -277,9 +356,6 @@ class Judge:
     def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
         self.environments.append(list(columns.pop("environments", ())))
         asked = {name: value for name, value in columns.items() if name not in self.IGNORED}
-        states = [
-            (type(one).__name__, {name: value for name, value in vars(one).items() if name != "columns"})
-            for one in self.environments[-1]
-        ]
+        states = [(type(one).__name__, vars(one)) for one in self.environments[-1]]
         self.asked.append(deepcopy(asked | {"completion_ids": completion_ids, "states": states}))
         return [random.Random(str(ids)).random() if self.scores else None for ids in completion_ids]

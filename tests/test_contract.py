@@ -175,7 +175,7 @@ def check_logs(trainers: Sequence[Any], *, equal: bool = False) -> None:
         for name, value in one.items():
             if not any(clock in name for clock in TIMES) and name.removeprefix("eval_") not in unequal:
                 assert other[name] == (value if value is None else pytest.approx(value, rel=1e-4, abs=2e-6)), name
-    if trainers[0].accelerator.is_main_process:
+    if trainers[0].accelerator.is_main_process and trainers[0].log_completions:
         written = [sorted(Path(trainer.args.output_dir, "completions").iterdir()) for trainer in trainers]
         assert written[0] and [file.name for file in written[0]] == [file.name for file in written[1]]
         for one, other in (map(pandas.read_parquet, files) for files in zip(*written, strict=True)):

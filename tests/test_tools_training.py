@@ -3,6 +3,8 @@
 Rows have different numbers of turns, and calls that fail or do not fit.
 """
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHTrainer
+from dash_trl.distributed import Ranks
 from tests.scripted_turns import (
     RANDOM_CALLS,
+    Counter,
+    Echo,
     Judge,
+    Mute,
     RandomTurns,
     Rows,
+    ScriptedTurns,
     add,
     fails,
     fill,
@@ -25,11 +31,11 @@ from tests.scripted_turns import (
     plays,
     save_tool_model,
     user,
+    written,
 )
 from tests.test_contract import ByTokens, check_logs, first, second
-from tests.test_equivalence import TOLERANCE, compare, padded
-from tests.test_tools import Counter, Echo, Mute
-from tests.tiny import EOS, parameters, relative_difference, run
+from tests.test_equivalence import TOLERANCE, compare
+from tests.tiny import pad, parameters, run
 
 TOOLS = [add, later, fails, fill]
 OF_ENVIRONMENTS = {"add": {"a": 1, "b": 2}, "count": {"step": 2}, "count_later": {"step": 1}, "shout": {"text": "hey"}}
@@ -68,7 +74,6 @@ ONE = {"environment_factory": Counter, "tools": [add]}
 SEVERAL = {"environment_factory": {"counter": Counter, "twin": Counter, "echo": Echo, "mute": Mute}, "tools": [add]}
 # name → (arguments of the trainer, of the script, settings)
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "tools": ({"tools": TOOLS}, {}, {}),
     "tools by the model's generate": ({"tools": TOOLS}, {"generated": True}, {}),
     "one call, truncated rows are masked": (
         {"tools": TOOLS},
@@ -89,48 +94,64 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_tools_contract(model: str, folder: Path, name: str) -> None:
-    """The log, the tables, the rows, and what reward functions got, of two steps and their evaluations."""
-    arguments, of_script, settings = SCENARIOS[name]
-    trainers, judges, windows = [], [], []
+def check_as_trl(
+    model: str,
+    folder: Path,
+    script: Any,
+    *others: Callable[[Any], None],
+    more: Any,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> SimpleNamespace:
+    """The log, the tables, the rows, the prompts, and what reward functions got. Returns those of `DASHTrainer`.
+
+    Args:
+        script, options: see `ScriptedTurns`. others: prepare the trainer, too. more: arguments of the trainer.
+    """
+    found = []
     for kind in (ByTokens, DASHTrainer):
-        judge, rows, script = Judge(), Rows(), dict(of_script)
-        turns = RandomTurns(calls=script.pop("calls", RANDOM_CALLS), ends=1.0 if script.get("generated") else 0.7)
-        prepare = plays(turns, rows.prepare, *script.pop("also", ()), **script)
+        judge, rows, turns = Judge(), Rows(), ScriptedTurns(script, **(options or {}))
+
+        def prepare(trainer: Any, parts: Any = (turns.prepare, rows.prepare, *others)) -> None:
+            for one in parts:
+                one(trainer)
+
         own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
-        defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-3}
-        defaults |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-        defaults |= {
-            "log_completions": True,
-            "num_completions_to_print": 1,
+        defaults: dict[str, Any] = {
+            "learning_rate": 1e-3,
             "loss_type": "dapo",
+            "reward": [first, second, judge],
             "reward_weights": [1.0, 0.5, 1.0],
         }
         torch.manual_seed(0)
-        trainers.append(
-            run(
-                kind,
-                model,
-                folder / kind.__name__,
-                reward=[first, second, judge],
-                in_process=True,
-                dataset=problems(12),
-                eval_dataset=problems(2),
-                prepare=prepare,
-                more=arguments,
-                max_completion_length=LONGEST,
-                **{**defaults, **settings, **own},
-            )
-        )
-        judges.append(judge)
-        windows.append(rows.windows)
-    check_logs(trainers)
-    assert any(log.get("tools/call_frequency", 0) > 0 for log in trainers[0].state.log_history)
-    for one, other in zip(*(judge.asked for judge in judges), strict=True):
+        output, settings_of_it = folder / kind.__name__, {**defaults, **settings, **own}
+        trainer = run(kind, model, output, in_process=True, prepare=prepare, more=more, **settings_of_it)
+        found.append(SimpleNamespace(trainer=trainer, windows=rows.windows, prompts=turns.prompts))
+        vars(found[-1]).update(asked=judge.asked, environments=judge.environments, log=trainer.state.log_history)
+    trl, dash = found
+    check_logs([trl.trainer, dash.trainer])
+    assert dash.prompts == trl.prompts and len(dash.asked) == len(trl.asked)
+    for one, other in zip(trl.asked, dash.asked, strict=True):
         assert other == one
-    for one, other in ((row, ours) for pair in zip(*windows, strict=True) for row, ours in zip(*pair, strict=True)):
+    for one, other in zip(itertools.chain(*trl.windows), itertools.chain(*dash.windows), strict=True):
         assert other[:2] == one[:2]
         assert other[2] == (one[2] if one[2] is None else pytest.approx(one[2], abs=1e-5))
+    return dash
+
+
+def check_tools_contract(model: str, folder: Path, name: str) -> None:
+    """Two steps, and their evaluations."""
+    arguments, of_script, settings = SCENARIOS[name]
+    options = dict(of_script)
+    ends = 1.0 if options.get("generated") else 0.7
+    turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS), ends=ends), options.pop("also", ())
+    defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_completion_length": LONGEST}
+    defaults |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    defaults |= {"dataset": problems(12), "eval_dataset": problems(2)}
+    defaults |= {"log_completions": True, "num_completions_to_print": 1}
+    dash = check_as_trl(model, folder, turns, *also, more=arguments, options=options, **{**defaults, **settings})
+    for prefix in ("", "eval_"):
+        assert any(log.get(f"{prefix}tools/call_frequency", 0) > 0 for log in dash.log)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -140,21 +161,29 @@ def test_everything_that_trl_logs_and_asks(model, tmp_path, name):
 
 UPDATES: dict[str, dict[str, Any]] = {
     "dapo, shared prompts": {"loss_type": "dapo"},
-    "dapo, nothing is dropped": {"loss_type": "dapo", "gradient_filter_threshold": None, "share_prompts": False},
-    "grpo, packed": {"loss_type": "grpo", "max_tokens_per_microbatch": 300, "share_prompts": False},
-    "grpo, padded": {"loss_type": "grpo", "also": padded},
-    "cispo, packed and shared": {"loss_type": "cispo", "max_tokens_per_microbatch": 600, "learning_rate": 10.0},
+    "grpo, packed, beta, nothing is dropped": {
+        "loss_type": "grpo",
+        "max_tokens_per_microbatch": 300,
+        "share_prompts": False,
+        "beta": 0.04,
+        "max_steps": 2,
+        "gradient_filter_threshold": None,
+    },
+    "grpo, padded": {"loss_type": "grpo", "also": pad},
+    "cispo, packed and shared, a sampler's log-probs": {
+        "loss_type": "cispo",
+        "max_tokens_per_microbatch": 600,
+        "learning_rate": 10.0,
+        "noise": 0.1,
+        "also": corrects,
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_max": 1.05,
+    },
     "dr_grpo, two passes over a window": {
         "loss_type": "dr_grpo",
         "num_iterations": 2,
         "max_steps": 2,
         "learning_rate": 3.0,
-    },
-    "a sampler's log-probs": {
-        "noise": 0.1,
-        "also": corrects,
-        "vllm_importance_sampling_mode": "sequence_truncate",
-        "vllm_importance_sampling_clip_max": 1.05,
     },
     "environments, truncated rows are masked": {
         "more": SEVERAL,
@@ -162,7 +191,6 @@ UPDATES: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
         "reward_weights": [5.0],
     },
-    "beta, nothing is dropped": {"beta": 0.04, "max_steps": 2, "gradient_filter_threshold": None},
 }
 
 
@@ -183,60 +211,30 @@ def test_the_update_is_trls(start, model, tmp_path, name):
     assert (kept == 1) == ("gradient_filter_threshold" in settings) and trl.state.log_history[0]["tools/call_frequency"]
 
 
-class Unmasked(GRPOTrainer):
-    """Trains on the tokens of tools, too."""
+class BesideThree(Ranks):
+    """Another rank has three rows."""
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        found = super()._generate_and_score_completions(inputs)
-        found["tool_mask"] = torch.ones_like(found["tool_mask"])
-        return found
+    def least(self, number: int) -> int:
+        return min(super().least(number), -3)
 
 
-def test_tokens_of_tools_would_change_the_update(start, model, tmp_path):
-    """The control of the tests above."""
-    settings = {"more": {"tools": TOOLS}, "in_process": True, "dataset": problems(64), "prepare": plays(RandomTurns())}
-    trainers = [
-        run(kind, model, tmp_path, max_completion_length=LONGEST, **settings) for kind in (Unmasked, DASHTrainer)
-    ]
-    assert relative_difference(start, *(parameters(trainer.model) for trainer in trainers))[0] > 1e-2
+def test_ranks_that_share_an_engine_ask_for_equally_many_rows(model, tmp_path):
+    """TRL cuts a rank's completions out of those of all its ranks by the number of this rank's own prompts."""
+    call, last, counts, sharing = written("", ("add", {"a": 1, "b": 2})), written("done"), list[int](), iter((1, 2))
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
 
+    def counted(trainer: Any) -> None:
+        trainer.ranks, trainer.args.vllm_tensor_parallel_size = BesideThree(trainer.accelerator), next(sharing)
+        sample = trainer._generate_single_turn
 
-class Numbered:
-    """An environment whose reward is the number of its prompt."""
+        def sampled(prompt_ids: list[list[int]], *others: Any) -> Any:
+            counts.append(len(prompt_ids))
+            return sample(prompt_ids, *others)
 
-    def reset(self, number: int, **columns: Any) -> None:
-        self.number = number
+        trainer._generate_single_turn = sampled
 
-    def get_reward(self) -> float:
-        return float(self.number)
-
-
-class Pairs(DASHCallback):
-    """Each row's number, and the reward of its environment."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []
-
-    def on_rewards(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
-        numbers = [row["number"] for row in rollouts.examples]
-        self.seen += zip(numbers, rollouts.rewards[:, -1].tolist(), strict=True)
-
-
-def test_an_environment_is_asked_of_its_own_window_while_the_next_is_there(model, tmp_path):
-    pairs = Pairs()
-    dataset = problems(12).add_column("number", list(range(12)))
-    run(
-        DASHTrainer,
-        model,
-        tmp_path,
-        in_process=True,
-        dataset=dataset,
-        callbacks=[pairs],
-        reward=lambda completion, number: 0.0,
-        more={"environment_factory": Numbered},
-        prepare=plays(lambda text, asked: [[EOS]]),
-        async_level=1,
-        max_steps=3,
-        vllm_importance_sampling_correction=False,
-    )
-    assert len(pairs.seen) == 48 and all(number == reward for number, reward in pairs.seen)
+    script = plays(lambda text, asked: [last] if asked else [call, call, last], corrects, counted)
+    for _ in range(2):
+        settings = {"dataset": problems(1), "max_completion_length": LONGEST, "more": {"tools": [add]}, **shape}
+        run(DASHTrainer, model, tmp_path, in_process=True, prepare=script, **settings)
+    assert counts == [2, 1, 1, 3, 3, 3]
