@@ -3,24 +3,23 @@
 import asyncio
 import importlib
 import os
-import re
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
+import psutil
 import pytest
-from transformers import Qwen2Config
 
 from dash_trl import serve
-from dash_trl.evaluation import samplers
+from dash_trl.evaluation import open_sampler
 from dash_trl.sampling import key_header, own_key
-from dash_trl.workers import Command
 from tests.fake_server import Fake
 from tests.vllm_run import wait_until
+
+PYTHON = sys.executable
 
 
 def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
@@ -33,8 +32,7 @@ def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
     assert on_gpu[on_gpu.index("--tensor-parallel-size") + 1] == "2" and "--weight-transfer-config" in on_gpu
 
 
-@pytest.mark.parametrize(("key", "status"), [("secret", 200), ("other", 401), (None, 401)])
-def test_a_key_guards_all_endpoints(monkeypatch, key, status):
+def test_a_key_guards_all_endpoints(monkeypatch):
     """Those for weights and for health, too, which vLLM's own check leaves out."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     arguments = serve.flags("127.0.0.1", 8000, 0, [])
@@ -45,21 +43,24 @@ def test_a_key_guards_all_endpoints(monkeypatch, key, status):
         await send({"type": "http.response.body", "body": b"weights"})
 
     guarded = getattr(importlib.import_module(module), name)(endpoint)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    said = []
 
-    async def send(message):
-        said.append(message)
+    def answer(**scope):
+        said = []
 
-    for path in ("/collective_rpc", "/health", "/v1/models"):
-        scope = {"type": "http", "method": "POST", "path": path}
-        scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        async def send(message):
+            said.append(message)
+
         asyncio.run(guarded(scope, None, send))
-    assert [one["status"] for one in said if "status" in one] == [status] * 3
-    assert (b"weights" in [one.get("body") for one in said]) == (status == 200)
-    said.clear()
-    asyncio.run(guarded({"type": "websocket", "headers": scope["headers"]}, None, send))
-    assert said[0]["type"] == ("http.response.start" if status == 200 else "websocket.close")
+        return said
+
+    for sent, status in ((b"Bearer secret", 200), (b"Bearer other", 401), (None, 401)):
+        headers = [] if sent is None else [(b"authorization", sent)]
+        for path in ("/collective_rpc", "/health", "/v1/models"):
+            first, *more = answer(type="http", method="POST", path=path, headers=headers)
+            assert first["status"] == status, (path, sent)
+            assert (b"weights" in [one.get("body") for one in more]) == (status == 200), (path, sent)
+        first = answer(type="websocket", headers=headers)[0]
+        assert first["type"] == ("http.response.start" if status == 200 else "websocket.close"), sent
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(ValueError, match="needs a key: set the environment variable VLLM_API_KEY"):
         type(guarded)(endpoint)
@@ -121,19 +122,17 @@ def test_a_key_that_others_may_know_is_not_used(cache, monkeypatch):
         own_key()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_gives_the_servers_to_others_is_refused(program):
+    refused = [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to other machines.* VLLM_API_KEY"),
         ({"host": "example.com"}, "--host example.com opens"),
         ({"options": ["--api-key", "secret"]}, "--api-key shows the key .* VLLM_API_KEY"),
         ({"options": ["--api_key=secret"]}, "--api-key shows"),
-    ],
-)
-def test_what_gives_the_servers_to_others_is_refused(program, cache, options, message):
-    with pytest.raises(ValueError, match=message) as error:
-        serve.Servers("model", **options)
-    assert "secret" not in str(error.value)
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message) as error:
+            serve.Servers("model", **options)
+        assert "secret" not in str(error.value)
 
 
 def test_ports_in_use_are_left_out():
@@ -194,14 +193,14 @@ def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):
     assert first.startswith("1  0 serve model") and second.startswith("1  1 serve model") and "float32" in first
 
 
-def test_vllm_within_this_process_takes_as_many_gpus_as_the_heads_split_over(monkeypatch):
+def test_vllm_within_this_process_takes_as_many_gpus_as_the_heads_split_over(tiny_model, monkeypatch):
     taken = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda path, **options: taken.update(options)))
-    monkeypatch.setattr(samplers, "visible_gpus", lambda: ["0", "1", "2", "3"])
-    monkeypatch.setattr(samplers, "end_tokens", lambda *_: [])
-    model = {"tokenizer": None, "generation_config": None, "config": Qwen2Config(num_attention_heads=14)}
-    samplers.VLLMSampler(SimpleNamespace(**model, base="model", is_adapter=False))
-    assert taken["tensor_parallel_size"] == 2 and "dtype" not in taken
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for gpus, share in ((4, 2), (3, 1)):  # of 4 heads, with 2 key-value heads
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        open_sampler(tiny_model, backend="vllm")
+        assert taken["tensor_parallel_size"] == share and "dtype" not in taken
 
 
 def test_a_server_that_does_not_start_says_why(program, monkeypatch):
@@ -215,17 +214,16 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
         serve.Servers("model")
 
 
-@pytest.mark.parametrize(
-    ("gpu", "remedy"), [(True, r"pip install 'trl\[vllm\]'"), (False, "no GPU.*`make test`.*CPU b")]
-)
-def test_without_vllm_an_install_that_works_is_named_before_the_warm_up(monkeypatch, gpu, remedy):
+def test_without_vllm_an_install_that_works_is_named_before_the_warm_up(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(sys, "argv", ["serve", "toy"])
-    monkeypatch.setattr(serve.torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr("dash_trl.toy.toy_model", lambda: pytest.fail("the warm-up began"))
-    with pytest.raises(ValueError, match=f"vLLM is not installed in the environment of /nowhere/python. .*{remedy}"):
-        serve.main()
+    for gpu, remedy in ((True, r"pip install 'trl\[vllm\]'"), (False, "no GPU.*`make test`.*CPU b")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        with pytest.raises(
+            ValueError, match=f"vLLM is not installed in the environment of /nowhere/python. .*{remedy}"
+        ):
+            serve.main(["toy"])
 
 
 def test_this_machine_s_servers_are_asked_with_the_key_and_by_no_proxy(monkeypatch):
@@ -249,13 +247,24 @@ def test_where_the_servers_listen_and_where_they_are_reached(program, monkeypatc
         serve.Servers("model", 1, host="192.0.2.1")
 
 
-def start(servers: serve.Servers, number: int) -> Command:
-    """A program that takes a second to stop, in place of vLLM."""
-    slow = f"trap 'sleep 1; exit' TERM; echo up {servers.model}; while :; do sleep 0.1; done"
-    command = Command(["sh", "-c", slow], log=servers.logs / f"{number}.log")
-    wait_until(lambda: "up the tiny one" in command.log.read_text())
-    print("PID", command.process.pid, flush=True)
-    return command
+STUBBORN = """
+import http.server, os, signal, sys, time
+
+def stop(*_):
+    open(f"{sys.argv[0]}.{os.getpid()}", "w")
+    while not os.path.exists(sys.argv[0] + ".go"):
+        time.sleep(0.05)
+    os._exit(0)
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+signal.signal(signal.SIGTERM, stop)
+assert sys.argv[1:3] == ["serve", "the tiny one"]
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""  # in place of vLLM: a server that says when it is told to stop, and does not stop before it may
 
 
 def served() -> tuple[int, TextIO]:
@@ -265,7 +274,8 @@ def served() -> tuple[int, TextIO]:
     if not pid:
         try:
             sys.stdout = sys.stderr = os.fdopen(writes, "w")
-            serve.main()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+            serve.main(["toy", "--servers", "2"])
         finally:  # no test goes on in it
             sys.stdout.flush()
             os._exit(0)
@@ -275,26 +285,24 @@ def served() -> tuple[int, TextIO]:
 
 def test_no_signal_leaves_servers_behind(program, monkeypatch):
     """Nor does an impatient second one."""
-    monkeypatch.setattr(serve.Servers, "start", start)
-    monkeypatch.setattr(serve, "answers", lambda url: True)
+    program.write_text(f"#!{PYTHON}{STUBBORN}")
     monkeypatch.setattr("dash_trl.toy.toy_model", lambda: "the tiny one")
-    monkeypatch.setattr(sys, "argv", ["serve", "toy", "--servers", "2"])
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    processes = {number: served() for number in numbers}
-    for first, (pid, output) in processes.items():
+    for first in numbers:
+        pid, output = served()
         said = ""
         while "Ctrl+C stops the servers.\n" not in said:
             line = output.readline()
             assert line, said
             said += line
-        pids = [int(number) for number in re.findall(r"^PID (\d+)$", said, re.M)]
-        assert len(pids) == 2 and "servers' key in" in said
+        servers = psutil.Process(pid).children()
+        assert len(servers) == 2 and "servers' key in" in said
         os.kill(pid, first)
+        wait_until(lambda servers=servers: all(Path(f"{program}.{server.pid}").exists() for server in servers))
         for another in numbers:
-            time.sleep(0.1)
             os.kill(pid, another)
+        Path(f"{program}.go").touch()
         output.read()
         os.waitpid(pid, 0)
-        for one in pids:
-            with pytest.raises(ProcessLookupError):
-                os.killpg(one, 0)
+        assert not any(server.is_running() for server in servers)
+        Path(f"{program}.go").unlink()
