@@ -106,7 +106,7 @@ def test_what_has_no_form():
         (lambda completion, completions: 0, "none of the forms"),
         (lambda: 0, "none of the forms"),
         (lambda completion, /, answer: 0, "none of the forms"),
-        (print, "none of the forms|cannot be read"),
+        (max, "none of the forms|cannot be read"),
         (3, "3 is not a reward function"),
         (NoMethod, "is not a reward function"),
         (NoMethod(), "is not a reward function"),
