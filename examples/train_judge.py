@@ -15,7 +15,6 @@ way.
 """
 
 import sys
-import tempfile
 from dataclasses import dataclass, field
 
 from accelerate import PartialState
@@ -66,11 +65,9 @@ class Judged(Mathematics):
                 f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
                 "where it is not OpenAI's; without a model and a dataset, a rule takes the judge's place."
             )
-        # All ranks share one server. The cache is temporary: the URL is part of its keys, and the next run has another.
-        self._folder = tempfile.TemporaryDirectory(prefix="dash_trl_judge_")
-        known = [ToyJudge().url, self._folder.name] if PartialState().is_main_process else [None, None]
-        url, folder = broadcast_object_list(known)
-        return JudgeReward(JUDGE_NAME, base_url=url, cache=folder)
+        known = [ToyJudge().url if PartialState().is_main_process else None]
+        (url,) = broadcast_object_list(known)  # all ranks share one server
+        return JudgeReward(JUDGE_NAME, base_url=url)
 
     def reward(self) -> RewardRunner:
         return RewardRunner(self.judge, retry_on=JudgeReward.RETRY_ON)

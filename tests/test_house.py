@@ -237,7 +237,7 @@ INSIDE = {"test_sandbox.py", "test_backends.py", "test_workers.py", "test_code_r
 
 
 def privates() -> set[str]:
-    """Private names that the package's classes define, without those of TRL and Transformers that it overrides or sets."""
+    """Private names that the package defines, without those of TRL and Transformers that it overrides or sets."""
     nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}

@@ -1,4 +1,4 @@
-"""The judge: what is asked, what counts as an answer, what is kept; and the rule-based one of the toy run."""
+"""The judge: what is asked, what counts as an answer; and the rule-based one of the toy run."""
 
 import asyncio
 import gc
@@ -52,7 +52,7 @@ def server(one_server) -> FakeJudge:
 
 def made(server: FakeJudge, **settings: object) -> JudgeReward:
     """A judge that asks the server each time."""
-    return JudgeReward(**{"model": "m", "base_url": server.url, "cache": False, **settings})
+    return JudgeReward(**{"model": "m", "base_url": server.url, **settings})
 
 
 def ask(judge: JudgeReward, completion: object = "4", prompt: object = "2+2", **columns: object) -> tuple:
@@ -230,8 +230,8 @@ UNJUDGEABLE = {
 }
 
 
-def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog, tmp_path):
-    judge, kind, strict = (made(server, cache=tmp_path, on_refusal=score) for score in (0.0, 0.25, None))
+def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog):
+    judge, kind, strict = (made(server, on_refusal=score) for score in (0.0, 0.25, None))
 
     async def ask_all() -> None:
         for fault, answer in UNJUDGEABLE.items():
@@ -327,8 +327,8 @@ FAULTS = {
 PASSING = ("a rate limit", "an internal error", "a proxy's error", "a lost connection")
 
 
-def test_what_is_no_judgement_is_an_error_asked_once_and_not_kept(server, tmp_path):
-    judge = made(server, on_refusal=None, cache=tmp_path)
+def test_what_is_no_judgement_is_an_error_asked_once_and_not_kept(server):
+    judge = made(server, on_refusal=None)
 
     async def ask_all() -> None:
         for fault, (answer, error) in FAULTS.items():
@@ -348,7 +348,7 @@ def test_a_server_that_does_not_answer():
         with pytest.raises(JudgeReward.RETRY_ON, match="timed out"):
             ask(made(server, options={"timeout": 0.2}))
     with pytest.raises(JudgeReward.RETRY_ON, match="(?s)Connection error. .* http://127.0.0.1:9/v1/. .*connection"):
-        ask(JudgeReward("m", base_url=URL, cache=False))
+        ask(JudgeReward("m", base_url=URL))
 
 
 # ----------------------------------------------------------------------------------------------- asked only once
@@ -414,61 +414,21 @@ def judged_text(request: dict) -> str:
     return re.search(r">\n(.*)\n</completion", request["messages"][1]["content"])[1]
 
 
-def test_a_runner_asks_again_after_an_outage_and_unscores_what_is_no_judgement(server, tmp_path, monkeypatch):
+def test_a_runner_asks_again_after_an_outage_and_unscores_what_is_no_judgement(server, monkeypatch):
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds, result=None: sleep(0, result))  # no pause before a retry
     said = {"4": [says(10)], "garbage": [chat("7")], "refused": [(400, {})], "down": [(503, {})] * 3, "5": [says(1)]}
     said["in the end"] = [(429, {}), (500, {}), says(1)]
     server.answer = lambda request: said[judged_text(request)].pop(0)
-    texts = ["4", "garbage", "in the end", "refused", "4", "down", "5", "in the end"]
-    judge = made(server, cache=tmp_path)  # where a repeated text comes late, its answer is kept
+    texts = ["4", "garbage", "in the end", "refused", "down", "5"]
+    judge = made(server)
     with RewardRunner(judge, retry_on=JudgeReward.RETRY_ON, retries=2) as runner:
         (reward,) = runner.rewards
-        given = reward(prompts=["2+2"] * 8, completions=texts, completion_ids=[[1]] * 8)
-    assert given == [1.0, None, 0.1, None, 1.0, None, 0.1, 0.1]
+        given = reward(prompts=["2+2"] * 6, completions=texts, completion_ids=[[1]] * 6)
+    assert given == [1.0, None, 0.1, None, None, 0.1]
     assert reward.failed == [text in ("garbage", "refused", "down") for text in texts]
     asked = Counter(map(judged_text, server.requests))
     assert asked == {"4": 1, "5": 1, "garbage": 1, "refused": 1, "down": 3, "in the end": 3}
-
-
-# ------------------------------------------------------------------------------------------------------- the cache
-
-
-def test_an_answer_is_kept_for_other_judges_and_runs(server, tmp_path):
-    """Readable for its user alone, with any characters, and by all that decides it but the key."""
-    server.answer = lambda request: chat('{"explanation": "\\ud83d\\ude00 é \\u0000", "score": 7}')
-    first = made(server, cache=tmp_path, api_key="secret")
-    answer = ask(first)
-    assert answer[2] == "\U0001f600 é \0"
-    assert ask(made(server, base_url=f"{server.url}/", cache=str(tmp_path))) == ask(first) == answer
-    assert len(server.requests) == 1
-    (file,) = tmp_path.glob("*.sqlite*")
-    assert file.stat().st_mode & 0o777 == 0o600 and b"secret" not in file.read_bytes()
-    for number, changed in enumerate(
-        ({"model": "other"}, {"template": "{completion}"}, {"instructions": "Be kind."}, {"scores": (0, 8)},
-         {"temperature": 0.5}, {"temperature": None}, {"options": {"seed": 1}}), 2):  # fmt: skip
-        ask(made(server, cache=tmp_path, **changed))
-        assert len(server.requests) == number, changed
-    for number, row in enumerate((("5", "2+2"), ("4", "3+1")), len(server.requests) + 1):
-        ask(first, *row)
-        assert len(server.requests) == number, row
-    ask(made(server, cache=True))
-    assert (tmp_path / "home" / "dash_trl" / "judge").is_dir()
-
-
-def test_a_cache_that_fails_is_said_once_and_loses_no_score(server, tmp_path, caplog):
-    ask(made(server, cache=tmp_path / "cache"))
-    (file,) = (tmp_path / "cache").iterdir()
-    file.write_bytes(b"no database" * 1000)
-    (tmp_path / "file").touch()  # where a folder should be
-    for folder in (tmp_path / "cache", tmp_path / "file"):
-        server.reset()
-        caplog.clear()
-        judge = made(server, cache=folder)
-        assert [ask(judge, text)[0] for text in ("4", "5", "4")] == [0.7] * 3
-        assert len(server.requests) == 3
-        (said,) = [record.message for record in caplog.records if "cache" in record.message]
-        assert "continues without it" in said and str(folder) in said
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -500,7 +460,7 @@ def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch)
     monkeypatch.setenv("OPENAI_ORG_ID", "from the environment")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Key: from the environment")
     own = {"openai-organization", "x-key"}
-    JudgeReward("m", cache=False)  # OpenAI's own server
+    JudgeReward("m")  # OpenAI's own server
     assert ask(made(server))[0] == 0.7
     monkeypatch.setenv("OPENAI_BASE_URL", URL)
     assert ask(made(server))[0] == 0.7
@@ -606,4 +566,4 @@ def test_the_toy_judge_takes_no_completion_for_the_task(toy_judge):
 @pytest.fixture(scope="module")
 def toy_judge() -> Iterator[JudgeReward]:
     with closing(ToyJudge()) as server:
-        yield JudgeReward(JUDGE_NAME, base_url=server.url, cache=False)
+        yield JudgeReward(JUDGE_NAME, base_url=server.url)

@@ -2,7 +2,7 @@
 
 ::
 
-    prompt, completion, columns ──► request ──► in the cache, or in flight already? ──► read_judgement ──► score
+    prompt, completion, columns ──► request ──► in flight already? ──► read_judgement ──► score
                                                 └─ else the server                      └─ JudgeError: unscored
 """
 
@@ -16,9 +16,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from email.utils import mktime_tz, parsedate_tz
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +30,6 @@ except ImportError as error:
         'or in a checkout pip install -e ".[judge]".'
     ) from error
 
-from dash_trl.rewards.judge_cache import AnswerCache
 from dash_trl.rewards.math import completion_text
 from dash_trl.sampling import is_loopback, without_user
 
@@ -56,7 +53,6 @@ MOST_BYTES = 4 << 20  # limit of a response's body: much more than an answer nee
 # answer must still fit into the runner's `timeout` of 60 s.
 LONGEST_PAUSE = 20.0
 OPENAI = "https://api.openai.com/v1"
-CACHE_FORMAT = 1  # part of every key; increase it when the meaning of cached answers changes
 
 
 class JudgeError(RuntimeError):
@@ -249,8 +245,6 @@ class JudgeReward:
             `{"seed": 1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
             `max_completion_tokens`, which also counts the thoughts of a reasoning model, is 1024 unless it or
             `max_tokens` is given here.
-        cache: True = store answers on disk in `~/.cache/dash_trl/judge`; a folder = store them in this folder;
-            False = no cache.
 
     Raises:
         ValueError: if there is no API key; if `base_url` is not an address, or has a user or a password; if the
@@ -276,7 +270,6 @@ class JudgeReward:
         on_refusal: float | None = 0.0,
         temperature: float | None = 0.0,
         options: Mapping[str, Any] = MappingProxyType({}),
-        cache: bool | str | Path = True,
     ):
         named = base_url or os.environ.get("OPENAI_BASE_URL")
         if named and (not urlsplit(named).hostname or without_user(named) != named):
@@ -334,7 +327,6 @@ class JudgeReward:
         }
         # An option that the client does not take raises a TypeError here, and not at the first completion.
         inspect.signature(openai.resources.chat.AsyncCompletions.create).bind_partial(**self._request)
-        self._cache = None if cache is False else AnswerCache(None if cache is True else cache)
         # The keys contain the event loop, because connections and tasks cannot move to another event loop.
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
         self._in_flight: dict[Any, asyncio.Task[Judgement]] = {}
@@ -381,15 +373,10 @@ class JudgeReward:
         return reward, message, judgement.explanation
 
     async def _judgement(self, request: dict[str, Any]) -> Judgement:
-        """Gets a judgement from the cache, from an equal request in flight, or from the server."""
-        decides = [CACHE_FORMAT, self._base_url, request]
-        key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=repr).encode()).digest()
-        if self._cache is not None:
-            with suppress(JudgeError):  # the cache has no answer or a damaged answer, so the server is asked
-                return read_judgement(self._cache.get(key), self._grades)
-        place = asyncio.get_running_loop(), key
+        """Gets a judgement from an equal request in flight, or from the server."""
+        place = asyncio.get_running_loop(), json.dumps(request, sort_keys=True, default=repr)
         if place not in self._in_flight:
-            self._in_flight[place] = asyncio.ensure_future(self._ask(request, key))
+            self._in_flight[place] = asyncio.ensure_future(self._ask(request))
         self._waiting[place] += 1
         try:
             # Shielded: if this call is cancelled, other calls may still wait for the request.
@@ -421,8 +408,8 @@ class JudgeReward:
         self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
         return client
 
-    async def _ask(self, request: dict[str, Any], key: bytes) -> Judgement:
-        """Asks the server, reads the answer and stores it in the cache."""
+    async def _ask(self, request: dict[str, Any]) -> Judgement:
+        """Asks the server and reads the answer."""
         client = self._client()
         while self._not_before > time.monotonic():
             await asyncio.sleep(self._not_before - time.monotonic())
@@ -439,10 +426,7 @@ class JudgeReward:
                         f"The request is too long for the judge, or its content filter rejected it. {error}"
                     ) from error
             raise
-        judgement = read_judgement(answer_text(completion), self._grades)
-        if self._cache is not None:
-            self._cache.put(key, judgement.model_dump_json())
-        return judgement
+        return read_judgement(answer_text(completion), self._grades)
 
 
 def asked_to_wait(headers: Mapping[str, str]) -> float:
