@@ -1,6 +1,8 @@
 """A fake vLLM server, for faults and for tests of the order of requests and of weights."""
 
 import asyncio
+import copy
+import functools
 import json
 import threading
 import time
@@ -36,6 +38,9 @@ SPOILED = {
 NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
 NO_EXTENSION = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+loaded = functools.cache(AutoModelForCausalLM.from_pretrained)
 
 
 class Fake:
@@ -141,7 +146,7 @@ class Fake:
 
     def serve(self, model):
         """Has the model in a folder from now on: reports its shape and its weights, and scores with it."""
-        self.model = AutoModelForCausalLM.from_pretrained(model)
+        self.model = copy.deepcopy(loaded(model))
         self.held = dict(self.model.named_parameters())
         self.report["shape"] = {name: getattr(self.model.config, name) for name in SHAPE}
 
