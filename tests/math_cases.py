@@ -44,6 +44,7 @@ RIGHT = {
         (r"\boxed{5}", r"x \boxed{5}."),
         (r"\boxed{1, 2}", r"so $\boxed{1}$ and $\boxed{2}$"),
         ("The answer is 5 or 7.", "$5$ or $7$"),
+        (r"\boxed{Evelyn, Tom}", r"It is $\boxed{\text{Evelyn}}$ and $\boxed{\text{Tom}}$"),
     ],
     "numbers with spaces": [
         ("The answer is 2 1/2 cups.", "5/2"),
@@ -358,6 +359,7 @@ WRONG = {
         (r"\boxed{}", "5"),
         (r"\boxed{? 5}", "5"),
         (r"cut off: \boxed{36", "36"),
+        ("a" * 3_000 + " 7\nin all", "7"),  # half a line
         (r"The answer is 5: \boxed{5", "5"),
         (r"\boxed{5 " * 100, "5"),
         (r"\boxed{5 " * 300, "5"),
