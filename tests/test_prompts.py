@@ -140,6 +140,19 @@ def test_a_stream_that_can_be_read_once_ends_the_run(tiny_model, tmp_path):
     assert len(seen[0]) == 10 and seen[0] == seen[1] == seen[2]
 
 
+def test_the_next_epoch_of_a_stream_is_read_as_soon_as_its_prompts_have_to_be_known(tiny_model, tmp_path):
+    """The micro-batches that are left at the end of an epoch make no step of their own."""
+    trainers, begun = [], []
+
+    def rows():
+        begun.append(len(trainers[0].seen) if trainers else 0)
+        yield from prompts(10)
+
+    settings = {**SMALL, "gradient_accumulation_steps": 4, "max_steps": 3, "num_generations": 2, "async_level": 2}
+    run(Walk, tiny_model, tmp_path, dataset=IterableDataset.from_generator(rows), prepare=trainers.append, **settings)
+    assert begun[-1] == 4 and len(trainers[0].seen) == 14
+
+
 class EndsTheEpoch(TrainerCallback):
     """At the second event of this name."""
 
