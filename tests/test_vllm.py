@@ -516,7 +516,7 @@ def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
     ids = AutoTokenizer.from_pretrained(model_path)
     bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
-    settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "cache": False, "api_key": own_key()}
+    settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "api_key": own_key()}
     judge = JudgeReward(model_path, scores=(3, 5), temperature=1.0, options=options, **settings)
     asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
 
