@@ -187,7 +187,11 @@ RAGGED = {**SMALL, "gradient_accumulation_steps": 4, "steps_per_generation": 3, 
 # name → (dataset, settings, `async_level` before and after)
 RESUMED = {
     "a window is a step": (prompts(6), {**SMALL, "max_steps": 8, "save_steps": 3}, (2, 0)),
-    "in the middle of a window": (prompts(8), {**SMALL, "steps_per_generation": 6, "max_steps": 7}, (2, 2)),
+    "in the middle of a window": (
+        prompts(8),
+        {**SMALL, "steps_per_generation": 6, "max_steps": 7, "save_steps": 2},
+        (2, 2),
+    ),
     "the last step of an epoch is shorter": (
         prompts(7),
         {**SMALL, "gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 3},
