@@ -73,7 +73,6 @@ def test_a_failed_launch_ends_with_the_script_s_own_error(capfd):
     assert last.startswith("train_math.py: error: argument --max_steps") and last.endswith("invalid int value: 'many'")
 
 
-@pytest.mark.distributed
 def test_a_failed_launch_of_several_processes_does_so_too(python):
     flags = ["--accelerate_config", "cpu", "--use_cpu", "--bf16", "false", "--dataset_name", "none.jsonl"]
     done = python("-m", "dash_trl", "train", *flags, cwd=ROOT)

@@ -67,14 +67,12 @@ def two_ranks(launch, tmp_path) -> Callable[..., str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.distributed
 @pytest.mark.parametrize("backend", ["ddp", "zero2"])
 def test_smoke(backend, two_ranks):
     """One update, which is TRL's."""
     assert "1 passed" in two_ranks(backend, "-k", "smoke")
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend, two_ranks, tiny_model, tmp_path):
     said = two_ranks(backend, "-k", CHOSEN[backend], fails=ALONE if backend == "ddp" else None)
@@ -84,7 +82,6 @@ def test_two_ranks(backend, two_ranks, tiny_model, tmp_path):
         assert learned_alone(tiny_model, tmp_path) == [32, 16, 32, 32]
 
 
-@pytest.mark.distributed
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["zero2", "zero3", "fsdp2"])
 def test_two_ranks_with_all_checks(backend, two_ranks):

@@ -55,7 +55,6 @@ def site(python, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
 def test_the_site_has_the_api_and_every_message(site):
     api, errors = ((site / "reference" / f"{name}.html").read_text() for name in ("api", "errors"))
     assert 'id="dash_trl.DASHTrainer"' in api and 'id="dash_trl.rewards.JudgeReward"' in api
@@ -288,7 +287,6 @@ def browser(tmp_path: Path) -> Callable[[str], str]:
     return shown
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_shows_the_site(site, url, browser):
     pages = ["index.html", "reference/api.html", "reference/options.html", "reference/errors.html", "howto/vllm.html"]

@@ -63,7 +63,6 @@ def measured(said: str) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.smoke
-@pytest.mark.slow
 def test_smoke_of_the_demo(launch, toy, tmp_path):
     """`make demo` with few steps: it says where everything is."""
     config = CONFIGS / "single_process.yaml"
@@ -82,7 +81,6 @@ def test_smoke_of_the_demo(launch, toy, tmp_path):
     assert saved(text)["input_ids"] == original(text)["input_ids"]
 
 
-@pytest.mark.slow
 def test_the_demo_learns(toy, tmp_path, capsys):
     """In half of the steps that it takes without --max_steps."""
     main("train_math", "--output_dir", tmp_path, "--max_steps", 40)
@@ -175,7 +173,7 @@ def test_mistakes_about_the_value():
             process_callback(*arguments)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(20, marks=[pytest.mark.exhaustive, pytest.mark.slow])])
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
     """Measured on some of the problems: the demo takes all."""
 
@@ -205,7 +203,6 @@ def test_a_tool_is_called_and_measured(toy, tmp_path, monkeypatch, capsys):
     assert {"tools/call_frequency", "tools/failure_frequency"} <= step.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", [False, True])
 def test_what_is_learned_is_to_use_the_tool(toy, tmp_path, capsys, noise):
@@ -253,8 +250,6 @@ train_judge.main(sys.argv[1:], make_task=train_judge.Judged)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
     """Both ask the one judge of the first rank."""
     (tmp_path / "judged.py").write_text(JUDGED)
@@ -373,7 +368,6 @@ def test_files_without_the_reward(own_rewards):
             load_reward(own_rewards, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -24,8 +24,6 @@ from tests import slurm_stand_in
 from tests.tiny import read_rows
 from tests.vllm_run import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
-
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "multi_node" / "slurm.sh"
 SECONDS = 900.0  # that ends what hangs, on a busy machine

@@ -369,7 +369,6 @@ def test_the_problems_that_the_package_has_not(toy, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_real_runs_make_a_table(python, tmp_path):
     done = python(EXAMPLES / "paper" / "run.py", *QUICK, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -204,7 +204,6 @@ def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_without_arguments_it_unlearns_what_humans_skip(launch, tmp_path):
     """As in the paper; the teacher's traces do not."""
     config = LAUNCHES / "single_process.yaml"

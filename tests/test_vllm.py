@@ -39,11 +39,8 @@ from dash_trl.sampling.weights import WeightMismatch
 from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
-from examples.value_quality.command import main as value_quality
 from tests.tiny import run
 from tests.vllm_run import Watch, greedy, two_steps, wait_until
-
-pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[1]
 WHOLE, FEW, ADAPTER = "reload_weights", "dash_load_differences", "dash_load_adapter"  # calls that give weights
@@ -710,18 +707,6 @@ def test_evaluation_by_servers(vllm_servers, checkpoints, tiny_model, tmp_path, 
     assert [json.loads(line)["index"] for line in again[1:]] == list(range(32))
 
 
-def test_value_quality_by_servers(vllm_servers, tmp_path):
-    """Prefixes are completed by them; values get log-probs alone, as where a run samples from servers."""
-    to = ["--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)]
-    small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --value outcome".split()
-    value_quality(["toy", *small, *to])
-    found = json.loads((tmp_path / "value_quality.json").read_text())
-    assert found["responses"] == 24 and found["without_truth"] == 0 and found["settings"]["sampler"] == "servers"
-    assert found["estimators"]["outcome, 256 rollouts"]["spearman"] > 0.3
-    rows = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()[1:]]
-    assert all(len(row["samples"]) == 4 for row in rows) and 0.1 < found["mean_truth"] < 0.8
-
-
 # -------------------------------------------------------------------------------------------------------------- crashes
 
 
@@ -826,7 +811,6 @@ def launched(vllm_servers, checkpoints, trained, proven, tmp_path_factory) -> La
     return Launched(dict(map(json.loads, lines)), done.stdout, output, calls)
 
 
-@pytest.mark.distributed
 def test_a_run_with_tools_and_an_environment_one_window_ahead(launched):
     """On two ranks; each row goes on by itself, and its reward begins when it ends."""
     for rank in launched.ranks("tools"):
@@ -836,7 +820,6 @@ def test_a_run_with_tools_and_an_environment_one_window_ahead(launched):
         assert min(rank["calls"]) > 0.5 and rank["failed"] == [0.0] * 2
 
 
-@pytest.mark.distributed
 def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launched):
     """On two ranks, with a window finished and a window in flight."""
     resumed, printed = launched.ranks("resumed"), launched.printed
@@ -857,7 +840,6 @@ def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launche
         assert len(set(asked)) == len(asked) == 24
 
 
-@pytest.mark.distributed
 def test_fsdp2_and_zero3_on_two_ranks(launched):
     """The servers sample by the weights, or by the adapter, that two ranks have sharded."""
     check_two_steps(launched.ranks("zero3_adapter"))
@@ -867,7 +849,6 @@ def test_fsdp2_and_zero3_on_two_ranks(launched):
     assert launched.calls[0] == ADAPTER and launched.calls.index(WHOLE) < launched.calls.index(FEW)
 
 
-@pytest.mark.distributed
 def test_all_servers_are_lost(launched, vllm_servers):
     """Both ranks get the error."""
     for rank in launched.ranks("zero3"):
