@@ -37,9 +37,26 @@ USES = {
 }
 # Files of which `make test` runs the first training case of each function.
 CORE = {
-    *("test_equivalence", "test_contract", "test_one_step", "test_resume", "test_losses", "test_regularizers"),
-    *("test_padding_free", "test_shared_prompts", "test_isolation", "test_async", "test_pipeline"),
-    *("test_rewards_failures", "test_callbacks", "test_bad_input", "test_process_rewards"),
+    *(
+        "test_equivalence",
+        "test_contract",
+        "test_one_step",
+        "fuzz",
+        "test_losses",
+        "test_regularizers",
+        "test_advantages",
+    ),
+    *("test_padding_free", "test_shared_prompts", "test_isolation", "test_values", "test_process_rewards"),
+    *(
+        "test_collect",
+        "test_async",
+        "test_streaming",
+        "test_pipeline",
+        "test_dynamic_sampling",
+        "test_rewards_failures",
+    ),
+    *("test_prompts", "test_queue_training", "test_resume", "test_second_run", "test_skipped_steps", "test_seams"),
+    *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input"),
 }
 MOST_SECONDS = 5.0  # of CPU time, for a case that uses nothing
 BEGAN = pytest.StashKey[float]()
