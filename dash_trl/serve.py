@@ -155,7 +155,7 @@ class Servers:
         """
         deadline = time.monotonic() + READY_SECONDS
         for url, command in zip(self.urls, self.commands, strict=True):
-            while not answers(f"{url}/health"):
+            while not (command.running and answers(f"{url}/health")):  # another program may have taken the port
                 if not command.running or time.monotonic() > deadline:
                     end = "\n".join(command.log.read_text(errors="replace").splitlines()[-15:])
                     raise RuntimeError(f"The server {url} did not start. The end of {command.log}:\n{end}")

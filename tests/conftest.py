@@ -37,26 +37,11 @@ USES = {
 }
 # Files of which `make test` runs the first training case of each function.
 CORE = {
-    *(
-        "test_equivalence",
-        "test_contract",
-        "test_one_step",
-        "fuzz",
-        "test_losses",
-        "test_regularizers",
-        "test_advantages",
-    ),
-    *("test_padding_free", "test_shared_prompts", "test_isolation", "test_values", "test_process_rewards"),
-    *(
-        "test_collect",
-        "test_async",
-        "test_streaming",
-        "test_pipeline",
-        "test_dynamic_sampling",
-        "test_rewards_failures",
-    ),
-    *("test_prompts", "test_queue_training", "test_resume", "test_second_run", "test_skipped_steps", "test_seams"),
-    *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input"),
+    *("test_equivalence", "test_contract", "test_one_step", "fuzz", "test_losses", "test_regularizers"),
+    *("test_advantages", "test_padding_free", "test_shared_prompts", "test_isolation", "test_values"),
+    *("test_collect", "test_async", "test_streaming", "test_pipeline", "test_dynamic_sampling", "test_prompts"),
+    *("test_queue_training", "test_resume", "test_second_run", "test_skipped_steps", "test_rewards_failures"),
+    *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input", "test_process_rewards", "test_seams"),
 }
 MOST_SECONDS = 5.0  # of CPU time, for a case that uses nothing
 BEGAN = pytest.StashKey[float]()
@@ -74,14 +59,9 @@ def use_of(item: pytest.Item) -> str:
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
     """Returns the cases of `make test`: all that use nothing, a choice of those that train, the smoke tests."""
-    chosen, functions = [], set()
-    for item in items:
-        function, use = item.nodeid.partition("[")[0], use_of(item)
-        is_first = function not in functions and item.path.stem in CORE
-        if use == "nothing" or item.get_closest_marker("smoke") or (use == "training" and is_first):
-            chosen.append(item)
-            functions.add(function)
-    return chosen
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()  # of each function
+    core = {item for item in first if use_of(item) == "training" and item.path.stem in CORE}
+    return [item for item in items if use_of(item) == "nothing" or item in core or item.get_closest_marker("smoke")]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -204,7 +204,9 @@ def test_vllm_within_this_process_takes_as_many_gpus_as_the_heads_split_over(tin
 
 
 def test_a_server_that_does_not_start_says_why(program, monkeypatch):
-    with serve.Servers("no-model") as servers, pytest.raises(RuntimeError, match="(?s)did not start.*0.log:.*no-model"):
+    port = 20000 + os.getpid() % 10000  # no other test has a server there
+    did_not = pytest.raises(RuntimeError, match="(?s)did not start.*0.log:.*no-model")
+    with serve.Servers("no-model", port=port) as servers, did_not:
         servers.wait_until_ready()
     with pytest.raises(ValueError, match="start at least one"):
         serve.Servers("model", 0)
@@ -274,7 +276,8 @@ def served() -> tuple[int, TextIO]:
     if not pid:
         try:
             sys.stdout = sys.stderr = os.fdopen(writes, "w")
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+            for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+                signal.signal(number, handler)  # a suite in the background ignores both
             serve.main(["toy", "--servers", "2"])
         finally:  # no test goes on in it
             sys.stdout.flush()
