@@ -111,7 +111,7 @@ def study(folder, tiny_model) -> dict:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_toy_and_then_other_values_of_the_same_samples(capsys, caplog, monkeypatch):
+def test_toy_and_then_other_values_of_the_same_samples(toy, capsys, caplog, monkeypatch):
     arguments = ("toy", "--num_problems", 6, "--num_samples", 4, "--num_rollouts", 4)
     found = measure("out", *arguments, "--fit_rollouts", 128, 160)
     names = ["position", "answer, 'The answer is <|im_end|>'", "outcome, 128 rollouts", "outcome, 160 rollouts"]
