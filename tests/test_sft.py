@@ -11,7 +11,7 @@ import train_math
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
 from tests.test_examples import flags
 from tests.tiny import read_rows, write_rows
@@ -43,7 +43,7 @@ def test_humans_are_right_and_skip_steps():
 
 
 @pytest.mark.parametrize("task", ["toy", "toy_code"])
-def test_it_learns_what_humans_wrote(tmp_path, monkeypatch, capsys, task):
+def test_it_learns_what_humans_wrote(toy, tmp_path, monkeypatch, capsys, task):
     """The demo shows how a model is measured."""
     monkeypatch.setattr(train_math, "accuracy", lambda *arguments, **sampling: 0.25)
     learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
@@ -130,8 +130,8 @@ def test_mistakes(own_folder, monkeypatch):
             sft.main(flags({**SMALL, **settings}))
 
 
-def test_a_chat_template_that_never_ends_is_refused():
-    tokenizer = AutoTokenizer.from_pretrained(toy_model())
+def test_a_chat_template_that_never_ends_is_refused(toy):
+    tokenizer = AutoTokenizer.from_pretrained(toy)
     chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
     args = sft.SupervisedConfig("out", **ON_CPU)
@@ -185,10 +185,10 @@ def test_programs_and_what_is_cut_off(own_folder):
         assert traces.fate({"reward": reward, "truncated": truncated}) == fate
 
 
-def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch):
+def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache" / "dash_trl"
-    shutil.copytree(Path(toy_model()), cache / Path(toy_model()).name)
+    shutil.copytree(Path(toy), cache / Path(toy).name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     short = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 8}
     short = {**train_math.toy_defaults(), **short}
