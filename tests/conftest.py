@@ -51,10 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out servers, processes and most training cases")
 
 
-def use_of(item: pytest.Item) -> str:
+def use_of(item: pytest.Function) -> str:
     """Returns what a case uses: "servers", "processes", "training" or "nothing"."""
-    names = {*getattr(item, "fixturenames", ())}
-    return next((use for use, fixtures in USES.items() if fixtures & names), "nothing")
+    return next((use for use, fixtures in USES.items() if fixtures.intersection(item.fixturenames)), "nothing")
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -32,10 +32,9 @@ URL = "http://127.0.0.1:9/v1"  # where nobody listens
 
 
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch, tmp_path):
+def own_environment(monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")

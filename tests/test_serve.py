@@ -206,8 +206,13 @@ def test_vllm_within_this_process_takes_as_many_gpus_as_the_heads_split_over(tin
 def test_a_server_that_does_not_start_says_why(program, monkeypatch):
     port = 20000 + os.getpid() % 10000  # no other test has a server there
     did_not = pytest.raises(RuntimeError, match="(?s)did not start.*0.log:.*no-model")
-    with serve.Servers("no-model", port=port) as servers, did_not:
-        servers.wait_until_ready()
+    with serve.Servers("no-model", port=port) as servers:
+        servers.commands[0].process.wait(60)
+        with did_not:
+            servers.wait_until_ready()
+        monkeypatch.setattr("dash_trl.serve.answers", lambda url: True)  # as if another program had taken the port
+        with did_not:
+            servers.wait_until_ready()
     with pytest.raises(ValueError, match="start at least one"):
         serve.Servers("model", 0)
     monkeypatch.setenv("PATH", "")

@@ -40,10 +40,6 @@ def counted() -> dict[str, dict[str, int]]:
     return {"package": dict(package), "outside": dict(outside), "words": {"docs": words}}
 
 
-def read(text: str) -> dict[str, dict[str, int]]:
-    return tomllib.loads(text)
-
-
 def sums(budgets: dict[str, dict[str, int]]) -> dict[str, int]:
     """Returns the numbers that only fall: statements of the package, all statements, words."""
     package = sum(budgets["package"].values())
@@ -65,7 +61,7 @@ def main() -> None:
             print(f"{path.relative_to(ROOT)!s:60} {statements(path.read_text()):6d}")
         return
     now, text = counted(), BUDGETS.read_text()
-    budgets = read(text)
+    budgets = tomllib.loads(text)
     for part, rooms in now.items():
         print(f"[{part}]{'':23} {'now':>7} {'budget':>7}")
         for room in sorted(rooms.keys() | budgets[part].keys()):
