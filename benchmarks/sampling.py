@@ -118,7 +118,6 @@ def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, A
         servers.wait_until_ready()
         pool = VLLMPool(
             servers.urls,
-            weight_sync="file",
             weight_dir=str(directory / "weights"),
             model=model,
             accelerator=Accelerator(cpu=True),

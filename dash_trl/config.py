@@ -18,7 +18,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     # options that DASH adds
     "advantage_estimator": ("grpo", *OUTCOME_ESTIMATORS),
     "filter_denominator": ("all", "kept"),
-    "vllm_weight_sync": ("file", "nccl"),
 }
 
 # Option → its smallest value, and the reason.
@@ -139,11 +138,9 @@ class DASHConfig(GRPOConfig):
         vllm_request_timeout (`float`, defaults to `600.0`):
             Seconds without an answer from a server that has requests, or for one weight update. Then other servers get
             its requests, and the late server gets no prompt until it has answered a probe.
-        vllm_weight_sync (`str`, defaults to `"file"`):
-            How servers get new weights: `"file"` (any device) or `"nccl"` (GPU to GPU, experimental).
         vllm_weight_dir (`str` or `None`, defaults to `None`):
-            With `vllm_weight_sync="file"`, the folder to which the trainer writes weights. Trainer and servers must see
-            the folder under the same path. `None`: a folder in `output_dir`.
+            Folder to which the trainer writes weights for the servers. Trainer and servers must see the folder under
+            the same path. In memory, such as in `/dev/shm`, it is fast. `None`: a folder in `output_dir`.
         vllm_weight_difference (`bool`, defaults to `False`):
             Send a server, over HTTP, only the weights that have changed since its last update. For this, the trainer
             keeps a copy of the last version in CPU memory. The option saves time if few bf16 weights change in a step;
@@ -232,10 +229,6 @@ class DASHConfig(GRPOConfig):
         default=600.0,
         metadata={"help": "Seconds that a server may take for one prompt's completions; then another server is asked."},
     )
-    vllm_weight_sync: str = field(
-        default="file",
-        metadata={"help": "How servers get new weights.", "choices": ["file", "nccl"]},
-    )
     vllm_weight_dir: str | None = field(
         default=None,
         metadata={"help": "Folder in which weights are written for the servers. `None`: in `output_dir`."},
@@ -266,10 +259,6 @@ class DASHConfig(GRPOConfig):
             ) from error
         self._check_values()
         self._check_loss()
-        if self.vllm_weight_sync != "file":
-            self._refuse(
-                {"vllm_weight_difference": "NCCL sends all weights"}, f"vllm_weight_sync={self.vllm_weight_sync!r}"
-            )
         if self.advantage_estimator != "grpo":
             self._refuse(
                 {

@@ -174,7 +174,7 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", MIDDLEWARE]
     if gpus:
-        chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
+        chosen += ["--tensor-parallel-size", str(gpus)]
     else:
         # In bfloat16, log-probs would differ from the trainer's by 1e-3 and more. Without `--enforce-eager` vLLM needs
         # a compiler, which most CPU machines lack.

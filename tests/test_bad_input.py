@@ -106,11 +106,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown correction": ({"vllm_importance_sampling_mode": "token"}, "'token' is unknown"),
     "an unknown estimator": ({"advantage_estimator": "ppo"}, "'ppo' is unknown. Use one of 'grpo', 'rloo'"),
     "an unknown denominator": ({"filter_denominator": "survivors"}, "'survivors' is unknown. Use one of 'all', 'kept'"),
-    "an unknown way of weights": ({"vllm_weight_sync": "pickle"}, "'pickle' is unknown"),
-    "differences where all is sent": (
-        {"vllm_weight_sync": "nccl", "vllm_weight_difference": True},
-        "vllm_weight_difference=True does not go with vllm_weight_sync='nccl': NCCL sends all weights",
-    ),
     # what the losses for old rollouts would ignore
     "a bound that clips what is fresh": ({**AIPO, "aipo_delta": 0.5}, "aipo_delta=0.5 is not at least 1: .* gradient"),
     "a bound of another loss": (

@@ -29,7 +29,7 @@ def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
     assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--trust-remote-code" not in arguments
     on_gpu = serve.flags("127.0.0.1", 8000, 2, [])
-    assert on_gpu[on_gpu.index("--tensor-parallel-size") + 1] == "2" and "--weight-transfer-config" in on_gpu
+    assert on_gpu[on_gpu.index("--tensor-parallel-size") + 1] == "2"
 
 
 def test_a_key_guards_all_endpoints(monkeypatch):
@@ -177,7 +177,7 @@ def test_the_gpus_are_shared_out(program, monkeypatch):
     first, second = said(serve.Servers("model", 2, options=["--max-model-len", "64"]))
     assert first.startswith("1 0,1 ") and second.startswith("1 2,3 ")
     assert " serve model --host 127.0.0.1 --port " in first and first.endswith(" --max-model-len 64\n")
-    assert "--tensor-parallel-size 2 " in first and "--weight-transfer-config" in first and "float32" not in first
+    assert "--tensor-parallel-size 2 " in first and "float32" not in first
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [one[:4] for one in said(serve.Servers("model", 2))] == ["1 3 ", "1 5 "]

@@ -185,7 +185,6 @@ def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> 
     return VLLMPool(
         urls,
         weight_dir=str(weight_dir),
-        weight_sync="file",
         model=model,
         accelerator=Accelerator(cpu=True),
         processing_class=AutoTokenizer.from_pretrained(model.name_or_path),

@@ -4,8 +4,6 @@ import errno
 import gc
 import os
 import signal
-import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,10 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from trl.generation.vllm_client import VLLMClient
 
 from dash_trl.sampling import ServerPool, combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.weights import (
     FileWeights,
-    NCCLWeights,
     Snapshot,
     WeightMismatch,
     check_probe,
@@ -299,71 +295,16 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
     assert "proves little" in caplog.text
 
 
-# -------------------------------------------------------------------------------------------------------------- NCCL
-
-
-def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(fakes, monkeypatch):
-    """The queues and threads only: the broadcast itself is TRL's and needs a GPU. Every request has the key."""
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
-    pause, resume = "/pause?mode=keep", "/resume"
-    servers = [fakes(fault) for fault in (None, None, "hangs", pause, resume)]
-    urls, ports, closed, end = [one.url for one in servers], {}, [], threading.Event()
-    buckets = {url: [] for url in urls}
-    of_url = dict(zip(urls, servers, strict=True))
-    for one in servers:
-        one.key = "secret"
-
-    def begin(client, device):
-        ports[client.base_url] = client.group_port
-        assert client.session.post(f"{client.base_url}/init_weight_transfer_engine").status_code == 200
-
-    def update(client, metadata, tensors):
-        fake = of_url[client.base_url]
-        if fake.fault == "hangs":
-            end.wait()
-        for (name, dtype, shape), (same, tensor) in zip(metadata, tensors, strict=True):
-            assert name == same and f"torch.{dtype}" == str(tensor.dtype) and shape == list(tensor.shape)
-            fake.held[name] = tensor
-        buckets[client.base_url].append(len(metadata))
-
-    monkeypatch.setattr("trl.generation.vllm_client.is_vllm_available", lambda: True)
-    monkeypatch.setattr(VLLMClient, "init_communicator", begin)
-    monkeypatch.setattr(VLLMClient, "weight_update", lambda client: nullcontext())
-    monkeypatch.setattr(VLLMClient, "update_named_params", update)
-    monkeypatch.setattr(VLLMClient, "close_communicator", lambda client: closed.append(client.base_url))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    pool = ServerPool(urls)
-    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=3.0, dtype=torch.float32)
-    snapshot, errors = weights.send(parameters().items(), 1, pool.on_each)
-    assert errors[urls[0]] is errors[urls[1]] is None
-    assert "nothing was consumed for 3 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
-    assert f"answered 500 to POST {pause.partition('?')[0]}" in errors[urls[3]] and "POST /resume" in errors[urls[4]]
-    assert snapshot.checksum == weights_checksum(parameters().values())
-    for one, url, port in zip(servers, urls, range(5000, 5005), strict=True):
-        done = one.fault in (None, resume)
-        assert ports.get(url) == (None if one.fault == pause else port)
-        assert buckets[url] == ([1] * 5 if done else []) and (one.tag == snapshot.tag) == done
-        assert one.asked[pause] == one.asked[resume] == 1
-    assert sorted(closed) == sorted([urls[2], urls[4]])  # they begin anew
-    weights.send(parameters(2.0).items(), 2, lambda ask: pool.on_each(ask, [urls[0], urls[4]]))
-    assert servers[0].asked["/init_weight_transfer_engine"] == 1
-    assert servers[4].asked["/init_weight_transfer_engine"] == 2
-    end.set()
-
-
 def test_a_server_that_came_back_is_given_the_weights_unless_it_has_them(tmp_path, fakes):
     fake = fakes()
     pool, snapshot = ServerPool([fake.url]), Snapshot(3, "run-3", 0, str(tmp_path))  # of no weights
     files = FileWeights(tmp_path, torch.float32)
-    nccl = NCCLWeights([fake.url], 5000, torch.device("cpu"), timeout=60.0, dtype=torch.float32)
     for tag in ("run-3", "run-2", "default"):
         fake.tag, held = tag, tag == "run-3"
-        assert pool.on_each(lambda server: nccl.refit(server, snapshot)) == {fake.url: 3 if held else None}, tag
         fake.loads.clear()
         assert pool.on_each(lambda server: files.refit(server, snapshot)) == {fake.url: 3}, tag
         assert fake.loads == ([] if held else [0]) and fake.tag == "run-3", tag
-    assert fake.asked["/resume"] == 4 and fake.asked["/pause?mode=keep"] == 2
+    assert fake.asked["/resume"] == 3 and fake.asked["/pause?mode=keep"] == 2
     fake.tag = "other"
     with pytest.raises(WeightMismatch):
         pool.ask_all(lambda server: files.refit(server, Snapshot(3, "run-3", 8, str(tmp_path))))

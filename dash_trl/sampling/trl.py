@@ -34,7 +34,6 @@ from dash_trl.sampling.weights import (
     AdapterWeights,
     DifferenceWeights,
     FileWeights,
-    NCCLWeights,
     WeightSync,
     check_servers,
     obstacle,
@@ -60,9 +59,8 @@ class VLLMPool(VLLMGeneration):
     Args:
         urls: addresses of the servers.
         request_timeout: see `ServerPool`.
-        weight_sync: "file" or "nccl".
-        weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
-        weight_difference: True = "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
+        weight_dir: folder in which weights are written; trainer and servers see it under the same path.
+        weight_difference: True = only the weights that changed are sent, if possible; see `DifferenceWeights`.
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the model's current weights.
@@ -81,7 +79,6 @@ class VLLMPool(VLLMGeneration):
         urls: Sequence[str],
         *,
         request_timeout: float = 600.0,
-        weight_sync: str = "file",
         weight_dir: str = WEIGHT_DIR,
         weight_difference: bool = False,
         rank_timeout: float = TIMEOUT,
@@ -92,7 +89,6 @@ class VLLMPool(VLLMGeneration):
     ):
         self.urls = urls
         self.request_timeout = request_timeout
-        self.weight_sync = weight_sync
         self.weight_dir = weight_dir
         self.weight_difference = weight_difference
         self.rank_timeout = rank_timeout
@@ -316,7 +312,7 @@ class VLLMPool(VLLMGeneration):
                 self._sync = WeightSync(
                     self.pool,
                     self.ranks,
-                    adapter or self._way(dtype),
+                    adapter or (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype),
                     self.model,
                     len(self.processing_class),
                     self._gather_adapter if adapter else self._gather,
@@ -354,34 +350,16 @@ class VLLMPool(VLLMGeneration):
                 "and every ratio that uses them (importance sampling correction, loss_type='aipo') is biased. Start "
                 "the servers with --logprobs-mode processed_logprobs."
             )
-        if self.weight_sync == "nccl":
-            self._check_nccl(configs)
         why_merged = self._why_merged(configs) if is_peft_model(self.model) else None
         context = min(config["model_config"]["max_model_len"] for config in configs.values())
         return dtype, context, why_merged
 
     def _why_merged(self, configs: dict[str, Any]) -> str | None:
         """Return the reason why the adapter has to be merged into its model; None if it can be sent alone."""
-        if self.weight_sync != "file" or self._dist.is_fsdp:
-            return "sending only the adapter requires vllm_weight_sync='file', and no FSDP"
+        if self._dist.is_fsdp:
+            return "the adapter alone cannot be sent under FSDP"
         obstacles = (obstacle(self.model, config) for config in configs.values())
         return next((one for one in obstacles if one is not None), None)
-
-    def _check_nccl(self, configs: dict[str, Any]) -> None:
-        """Raise `ValueError` unless the trainer and all servers can use NCCL."""
-        device = self.accelerator.device
-        if device.type != "cuda" or not all(config.get("weight_transfer_config") for config in configs.values()):
-            raise ValueError(
-                f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {device}) and servers started with "
-                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a '
-                "GPU. Otherwise use vllm_weight_sync='file'."
-            )
-
-    def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:
-        """Create the object that sends all weights."""
-        if self.weight_sync == "file":
-            return (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype)
-        return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
 
     def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
         """Create the object that sends only the adapter. If the adapter has to be merged, log why and return None."""
@@ -495,7 +473,6 @@ def install(trainer: Any) -> None:
     trainer.vllm_generation = VLLMPool(
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
-        weight_sync=args.vllm_weight_sync,
         weight_difference=args.vllm_weight_difference,
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,

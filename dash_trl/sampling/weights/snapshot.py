@@ -1,9 +1,4 @@
-"""Defines `Snapshot`, one version of the weights with its checksum. All ways of sending weights use it.
-
-Ways of sending weights::
-
-    gathered parameters ──► FileWeights: a directory per version ──► every server loads it in place
-                       └──► NCCLWeights: buckets ──► a thread per server broadcasts them
+"""Defines `Snapshot`, one version of the weights with its checksum. `FileWeights` and its subclasses use it.
 
 The version that a server reports is only a tag: it does not depend on the server's weights. So every weight sync
 compares the checksum of the weights that the server's workers hold with the trainer's. Even if the workers hold the
@@ -39,7 +34,7 @@ class Snapshot:
         version: weight version.
         tag: name of the version, unique over all runs. A server stores the tag after it has loaded the weights.
         checksum: checksum of the weights.
-        path: folder with the files; None if the weights were broadcast.
+        path: folder with the files; None if there are no files.
     """
 
     version: int

@@ -2,7 +2,7 @@
 
 In training::
 
-    gather ──► FileWeights or NCCLWeights ──► compare checksums      in every weight sync
+    gather ──► FileWeights ──► compare checksums      in every weight sync
     perturbed weights, then plain weights ──► compare log-probs      in the first weight sync
 
 An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
@@ -26,7 +26,6 @@ from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.nccl import NCCLWeights
 from dash_trl.sampling.weights.proof import Perturbation, check_probe, model_log_probs, of_all_weights, probe_tokens
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
@@ -89,7 +88,7 @@ class WeightSync:
     Args:
         pool: this rank's pool. The pool also gives the weights to a server that comes back later.
         ranks: the ranks of the run.
-        weights: object that sends the weights, such as `FileWeights`.
+        weights: object that sends the weights.
         model: the model with which the servers' log-probs are compared.
         vocabulary: number of token ids of the tokenizer.
         gather: function that returns (name on the servers, value) of each parameter of the model, or of its adapter.
@@ -102,7 +101,7 @@ class WeightSync:
         self,
         pool: ServerPool,
         ranks: Ranks,
-        weights: FileWeights | NCCLWeights,
+        weights: FileWeights,
         model: nn.Module,
         vocabulary: int,
         gather: Callable[[], NamedTensors],
