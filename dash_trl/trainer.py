@@ -60,8 +60,7 @@ from dash_trl.checks import (
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
-from dash_trl.model_card import with_settings_of_run
-from dash_trl.monitoring import OffPolicyMetrics, PassMetrics, log_traces
+from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
@@ -390,13 +389,6 @@ class DASHTrainer(GRPOTrainer):
         self.recorder.total("skipped_steps", self._skipped.total)
         return norm
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        summary = "train_runtime" in logs  # the run's last log; its completions were already logged with the last step
-        super().log(logs, start_time)
-        if self.log_completions and self.model.training and not summary and self.is_world_process_zero():
-            if "trackio" in self.args.report_to:
-                log_traces(self._logs, self.state.global_step)
-
     # ------------------------------------------------------------------ sampling, rewards and advantages
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
@@ -534,13 +526,6 @@ class DASHTrainer(GRPOTrainer):
         The turns are sampled in rounds, and all ranks take part in each round, on vLLM servers, too.
         """
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            card = Path(self.args.output_dir, "README.md")
-            text = with_settings_of_run(card.read_text(encoding="utf-8"), self.args, self.accelerator.num_processes)
-            card.write_text(text, encoding="utf-8")
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -43,7 +43,6 @@ from dash_trl.monitoring import (
     RewardProgressCallback,
     RunPictureCallback,
     TimeLimitCallback,
-    tracker_defaults,
 )
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
@@ -74,13 +73,6 @@ class MathArguments(Task):
     @property
     def is_toy(self) -> bool:
         return self.dataset_name in (None, TOY)
-
-
-@dataclass
-class Tracker:
-    """`report_to` of `TrainingArguments`. It is parsed before all other options, since their defaults depend on it."""
-
-    report_to: str | None = None
 
 
 class Mathematics:
@@ -174,13 +166,11 @@ def main(
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         print(f"plot:    {drawing.picture or 'none: the run ended before its first log'}")
-        if not (args.report_to or tracker_defaults()):
-            print("tracker: none. `pip install trackio` shows the curves and the completions in a browser.")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """Parses the command line; the toy model and a tracker have their own defaults.
+    """Parses the command line; the toy model has its own defaults.
 
     Args:
         argv: arguments of the command line.
@@ -189,16 +179,14 @@ def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, An
     Returns:
         One instance of each dataclass.
     """
-    model_args, tracker, _ = TrlParser((ModelConfig, Tracker), add_help=False).parse_args_and_config(
-        argv, return_remaining_strings=True
-    )
+    model_args, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
     parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
     if "--help_all" not in argv:
         shorten_help(parser, types)
     # Log every step, for the progress bar, the metrics file and the plot; by default TRL logs every tenth step.
     defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
-    parser.set_defaults_with_config(**(defaults | tracker_defaults(tracker.report_to)))
+    parser.set_defaults_with_config(**defaults)
     script, args, *others = parser.parse_args_and_config(argv)
     args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     return script, args, *others

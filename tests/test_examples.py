@@ -6,7 +6,6 @@ import re
 import runpy
 import sys
 from dataclasses import fields
-from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +105,6 @@ def test_real_problems_with_flags(toy, tmp_path, capsys):
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
     said = capsys.readouterr().out
     assert "accuracy on 256" not in said  # that is the toy task's
-    assert ("tracker: none" in said) == (find_spec("trackio") is None)
 
 
 OWN_REWARDS = """

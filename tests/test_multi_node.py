@@ -15,11 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from dash_trl import RewardRunner
 from dash_trl.serve import free_ports
-from dash_trl.workers import Command
 from tests import slurm_stand_in
 from tests.tiny import read_rows
 from tests.vllm_run import wait_until
@@ -233,43 +231,6 @@ def test_zero3_trains_on_two_nodes_and_its_checkpoint_is_refused_on_one(job_with
     half.start(async_level=1, max_steps=4, gradient_accumulation_steps=4)
     assert half.end() != 0
     assert "checkpoint-2 was saved by 2 processes, and now there are 1. Under ZeRO" in half.said(), half.said()
-
-
-# ------------------------------------------------------------------------------------------------- SkyPilot
-
-
-@pytest.mark.exhaustive
-def test_the_commands_of_the_skypilot_file(job_with_vllm_servers):
-    """Every node runs the same ones, with the variables that SkyPilot sets."""
-    task = yaml.safe_load((ROOT / "examples" / "multi_node" / "skypilot.yaml").read_text())
-    assert task["secrets"] == {"VLLM_API_KEY": None}
-    one = job_with_vllm_servers(3)
-    flags = " ".join(f"--{name} {value}" for name, value in TRAIN.items())
-    own = {name: one.environment[name] for name in task["envs"] if name in one.environment}
-    sky = {
-        "SKYPILOT_NUM_NODES": 3,
-        "SKYPILOT_NUM_GPUS_PER_NODE": 1,
-        "SKYPILOT_NODE_IPS": "\n".join(one.nodes),
-        "SKYPILOT_TASK_ID": "sky-1",
-        "VLLM_API_KEY": "secret",
-        "TRAIN": f"{ROOT / 'tests' / 'multi_node_run.py'} {flags}",
-    }
-    environment = one.environment | {name: str(value) for name, value in (task["envs"] | own | sky).items()}
-    nodes = [
-        Command(
-            ["bash", "-c", task["run"]],
-            environment=environment | {"SKYPILOT_NODE_RANK": str(rank), "SLURM_PROCID": str(rank)},
-            log=one.folder / f"node-{rank}.log",
-        )
-        for rank in range(3)
-    ]
-    try:
-        codes = [node.process.wait(SECONDS) for node in nodes]
-    finally:
-        for node in nodes:
-            node.stop()
-    said = "\n".join(node.log.read_text() for node in nodes)
-    assert codes == [0, 0, 0] and len(one.steps()) == 2 and max(differences(one.steps())) < 1e-4, said
 
 
 # ------------------------------------------------------------------------------------------------- Ray

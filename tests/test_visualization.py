@@ -1,9 +1,13 @@
 """The plot of a run."""
 
-import pytest
+from types import SimpleNamespace
 
-from dash_trl.monitoring import plot_pass_at_k, plot_run, read_metrics, smooth
-from tests.tiny import write_rows
+import pytest
+from transformers import TrainerState
+
+from dash_trl import DASHTrainer
+from dash_trl.monitoring import RunPictureCallback, plot_pass_at_k, plot_run, read_metrics, smooth
+from tests.tiny import run, write_rows
 
 
 def test_the_plot_of_the_training_logs(tmp_path):
@@ -17,6 +21,28 @@ def test_the_plot_of_the_training_logs(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="has 1 lines, but none with a reward"):
         plot_run(write_rows(tmp_path / "m.jsonl", [{"step": 1}]), tmp_path / "a.png")
+
+
+def test_a_run_is_drawn_when_it_ends_if_it_has_a_log(tmp_path, caplog):
+    for name, rows in (("logged", [{"step": 1, "reward": 1.0}]), ("nothing", [{"step": 1}]), ("no file", None)):
+        folder = tmp_path / name
+        callback = RunPictureCallback(folder / "metrics.jsonl")
+        if rows:
+            write_rows(callback.metrics, rows)
+        args = SimpleNamespace(output_dir=str(folder))
+        callback.on_train_end(args, TrainerState(is_world_process_zero=True), None)
+        assert callback.picture == (folder / "run.png" if name == "logged" else None)
+        assert (folder / "run.png").is_file() == (name == "logged")
+    assert caplog.text.count("There is no picture of the run") == 1
+
+
+def test_trackio_has_the_figures_of_a_run(tiny_model, tmp_path):
+    """Our first model passes come before Transformers begins the run of Trackio, to which TRL's profiler logs."""
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    trainer = run(DASHTrainer, tiny_model, tmp_path, report_to=["trackio"], project="a run", max_steps=2)
+    (name,) = storage.get_runs("a run")
+    found = [log["train/reward"] for log in storage.get_logs("a run", name) if "train/reward" in log]
+    assert found == [log["reward"] for log in trainer.state.log_history if "reward" in log]
 
 
 def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_last_log(tmp_path):

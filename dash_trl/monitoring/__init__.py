@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
+    from dash_trl.monitoring.callbacks import (
+        MetricsFileCallback,
+        RewardProgressCallback,
+        RunPictureCallback,
+        TimeLimitCallback,
+    )
     from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public
@@ -21,6 +26,5 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         staleness_metrics,
     )
     from dash_trl.monitoring.recorder import Recorder
-    from dash_trl.monitoring.trackers import RunPictureCallback, log_traces, tracker_defaults
 
 __getattr__, __dir__, __all__ = lazy(__name__)
