@@ -1,16 +1,11 @@
-"""The documentation: the site builds without a warning, its pages are true, its code runs, a browser shows it."""
+"""The documentation: the site builds without a warning, its pages are true, its code runs."""
 
 import ast
 import functools
 import re
-import shutil
-import subprocess
 import sys
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import fields
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -236,66 +231,3 @@ def test_figures_that_pages_name_are_logged():
             is_file = any((folder / name).exists() for folder in (ROOT, ROOT / "dash_trl"))
             if name.partition("/")[0] in prefixes and not is_file:
                 assert any(matches(one, name) for one in documented), f"{name_of(path)}: {name}"
-
-
-# --------------------------------------------------------------------------------------------------------- a browser
-
-CHROMIUM = shutil.which("chromium")
-FLAGS = """
---headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000
-""".split()
-NARROW = 390  # pixels of a phone
-MEASURE = """<!doctype html><title>widths</title><link rel="icon" href="data:,"><body>%s<script>
-addEventListener("load", () => {
-  const found = [...document.querySelectorAll("iframe")].map(frame => {
-    const page = frame.contentDocument.documentElement;
-    return `${frame.getAttribute("src")} ${page.scrollWidth} ${page.clientWidth}`;
-  });
-  document.body.innerHTML = `<pre>${found.join("\\n")}</pre>`;
-});
-</script></body>"""
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args: Any) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def url(site: Path) -> Iterator[str]:
-    """The site behind a server of its own, as a browser lets no script read a file's neighbours."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Callable[[str], str]:
-    """Returns a function that starts a browser and returns a page after its scripts, none of which complained."""
-
-    def shown(address: str) -> str:
-        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-        assert done.returncode == 0 and not complaints, complaints or done.stderr[-2000:]
-        return done.stdout
-
-    return shown
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_a_browser_shows_the_site(site, url, browser):
-    pages = ["index.html", "reference/api.html", "reference/options.html", "reference/errors.html", "howto/vllm.html"]
-    for page, text in (("index.html", "<h1>dash_trl"), ("reference/api.html", 'id="dash_trl.DASHTrainer"')):
-        assert text in browser(f"{url}/{page}")
-    found = browser(f"{url}/search.html?q=async_level")
-    assert 'href="reference/options.html' in found.partition('id="search-results"')[2]
-    frames = "".join(f'<iframe src="{page}" width="{NARROW}" height="800"></iframe>' for page in pages)
-    (site / "narrow.html").write_text(MEASURE % frames)
-    widths = re.findall(r"([\w/]+\.html) (\d+) (\d+)", browser(f"{url}/narrow.html"))
-    assert [page for page, *_ in widths] == pages
-    assert [page for page, needed, there in widths if int(needed) > int(there)] == []
