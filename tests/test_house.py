@@ -25,7 +25,7 @@ STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 # Math and state machines: these rooms but for some modules, and some modules of other rooms.
 PURE_ROOMS = {"update": {"padding_free", "trees"}, "rollout": {"prompts"}}
 PURE = [
-    *(f"process_rewards.{name}" for name in ("credit", "diagnostics", "features", "fit", "worth")),
+    *(f"process_rewards.{name}" for name in ("credit", "diagnostics")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
     *("data", "evaluation.figures", "evaluation.records", "monitoring.metrics", "monitoring.recorder"),
     "collect.dynamic_sampling",
