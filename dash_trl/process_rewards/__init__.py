@@ -6,7 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.process_rewards.callback import ProcessRewardCallback
-    from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Estimator
+    from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Estimator, Rewards, place_rewards
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Segmenter, line_starts
     from dash_trl.process_rewards.monte_carlo import MonteCarloValue
     from dash_trl.process_rewards.steps import StepValue
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.process_rewards.callback import accepted_answers
-    from dash_trl.process_rewards.credit import Rewards, place_rewards
     from dash_trl.process_rewards.diagnostics import batch_figures
     from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
     from dash_trl.process_rewards.values import checked_values
