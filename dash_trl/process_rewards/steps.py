@@ -6,7 +6,7 @@ completion ──► Segmenter ──► texts of the episodes ──► scores 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +23,7 @@ class StepValue:
         score: function `(prompts, steps, **columns)`. `prompts` are the decoded prompts with the chat template, and
             `steps` has for each completion a list with the texts of its n episodes. `columns` are the columns of the
             dataset except `prompt`. It returns for each completion a list of n numbers, or None if it has no scores.
-            A completion with a score that is None, NaN or infinite gets no process rewards.
+            A score that is None, NaN or infinite is missing, and so are the values that it would give.
         rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
             scores so far, so a completion with more episodes may get a larger V, and `estimator="gae"` is refused.
             False = a score is V after its episode. The prompt alone has no score, so V_0 is the mean of V_1 over the
@@ -63,18 +63,14 @@ class StepValue:
         columns = {name: [example.get(name) for example in examples] for name in names}
         prompts = tokenizer.batch_decode([one.prompt_ids for one in asked])
         scores = list(self.score(prompts, steps, **columns)) if asked else []
-        found = [None if row is None else len(row) for row in scores]
-        expected = [len(row) for row in steps]
-        if len(found) != len(expected) or any(n not in (None, m) for n, m in zip(found, expected, strict=True)):
+        pairs = zip_longest(scores, steps, fillvalue=())
+        known = [[None] * len(texts) if row is None else row for row, texts in pairs]
+        found, expected = list(map(len, known)), list(map(len, steps))
+        if found != expected:
             raise ValueError(
                 f"{named(self.score)} returned {found} scores for completions of {expected} steps. Return for each "
                 "completion a list with one number per step, or None if it has no scores."
             )
-        rest = iter(scores)
-        return [self._of(next(rest) if len(one.boundaries) > 1 else None, one) for one in requests]
-
-    def _of(self, scores: Sequence[float | None] | None, request: ValueRequest) -> list[float]:
-        numbers = [math.nan if one is None else float(one) for one in scores or [None]]
-        if not all(map(math.isfinite, numbers)):
-            return [math.nan] * len(request.boundaries)
-        return [0.0, *accumulate(numbers)] if self.rewards else [math.nan, *numbers]
+        rows = [[math.nan if one is None else float(one) for one in row] for row in known]
+        values = iter([[0.0, *accumulate(row)] if self.rewards else [math.nan, *row] for row in rows])
+        return [next(values) if len(one.boundaries) > 1 else [math.nan] * len(one.boundaries) for one in requests]
