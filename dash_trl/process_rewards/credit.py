@@ -161,9 +161,9 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     groups with a small σ more weight.
     """
     returns = _returns_to_go(rewards.process)
-    centred = returns - _mean_of_others(returns, rewards)
+    centred = returns.sub_(_mean_of_others(returns, rewards))
     std = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
-    return _with_outcome(centred / _floored(std, settings), rewards, settings)
+    return _with_outcome(centred.div_(_floored(std, settings)), rewards, settings)
 
 
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -304,16 +304,16 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns w_o·A_outcome, plus w_p·process in the rows that are valued."""
+    """Returns w_o·A_outcome, plus w_p·process in the rows that are valued. Overwrites `process`, to save memory."""
     outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
-    return _or_outcome(outcome + settings.process_weight * process, rewards, settings)
+    return _or_outcome(process.mul_(settings.process_weight).add_(outcome), rewards, settings)
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
     """Returns `advantages` [N, T] or [N, 1] for valued rows, w_o·A_outcome for the others, and 0 for padding."""
     outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
-    credit = torch.where(rewards.valued.unsqueeze(1), advantages, outcome).double()
-    return torch.where(rewards.mask, credit, 0.0)
+    credit = torch.where(rewards.valued.unsqueeze(1), advantages, outcome).expand(rewards.mask.shape)
+    return credit.masked_fill(~rewards.mask, 0)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
