@@ -192,8 +192,9 @@ class ProcessRewardCallback(DASHCallback):
             self._cells += zip(rollouts.group.tolist(), self._credit_cells(rollouts, trainer._tokenizer), strict=True)
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
-        piped = getattr(args, "reward_pipeline", False)  # then a window comes in several parts
-        if not piped or len(self.last) >= args.per_device_train_batch_size * args.steps_per_generation:
+        # With `reward_pipeline`, a window comes in several parts.
+        rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
+        if not args.reward_pipeline or len(self.last) >= rows:  # type: ignore[attr-defined]
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
@@ -262,9 +263,8 @@ class ProcessRewardCallback(DASHCallback):
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
         """Returns [B]: for each row, the least weighted sum of rewards with which the row counts as solved."""
         applies = ~rollouts.rewards.isnan()
-        if self.solved_reward is not None:
-            return torch.full(applies.shape[:1], float(self.solved_reward))
-        return (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
+        highest = (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
+        return highest if self.solved_reward is None else torch.full_like(highest, self.solved_reward)
 
     def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
         """Returns [N] bool, True = V is not needed: the row is unscored, has no loss token, or its group is solved."""

@@ -140,7 +140,9 @@ class MonteCarloValue:
             elif pool is not None:
                 yield list(islice(rest, len(ids)))
             else:
-                with _at_most(longest, trainer):
+                owner = sampler if trainer.use_vllm else trainer.generation_config
+                name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
+                with _changed(owner, **{name: longest}):
                     yield trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
 
     def _ids(self, prefixes: Sequence[_Prefix]) -> list[list[int]]:
@@ -171,21 +173,6 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
     return max(0, min(left) - boundary)
 
 
-@contextmanager
-def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
-    """Within the `with` block, limits the completions of the trainer's sampler to this number of tokens."""
-    if trainer.use_vllm:
-        owner, name = trainer.vllm_generation, "max_completion_length"
-    else:
-        owner, name = trainer.generation_config, "max_new_tokens"
-    before = getattr(owner, name)
-    setattr(owner, name, min(before, tokens))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
     """Computes the rewards of completions with the trainer's reward functions, as TRL does for the trainer's rollouts.
 
@@ -203,17 +190,17 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
     ask = partial(GRPOTrainer._calculate_rewards, trainer, examples, prompts, completions, completion_ids)
-    with _unlogged(trainer):
+    # What reward functions log here is dropped, because it would distort the figures of training.
+    with _changed(trainer, _pending_extra_logs=defaultdict(list), _pending_metrics=defaultdict(list)):
         return trainer._rewards.of_all(ask, training=False, group_size=group_size)
 
 
 @contextmanager
-def _unlogged(trainer: Any) -> Iterator[None]:
-    """Within the `with` block, drops the figures that reward functions log: they would distort those of training."""
-    names = ("_pending_extra_logs", "_pending_metrics")
-    before = {name: getattr(trainer, name) for name in names}
-    vars(trainer).update({name: defaultdict(list) for name in names})
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Within the `with` block, attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        vars(trainer).update(before)
+        vars(owner).update(before)
