@@ -22,9 +22,7 @@ from typing import Any
 import harness
 import torch
 
-from dash_trl.process_rewards import CreditSettings
-from dash_trl.process_rewards.credit import Rewards, centered_return, place_rewards
-from dash_trl.process_rewards.diagnostics import batch_figures
+from dash_trl.process_rewards import ESTIMATORS, CreditSettings, Rewards, batch_figures, place_rewards
 from dash_trl.rollout import RolloutBatch
 from dash_trl.update import (
     MIN_SHARED,
@@ -109,7 +107,7 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
             valued=valued,
             group_size=GROUP,
         )
-        credit = centered_return(seen, CreditSettings())
+        credit = ESTIMATORS["centered_return"](seen, CreditSettings())
         batch_figures(seen, boundaries, values.double(), credit, skipped=~valued)
         credited.advantages = credit.float()
         credited.validate(like=credited.tensors(), culprit="nobody")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from dash_trl.sampling import check_urls
-from dash_trl.update import OFF_POLICY_LOSSES, OUTCOME_ESTIMATORS
+from dash_trl.update import ESTIMATORS, OFF_POLICY_LOSSES, registered
 
 TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 # Option → the words that it accepts. TRL refuses an unknown word only after the first generation, or never.
@@ -16,7 +16,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     # options that DASH adds
-    "advantage_estimator": ("grpo", *OUTCOME_ESTIMATORS),
     "filter_denominator": ("all", "kept"),
 }
 
@@ -165,8 +164,8 @@ class DASHConfig(GRPOConfig):
         default="grpo",
         metadata={
             "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-            "'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk'.",
-            "choices": ["grpo", *OUTCOME_ESTIMATORS],
+            "'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk', or one of your own "
+            "in `dash_trl.update.ESTIMATORS`."
         },
     )
     loss_type: str = field(
@@ -259,6 +258,7 @@ class DASHConfig(GRPOConfig):
             ) from error
         self._check_values()
         self._check_loss()
+        registered(self.advantage_estimator, "outcome", "advantage_estimator")
         if self.advantage_estimator != "grpo":
             self._refuse(
                 {
@@ -360,8 +360,8 @@ class DASHConfig(GRPOConfig):
                 "divides by the deviation of all rewards",
             ),
             f"advantage_estimator={self.advantage_estimator!r}": (
-                self.advantage_estimator.startswith("reinforce_plus_plus"),
-                "divides by the deviation of all advantages",
+                not ESTIMATORS[self.advantage_estimator].per_group,
+                "uses the rewards of all rows of the window",
             ),
         }
         return {name: reason for name, (is_set, reason) in options.items() if is_set}

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,20 +168,6 @@ class LogProbs:
         with self._timed("logprobs"):
             (known,) = self._of_rows(rollouts, rollouts.lengths(), self._passes["old_per_token_logps"], 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
-
-    @torch.no_grad()
-    def with_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the policy's log-probs and entropies of the loss tokens of some rows.
-
-        Args:
-            rollouts: B rows.
-            rows: [B] bool, True = compute this row.
-        Returns:
-            Log-probs and entropies, [B, T] float32 each, on the CPU; 0 outside the loss tokens of `rows`.
-        """
-        both = partial(self._passes["old_per_token_logps"], compute_entropy=True)
-        log_probs, entropies = self._of_rows(rollouts, rollouts.lengths() * rows.unsqueeze(1), both, 2)
-        return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
 
     def log(self, survivors: Survivors) -> None:
         """Log figures about the sampler's log-probs of a window: how they differ from the old ones, and the ratios.

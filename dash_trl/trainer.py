@@ -62,7 +62,7 @@ from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
-from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
+from dash_trl.rollout import PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
     FirstStates,
@@ -461,20 +461,6 @@ class DASHTrainer(GRPOTrainer):
         return group_advantages(
             rewards, weights, self.num_generations, scale_rewards=scale, multi_objective_aggregation=aggregation
         )
-
-    def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the policy's log-probs and entropies of the loss tokens of some rows.
-
-        It runs forward passes over these rows, in the same micro-batches as for old log-probs. They take about a third
-        of the time of training on these rows. All ranks must call this method at the same point.
-
-        Args:
-            rollouts: B rows of this rank.
-            rows: [B] bool, True = compute this row.
-        Returns:
-            Log-probs and entropies, [B, T] float32 each, on the CPU; 0 outside the loss tokens of these rows.
-        """
-        return self._collector.log_probs.with_entropies(rollouts, rows)
 
     def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         arguments = self.args, self.state, self.control

@@ -1,11 +1,12 @@
 """Train a process reward model, which scores the steps of a solution, on the toy problems: offline, in two CPU minutes.
 
     python examples/train_prm.py --output_dir outputs/prm
-    accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
+    accelerate launch examples/train_math_process.py --value_model outputs/prm
 
 The toy model gets a token classification head. The data are generated solutions with some wrong steps. The separator
-after each step is labelled, 1 = right and 0 = wrong; `ProcessRewardModel` reads the score at the same token. A process
-reward model for other problems is trained in the same way, on steps that people or sampled completions have judged.
+after each step is labelled, 1 = right and 0 = wrong; `ProcessRewardModel` reads the score at the same token, as TRL's
+former `PRMTrainer` and Math-Shepherd (arXiv 2312.08935) have it. A process reward model for other problems is trained
+in the same way, on steps that people or sampled completions have judged.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import (
     AutoModelForTokenClassification,
@@ -24,10 +26,48 @@ from transformers import (
     TrainingArguments,
 )
 
-from dash_trl.process_rewards import ProcessRewardModel
 from dash_trl.toy import arithmetic_dataset, toy_model
 
 WRONG = 0.2  # probability that a step is wrong
+RIGHT = 1  # the label of a right step
+SEPARATOR = "\n"
+BATCH = 16  # completions in one pass of the process reward model
+
+
+class ProcessRewardModel:
+    """Scores each step by the probability that it is right, which a token classifier predicts. It is for `StepValue`.
+
+    The input of the model is the prompt, then each step with a separator after it; steps and separators are tokenized
+    one by one. The prediction at the separator's last token is the score of the step before it.
+
+    Args:
+        path: name or folder of an `AutoModelForTokenClassification` with two labels or more. Each rank loads it onto
+            its own device.
+    """
+
+    def __init__(self, path: str):
+        self.model = AutoModelForTokenClassification.from_pretrained(path).to(PartialState().device).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
+        rows = [self._row(*one) for one in zip(prompts, steps, strict=True)]
+        return [score for first in range(0, len(rows), BATCH) for score in self._scored(rows[first : first + BATCH])]
+
+    def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
+        """Returns the token ids of the model's input, and the position of the last token of each step's separator."""
+        texts = [prompt, SEPARATOR, *map(str.strip, steps)]
+        ids, separator, *parts = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ends = []
+        for part in parts:
+            ids = [*ids, *part, *separator]
+            ends.append(len(ids) - 1)
+        return ids, ends
+
+    @torch.no_grad()
+    def _scored(self, rows: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+        batch = self.tokenizer.pad({"input_ids": [ids for ids, _ in rows]}, padding_side="right", return_tensors="pt")
+        right = self.model(**batch.to(self.model.device)).logits.float().softmax(dim=-1)[..., RIGHT].tolist()
+        return [[row[end] for end in ends] for row, (_, ends) in zip(right, rows, strict=True)]
 
 
 def judged_steps(problem: str, draw: random.Random) -> Iterator[tuple[str, int]]:
@@ -57,7 +97,7 @@ def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple
         labels = [-100] * len(ids)
         steps = list(judged_steps(prompt[0]["content"], draw))
         for step, label in steps:
-            tokens = sum(tokenizer([step, "\n"], add_special_tokens=False)["input_ids"], [])
+            tokens = sum(tokenizer([step, SEPARATOR], add_special_tokens=False)["input_ids"], [])
             ids, labels = ids + tokens, [*labels, *[-100] * (len(tokens) - 1), label]
         rows.append({"input_ids": ids, "labels": labels})
         texts.append((text, [step for step, _ in steps], [label for _, label in steps]))
@@ -92,7 +132,7 @@ def main(arguments: list[str] | None = None) -> float:
     tokenizer.save_pretrained(script.output_dir)
     _, held_out = examples("test", 256, tokenizer)
     prompts, steps, labels = (list(column) for column in zip(*held_out, strict=True))
-    scores = ProcessRewardModel(model, tokenizer)(prompts, steps)
+    scores = ProcessRewardModel(script.output_dir)(prompts, steps)
     right = [
         (score > 0.5) == label
         for row, row_labels in zip(scores, labels, strict=True)

@@ -2,8 +2,6 @@
 
 A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage` (the outcome's), `valued`, and for gae
 `values`, one per token. A group is a list of rows; a batch a list of groups. Results: one list of floats per row.
-The settings' `unit` is None, or for anchored values the advantage per unit of reward in a group with equal outcomes;
-other groups have at most twice as much.
 """
 
 import math
@@ -31,13 +29,8 @@ def deviation(values):
 
 
 def credit(estimator, batch, s):
-    """Computes credit by one of the estimators below; a row that is not valued gets its weighted outcome advantage.
-
-    If values are anchored, this weight is the sum of both weights, since the process part contains the outcome, too.
-    """
-    weight = s["outcome"] + (0.0 if s["unit"] is None else s["process"])
-    if estimator in (gae, grpo):  # those two have no weights
-        weight = 1.0
+    """Computes credit by one of the estimators below; a row that is not valued gets its weighted outcome advantage."""
+    weight = 1.0 if estimator in (gae, grpo) else s["outcome"]  # those two have no weights
     return [
         values if row["valued"] else [weight * row["advantage"]] * row["length"]
         for row, values in zip(flat(batch), estimator(batch, s), strict=True)
@@ -52,24 +45,8 @@ def pooled(group):
     return [utility for row in group if row["valued"] for _, utility in row["utilities"]]
 
 
-def scale(group, spread, s):
-    """Returns the divisor of process rewards; for anchored values, 1 / the group's advantage per unit of reward."""
-    if s["unit"] is None:
-        return max(spread, s["floor"])
-    pairs = [(row["outcome"], row["advantage"]) for row in group if row["valued"]]
-    if len({outcome for outcome, _ in pairs}) < 2:
-        return 1 / s["unit"] if s["unit"] else math.inf
-    slope = statistics.linear_regression(*zip(*pairs, strict=True)).slope
-    return 1 / (min(slope, 2 * s["unit"]) if s["unit"] else slope)
-
-
-def with_outcome(row, process, s, group):
-    """For anchored values, what a group's divisor exceeds its own goes to the outcome."""
-    weight = s["outcome"]
-    if s["unit"]:
-        own = scale(group, math.nan, {**s, "unit": math.inf})
-        weight += s["process"] * (0.0 if own == 0 else 1 - own / scale(group, math.nan, s))
-    return [weight * row["advantage"] + s["process"] * value for value in process]
+def with_outcome(row, process, s):
+    return [s["outcome"] * row["advantage"] + s["process"] * value for value in process]
 
 
 def grpo(batch, s):
@@ -79,39 +56,40 @@ def grpo(batch, s):
 def centered_return(batch, s):
     results = []
     for group in batch:
-        divisor = scale(group, deviation([sum(u for _, u in row["utilities"]) for row in group if row["valued"]]), s)
+        totals = [sum(u for _, u in row["utilities"]) for row in group if row["valued"]]
+        divisor = max(deviation(totals), s["floor"])
         for row in group:
             others = [to_go(token_rewards(other)) for other in group if other is not row and other["valued"]]
             centred = []
             for t, value in enumerate(to_go(token_rewards(row))):
                 centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
-            results.append(with_outcome(row, [value / divisor for value in centred], s, group))
+            results.append(with_outcome(row, [value / divisor for value in centred], s))
     return results
 
 
 def episode(batch, s):
     results = []
     for group in batch:
-        divisor = scale(group, math.sqrt(mean([u * u for u in pooled(group)])), s)
+        divisor = max(math.sqrt(mean([u * u for u in pooled(group)])), s["floor"])
         for row in group:
             process = [0.0] * row["length"]
             start = 0
             for last, utility in row["utilities"]:
                 process[start : last + 1] = [utility / divisor] * (last + 1 - start)
                 start = last + 1
-            results.append(with_outcome(row, process, s, group))
+            results.append(with_outcome(row, process, s))
     return results
 
 
 def grpo_process(batch, s):
     results = []
     for group in batch:
-        centre, divisor = mean(pooled(group)), scale(group, deviation(pooled(group)), s)
+        centre, divisor = mean(pooled(group)), max(deviation(pooled(group)), s["floor"])
         for row in group:
             normalised = [0.0] * row["length"]
             for last, utility in row["utilities"]:
                 normalised[last] = (utility - centre) / divisor
-            results.append(with_outcome(row, to_go(normalised), s, group))
+            results.append(with_outcome(row, to_go(normalised), s))
     return results
 
 
@@ -172,18 +150,6 @@ def discounted(rewards, discount):
 
 def reinforce_plus_plus(batch, s):
     return whitened([discounted(combined(row, s), s["gamma"]) for row in flat(batch)], batch)
-
-
-def reinforce_plus_plus_baseline(batch, s):
-    rows = []
-    for group in batch:
-        baseline = mean([sum(combined(row, s)) for row in group if row["valued"]])
-        for row in group:
-            rewards = combined(row, s)
-            if rewards:
-                rewards[-1] -= baseline
-            rows.append(discounted(rewards, s["gamma"]))
-    return whitened(rows, batch)
 
 
 def gae(batch, s):

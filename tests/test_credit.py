@@ -18,7 +18,6 @@ from dash_trl.process_rewards import (
     MonteCarloValue,
     ProcessRewardCallback,
     Rewards,
-    anchor,
     batch_figures,
     place_rewards,
 )
@@ -29,14 +28,8 @@ CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1,
 AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
 
 
-def make_rows(
-    seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, alike: int | None = None
-) -> list[dict]:
-    """Rows with random episodes; some values are missing, some rows are empty (masked), unscored or without an episode.
-
-    Args:
-        alike: size of the groups, of which every other one has one outcome.
-    """
+def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0) -> list[dict]:
+    """Rows with random episodes; values may be missing; rows may be empty (masked), unscored or without an episode."""
     generator = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -47,9 +40,6 @@ def make_rows(
         values = [math.nan if generator.random() < missing else scale * generator.random() for _ in boundaries]
         outcome = generator.choice([0.0, 1.0, math.nan])
         rows.append({"length": length, "boundaries": boundaries, "values": values, "outcome": outcome})
-    for i, row in enumerate(rows):
-        if alike and i // alike % 2 == 0 and not math.isnan(row["outcome"]):
-            row["outcome"] = float(i // alike % 4 == 0)
     return rows
 
 
@@ -63,14 +53,10 @@ def as_tables(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return boundaries, values, torch.tensor([row["length"] for row in rows])
 
 
-def as_rewards(
-    rows: list[dict], group_size: int, advantages: list[float] | None = None, unit: float | None = None
-) -> Rewards:
+def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
     boundaries, values, lengths = as_tables(rows)
     width = max(int(lengths.max()), 1)
     outcome = torch.tensor([row["outcome"] for row in rows]).double()
-    if unit is not None:
-        boundaries, values = anchor(boundaries, values, lengths, outcome)
     process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
     return Rewards(
         process=process,
@@ -81,7 +67,6 @@ def as_rewards(
         outcome_advantages=outcome.nan_to_num() - 0.25 if advantages is None else torch.tensor(advantages).double(),
         valued=valued & ~outcome.isnan(),
         group_size=group_size,
-        unit=unit,
     )
 
 
@@ -90,10 +75,6 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     plain = []
     for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
         at, values = row["boundaries"], row["values"]
-        if rewards.unit is not None:  # the outcome is the value at the row's end
-            at, values = zip(
-                *{**dict(zip(at, values, strict=True)), row["length"]: row["outcome"]}.items(), strict=True
-            )
         known = [(b, v) for b, v in zip(at, values, strict=True) if not math.isnan(v)]
         complete = not math.isnan(values[0]) and not math.isnan(values[-1]) and row["length"] > 0
         valued = complete and not math.isnan(row["outcome"])
@@ -108,26 +89,35 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     return [plain[i : i + size] for i in range(0, len(plain), size)]
 
 
-# seed, group size, number of groups; and unit: None = the values are not anchored
-BATCHES = [
-    *[(0, 2, 3, None), (1, 4, 4, None), (2, 5, 1, None), (3, 8, 5, None)],
-    *[(0, 2, 3, 2.5), (3, 8, 5, 2.5), (1, 4, 4, 0.3), (3, 8, 5, 0.3), (1, 4, 4, 0.0), (2, 5, 1, 0.0)],
-]
+CREDIT = [name for name, estimator in ESTIMATORS.items() if estimator.credit]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", CREDIT)
 def test_estimators_are_their_definitions(name):
-    """Anchored, too: then every other group has one outcome."""
-    for seed, group_size, groups, unit in BATCHES:
-        rows = make_rows(seed, group_size * groups, alike=None if unit is None else group_size)
-        rewards = as_rewards(rows, group_size, unit=unit)
+    for seed, group_size, groups in [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)]:
+        rows = make_rows(seed, group_size * groups)
+        rewards = as_rewards(rows, group_size)
         credit = ESTIMATORS[name](rewards, CHOSEN)
-        settings = {**AS_FLOATS, "unit": unit}
-        expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), settings)
+        expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), AS_FLOATS)
         for i, floats in enumerate(expected):
-            case = (seed, group_size, unit, i, rows[i])
+            case = (seed, group_size, i, rows[i])
             assert credit[i, : len(floats)].tolist() == pytest.approx(floats, abs=1e-9), case
             assert not credit[i, len(floats) :].any() and torch.isfinite(credit[i]).all(), case
+
+
+def test_gae_with_lambda_0_is_vineppo():
+    """V at the end of an episode minus V at its beginning; the final answer gets outcome − V_n."""
+    row = {"length": 7, "boundaries": [0, 3, 5], "values": [0.2, 0.5, 0.4], "outcome": 1.0}
+    credit = ESTIMATORS["gae"](as_rewards([row] * 2, 2), CreditSettings(lam=0.0))
+    assert credit[0].tolist() == pytest.approx([0.3] * 3 + [-0.1] * 2 + [0.6] * 2)
+
+
+def test_estimators_say_truly_whether_a_group_depends_on_others():
+    rows = make_rows(5, 12, missing=0.1)
+    for name in CREDIT:
+        estimator = ESTIMATORS[name]
+        together, alone = (torch.cat([estimator(as_rewards(rows[:n], 4), CHOSEN)[:4, :1]]) for n in (12, 4))
+        assert torch.allclose(together, alone, atol=1e-12) == estimator.per_group, name
 
 
 def test_an_estimator_takes_the_settings_that_change_its_credit():
@@ -136,7 +126,8 @@ def test_an_estimator_takes_the_settings_that_change_its_credit():
     assert not rewards.valued.all()
     others = dict(outcome_weight=0.5, process_weight=2.0, scale_floor=0.3, gamma=0.5, lam=0.1)
     assert others.keys() == asdict(CHOSEN).keys()
-    for name, estimator in ESTIMATORS.items():
+    for name in CREDIT:
+        estimator = ESTIMATORS[name]
         for setting, value in others.items():
             other = estimator(rewards, replace(CHOSEN, **{setting: value}))
             changes = not torch.equal(estimator(rewards, CHOSEN), other)
@@ -174,10 +165,10 @@ def test_credit_and_figures_are_their_definitions_over_the_rows_of_all_ranks(nam
     if seed == 1:  # a rank without a token
         rows[:8] = [{**row, "length": 0, "boundaries": [0], "values": [0.5]} for row in rows[:8]]
     rewards = as_rewards(rows, 4)
-    for one, estimator in ESTIMATORS.items():
-        of_ranks = torch.cat(on_two_ranks(rewards, lambda own, rows, estimator=estimator: estimator(own, CHOSEN)))
+    for one in CREDIT:
+        of_ranks = torch.cat(on_two_ranks(rewards, lambda own, rows, one=one: ESTIMATORS[one](own, CHOSEN)))
         assert of_ranks.isfinite().all(), one
-        assert torch.allclose(of_ranks, estimator(rewards, CHOSEN), atol=1e-12, rtol=1e-12), one
+        assert torch.allclose(of_ranks, ESTIMATORS[one](rewards, CHOSEN), atol=1e-12, rtol=1e-12), one
     credit = ESTIMATORS[name](rewards, CHOSEN)
     boundaries, values, _ = as_tables(rows)
     skipped = rewards.outcome.isnan() | torch.tensor([seed % 4 == 0] * 8 + [False] * 8)
@@ -200,17 +191,6 @@ def test_an_infinite_value_is_a_missing_one():
     table = torch.tensor([[0, 3, 9]]), torch.tensor([[0.1, 0.3, -math.inf]]).double(), torch.tensor([12])
     process, ends, values, valued = place_rewards(*table, 12)
     assert not any(one.any() for one in (process, ends, values, valued))
-
-
-def test_a_group_that_fails_is_paid_in_the_unit_of_others():
-    """With all outcomes alike, V's moves count as in a group of different outcomes, and a flat V pays nothing."""
-    rows = [{"length": 9, "boundaries": [0, 4], "values": [0.4, 0.4 + 0.1 * i], "outcome": 0.0} for i in range(4)]
-    direct = [{"length": 3, "boundaries": [0], "values": [0.4], "outcome": 0.0}, *rows[1:]]
-    for group in (rows, direct):
-        credit = ESTIMATORS["centered_return"](as_rewards(group, 4, [0.0] * 4, unit=2.0), CreditSettings())
-        assert credit[:, 0].abs().max() < 1e-12  # all are worth the same at first: none is better by saying it at once
-    credit = ESTIMATORS["centered_return"](as_rewards(rows, 4, [0.0] * 4, unit=2.0), CreditSettings())
-    assert credit[:, 4].tolist() == pytest.approx([2 * (0.15 - 0.1 * i) * 4 / 3 for i in range(4)])
 
 
 def test_the_numbers_of_the_post():
@@ -283,8 +263,9 @@ def laws_broken(name: str, seed: int) -> set[int]:
 def test_the_documented_laws():
     rows = complete_rows(0)
     rewards, documented = as_rewards(rows, 4), documented_laws()
-    assert documented.keys() == ESTIMATORS.keys()
-    for name, estimator in ESTIMATORS.items():
+    assert documented.keys() == set(CREDIT)
+    for name in CREDIT:
+        estimator = ESTIMATORS[name].credit
         keeps_structure, breaks = documented[name]
         assert set.union(*(laws_broken(name, seed) for seed in range(6))) == breaks, name
         stated = re.search(r"[Bb]reaks laws? (.*?)(?=\.(?:\s|$))|keeps all laws", estimator.__doc__ or "", re.DOTALL)

@@ -222,7 +222,7 @@ def test_impossible_settings_are_refused():
         ({"final_answer": ""}, "final_answer='' matches an empty text"),
         ({"final_answer": "(answer: )?"}, "matches an empty text"),
         ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
-        ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
+        ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.*such as r'"),
     ]:
         assert re.search(said, refusal(Segmenter, TOKENIZER, **arguments)), arguments
     assert "ByT5Tokenizer is not a fast tokenizer" in refusal(Segmenter, ByT5Tokenizer())

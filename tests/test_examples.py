@@ -15,8 +15,10 @@ import nbformat
 import pyarrow.parquet
 import pytest
 import sft
+import torch
 import toy_tools
 import train_math
+import train_prm
 import yaml
 from train_code import Programming
 from train_judge import Judged
@@ -27,7 +29,7 @@ from trl import TrlParser
 
 from dash_trl import DASHConfig
 from dash_trl.evaluation import accuracy
-from dash_trl.process_rewards import OutcomeValue
+from dash_trl.process_rewards import StepValue
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
 from tests.launching import CONFIGS, ROOT
@@ -153,19 +155,29 @@ def process_callback(*arguments: str) -> object:
     return callback
 
 
-def test_a_value_that_learns_and_a_weight_by_flags():
-    callback = process_callback("--value", "outcome", "--process_weight", "0.5", "--estimator", "episode")
-    assert isinstance(callback.value, OutcomeValue) and callback.settings.process_weight == 0.5
-    assert callback.estimator == "episode"
-    flags = ("--value_space", "probability", "--process_weight", "auto")
-    assert process_callback(*flags).settings.process_weight == "auto"
+def test_a_process_reward_model_and_a_weight_by_flags(toy, tmp_path):
+    """The model is trained on a few solutions, and read at the end of each step."""
+    train_prm.main(["--output_dir", str(tmp_path), "--problems", "32", "--epochs", "1"])
+    for estimator, rewards in (("episode", True), ("gae", False)):
+        weight = () if estimator == "gae" else ("--process_weight", "0.5")
+        callback = process_callback("--value_model", str(tmp_path), "--estimator", estimator, *weight)
+        assert isinstance(callback.value, StepValue) and callback.value.rewards == rewards
+        assert callback.estimator == estimator and callback.settings.process_weight == (0.5 if weight else 1.0)
+    model = train_prm.ProcessRewardModel(str(tmp_path))
+    prompts, steps = ["1+1=", "2", "3"], [["one \n", "two"], ["three"], [" a", "b", "c"]]
+    for prompt, row, found in zip(prompts, steps, model(prompts, steps, level=[1, 2, 3]), strict=True):
+        for n, score in enumerate(found):
+            ids = model.tokenizer(prompt + "".join(f"{step.strip()}\n" for step in row[: n + 1]))["input_ids"]
+            with torch.no_grad():
+                logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-5)
 
 
 def test_mistakes_about_the_value():
     for arguments, message in (
-        (["--value", "outcome", "--value_space", "probability"], "value_space='probability' has no effect with --val"),
-        (["--value", "outcome", "--force_prompt", "So: "], "force_prompt='So: ' has no effect with --value outcome"),
-        (["--process_weight", "some"], "process_weight='some'.* out of range: weights are >= 0 .*'auto'"),
+        (["--value_model", "prm", "--value_space", "probability"], "value_space='probability' .* have no effect"),
+        (["--value_model", "prm", "--force_prompt", "So: "], "force_prompt='So: ' have no effect with --value_model"),
+        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: weights are >= 0"),
     ):
         with pytest.raises(ValueError, match=message):
             process_callback(*arguments)
@@ -242,6 +254,7 @@ import sys
 
 import train_judge
 import train_math
+import train_prm
 
 train_math.measure = lambda *arguments: {}
 train_judge.main(sys.argv[1:], make_task=train_judge.Judged)

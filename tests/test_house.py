@@ -25,7 +25,7 @@ STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 # Math and state machines: these rooms but for some modules, and some modules of other rooms.
 PURE_ROOMS = {"update": {"padding_free", "trees"}, "rollout": {"prompts"}}
 PURE = [
-    *(f"process_rewards.{name}" for name in ("credit", "diagnostics", "features", "fit", "worth")),
+    *(f"process_rewards.{name}" for name in ("credit", "diagnostics")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
     *("data", "evaluation.figures", "evaluation.records", "monitoring.metrics", "monitoring.recorder"),
     "collect.dynamic_sampling",
@@ -211,7 +211,7 @@ def overridden(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 def test_a_benchmark_overrides_a_method_as_it_is():
     """The suite does not run benchmarks, so a method that got another parameter would break them unnoticed."""
     found = [one for path in (PACKAGE.parent / "benchmarks").glob("*.py") for one in overridden(path)]
-    assert [one for one in found if one[1] != one[2]] == [] and len(found) > 3
+    assert [one for one in found if one[1] != one[2]] == [] and found
 
 
 def test_the_trainer_has_few_fields():

@@ -1,4 +1,4 @@
-"""`ProcessRewardCallback` in real training runs, its two estimators of V, its diagnostics and pictures."""
+"""`ProcessRewardCallback` in real training runs: values, credit, figures, checks, mistakes."""
 
 import math
 import re
@@ -18,14 +18,12 @@ from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
     CreditSettings,
+    Estimator,
     MonteCarloValue,
-    OutcomeValue,
     Segmenter,
-    ServerValue,
     ValueRequest,
     accepted_answers,
     checked_values,
-    credit_html,
     line_starts,
 )
 from tests.test_resume import WIDER
@@ -169,7 +167,7 @@ def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatc
         seen.append(rewards)
         return (torch.arange(rewards.mask.shape[1]) + 1.0).expand(rewards.mask.shape) * rewards.mask
 
-    monkeypatch.setitem(ESTIMATORS, "counted", counted)
+    monkeypatch.setitem(ESTIMATORS, "counted", Estimator(credit=counted))
     process = ProcessRewardCallback(Boundaries(), estimator="counted")
     trainer, rollouts = train(tiny_model, tmp_path, process, rollouts=InTurns(), reward=ScriptedReward(constant=0.0))
     (rewards,), own = seen, rollouts.loss_mask.bool()
@@ -221,51 +219,25 @@ def test_rows_that_are_not_valued(way, arguments, tiny_model, tmp_path):
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
 
-def test_what_a_callback_takes_from_its_estimators():
-    """Solved groups are valued where the baseline is not their own, and the floor of the scale has the unit of V.
-
-    With V = 0.5, gae pays 0.5 for a right row whether its group is solved or not, and takes 0.5 for a wrong one.
-    """
-    for name in ESTIMATORS:
-        skips = name not in ("gae", "reinforce_plus_plus")
-        assert callback(estimator=name, value=MonteCarloValue()).skip_solved == skips, name
+def test_the_floor_of_the_scale_has_the_unit_of_v():
     for space, floor in (("log", 0.1), ("probability", 0.01)):
         value = AnswerLogProbValue(" = ", space=space)
         assert callback(value=value).settings.scale_floor == floor
         assert callback(value=value, settings=CreditSettings(scale_floor=0.5)).settings.scale_floor == 0.5
 
 
-def test_solved_groups_are_valued_where_the_outcomes_of_other_groups_are_the_baseline(tiny_model, tmp_path):
-    """As the trainer's estimator, too: without V, a solved group would be paid its advantage once more."""
-    for estimator, valued in (("rloo", False), ("reinforce_plus_plus", True)):
-        process = ProcessRewardCallback(Boundaries())
+def test_solved_groups_are_valued_where_their_own_outcomes_are_not_the_baseline(tiny_model, tmp_path):
+    """With V = 0.5, gae pays a right row 0.5 whether its group is solved or not. As the trainer's estimator, too."""
+    assert {name for name, one in ESTIMATORS.items() if not one.group_baseline} == {"gae", "reinforce_plus_plus"}
+    for name, estimator, valued in (
+        ("centered_return", "rloo", False),
+        ("centered_return", "reinforce_plus_plus", True),
+        ("gae", "rloo", True),
+    ):
+        process = ProcessRewardCallback(Boundaries(), estimator=name)
         settings = {"reward": lambda prompts, **_: [1.0] * len(prompts), "advantage_estimator": estimator}
-        train(tiny_model, tmp_path / estimator, process, **settings)
-        assert any(request.boundaries for request in process.value.requests) == valued, estimator
-
-
-def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_path, monkeypatch):
-    seen = []
-
-    def constant(requests, trainer):
-        return [[0.25] * len(request.boundaries) for request in requests]
-
-    def mine(rewards, settings):
-        seen.append(rewards)
-        return ESTIMATORS["rloo"](rewards, settings)
-
-    constant.space = "probability"
-    monkeypatch.setitem(ESTIMATORS, "mine", mine)
-    process = callback(value=constant, estimator="mine", anchored=True)
-    train(tiny_model, tmp_path, process, reward=ScriptedReward(constant=0.0), max_steps=2)
-    assert len(seen) == 2
-    for rewards in seen:
-        valued, ends = rewards.valued, rewards.mask.sum(dim=1) - 1
-        assert valued.sum() > 4 and torch.equal(rewards.process.sum(dim=1), valued * (rewards.outcome - 0.25))
-        assert torch.equal(rewards.process.nonzero()[:, 1], ends[valued])
-    centred = (seen[0].outcome.view(-1, 4) - seen[0].outcome.view(-1, 4).mean(dim=1, keepdim=True)).flatten()
-    paid = (seen[0].outcome_advantages * centred).sum() / centred.square().sum()
-    assert seen[0].unit == 0 < seen[1].unit == pytest.approx(float(paid)), "of the windows before"
+        train(tiny_model, tmp_path / f"{name} {estimator}", process, **settings)
+        assert any(request.boundaries for request in process.value.requests) == valued, (name, estimator)
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
@@ -275,55 +247,40 @@ def an_estimator(rewards, settings):
     return rewards.outcome_advantages
 
 
-AUTO = CreditSettings(process_weight="auto")
 MISTAKES = [
     # the value
     (dict(value="text"), "value='text' cannot estimate V.* a force prompt into AnswerLogProbValue"),
     (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
     # the estimator
-    (dict(estimator="ppo"), "estimator='ppo' is unknown: use one of centered_return, grpo, "),
-    (dict(estimator=an_estimator), r"estimator=<function an_estimator .*ESTIMATORS\['mine'\] = function"),
+    (
+        dict(estimator="ppo"),
+        r"'ppo' is unknown. Use one of 'grpo', 'rloo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
+    ),
+    (dict(estimator="opo"), "'opo' is unknown"),  # for outcomes only
+    (dict(estimator=an_estimator), r"estimator=<function an_estimator .* is unknown"),
     (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
     (dict(estimator="gae", value=lambda requests, trainer: []), "needs the attribute space = 'probability'"),
-    (dict(anchored=True), r"makes the outcome the last value.* a value whose space is 'log'"),
-    (dict(settings=AUTO), r"process_weight='auto' is not possible with anchored=None and a value whose space is 'log'"),
-    (dict(settings=AUTO, value=MonteCarloValue(), anchored=False), "'auto' is not possible with anchored=False"),
-    (
-        dict(settings=CreditSettings(scale_floor=0.3), value=MonteCarloValue(), anchored=True),
-        "scale_floor=0.3 does nothing with anchored values",
-    ),
-    (dict(anchored=True, estimator="gae", value=MonteCarloValue()), r"anchored=True .*estimator='gae'.* \(gae, grpo\)"),
     # the settings
     (
         dict(settings=CreditSettings(lam=0.5)),
         "lam=0.5 does nothing with .*centered_return'.* outcome_weight, process_w",
     ),
     (dict(settings=CreditSettings(outcome_weight=2.0), estimator="grpo"), "outcome_weight=2.0 .* settings are none"),
-    (
-        dict(settings=AUTO, estimator="gae", value=MonteCarloValue()),
-        "process_weight='auto' does nothing with estimator='gae'",
-    ),
 ]
 OF_PARTS = [
     (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character.* raw string"),
     (AnswerLogProbValue, dict(space="logarithm"), "space='logarithm' is unknown"),
-    (CreditSettings, dict(scale_floor=0), "scale_floor=0, .* is out of range"),
-    (CreditSettings, dict(process_weight=-1.0), "process_weight=-1.0, .* is out of range"),
-    (CreditSettings, dict(process_weight=NAN), "process_weight=nan, .* is out of range"),
-    (CreditSettings, dict(outcome_weight=-0.5), "outcome_weight=-0.5, .* is out of range"),
-    (CreditSettings, dict(gamma=1.5), "gamma=1.5, .* is out of range"),
-    (CreditSettings, dict(gamma=-0.5), "gamma=-0.5, .* is out of range"),
-    (CreditSettings, dict(lam=1.5), "lam=1.5.* is out of range"),
-    (CreditSettings, dict(lam=-0.5), "lam=-0.5.* is out of range"),
-    (CreditSettings, dict(process_weight="Auto"), "process_weight='Auto', .* is out of range"),
-    (
-        CreditSettings,
-        dict(process_weight="auto", outcome_weight=0.5),
-        "outcome_weight=0.5 beside process_weight='auto'",
+    *(
+        (CreditSettings, {name: value}, f"{name}={value}.* is out of range")
+        for name, values in {
+            "scale_floor": (0,),
+            "process_weight": (-1.0, NAN),
+            "outcome_weight": (-0.5,),
+            "gamma": (1.5, -0.5),
+            "lam": (1.5, -0.5),
+        }.items()
+        for value in values
     ),
-    (OutcomeValue, dict(space="log"), "space='log' is unknown: use 'probability' or 'reward'"),
-    (OutcomeValue, dict(num_windows=0), "num_windows=0, .* give nothing to fit V to"),
-    (OutcomeValue, dict(ridge=0), "ridge=0 give nothing to fit V to, or a fit without bounds"),
 ]
 
 
@@ -362,16 +319,21 @@ def test_values_are_numbers_one_per_boundary():
         assert found[0] == 0.5 and math.isnan(found[1]) and set(map(type, found)) == {float}
 
 
-def test_what_a_run_cannot_use_is_said(monkeypatch, tiny_model, tmp_path):
-    monkeypatch.setitem(ESTIMATORS, "mine", an_estimator)
-    for process, message in (
-        (
-            callback(estimator="mine"),
-            r"What estimator='mine' returned has the shape \[16\], which is not \[N=16, T=\d+\]",
-        ),
-        (callback(value=ServerValue(" = ")), "this run has no servers: name them with vllm_server_urls"),
-    ):
-        assert re.search(message, refusal(train, tiny_model, tmp_path, process))
+def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_made(monkeypatch, tiny_model, tmp_path):
+    """And not before: the registry may change after the modules have been imported."""
+
+    def half(rewards, lengths):
+        return rewards / 2
+
+    options = {"reward": ScriptedReward(constant=0.0), "advantage_estimator": "mine", "scale_rewards": "group"}
+    assert "advantage_estimator='mine' is unknown" in refusal(train, tiny_model, tmp_path, **options)
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(half, an_estimator))
+    _, rollouts = train(tiny_model, tmp_path, **options)
+    assert torch.equal(rollouts.advantages, rollouts.rewards[:, 0] / 2)
+    message = r"What estimator='mine' returned has the shape \[16\], which is not \[N=16, T=\d+\]"
+    assert re.search(message, refusal(train, tiny_model, tmp_path, callback(estimator="mine")))
+    monkeypatch.setitem(ESTIMATORS, "mine", half)  # as before there was one registry
+    assert r"Estimator(credit=function)" in refusal(callback, estimator="mine")
 
 
 def test_accepted_answers():
@@ -393,7 +355,7 @@ def test_accepted_answers():
         assert re.search("column 'answer' has .* An answer is a text or a number", found), answer
 
 
-# ------------------------------------------------------------------------------------------- diagnostics and pictures
+# ------------------------------------------------------------------------------------------------------- diagnostics
 
 # What is wrong with so many windows of a run, one after the other. A check that fails three times in a row is said.
 FAULTS = ["drowned"] * 2 + ["none"] + ["drowned"] * 4 + ["missing"] * 4 + ["alike"] * 4 + ["slow"] * 3 + ["none"]
@@ -437,7 +399,7 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
         added = by * steps if by else outcomes.unsqueeze(1)
         return (outcomes.unsqueeze(1) + added * rewards.valued.unsqueeze(1)) * rewards.mask
 
-    monkeypatch.setitem(ESTIMATORS, "mine", credit)
+    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(credit=credit))
     process = callback(value=Faulty(), estimator="mine")
     settings = {"reward": reward, "max_steps": len(FAULTS), "learning_rate": 0.0}
     train(tiny_model, tmp_path, process, Says(), **settings)
@@ -445,12 +407,7 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
     assert all(message in Says.found[window] for window, message in WARNINGS.items())
 
 
-def test_the_picture_shows_tokens_shades_and_values():
-    picture = credit_html(["a<b", "\n", "c"], [1.0, 0.0, -0.5], [0, 2, 3], [-1.0, NAN, -0.25], title="7 < 8")
-    assert "7 &lt; 8" in picture and "a&lt;b" in picture and "⏎" in picture
-    assert "rgba(0,150,0,0.60)" in picture and "rgba(200,0,0,0.30)" in picture
-    assert picture.index("-1.00") < picture.index("a&lt;b") < picture.index("missing") < picture.index("-0.25")
-    assert credit_html([], []).startswith("<div>")
+def test_lines_as_episodes():
     assert line_starts("a\n\nb\n") == [3, 5]
 
 

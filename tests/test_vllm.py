@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.evaluation import Checkpoint, LocalSampler, check_shapes, main, open_sampler
-from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
+from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling import VLLMPool, find_changes, key_header, own_key, pack
 from dash_trl.sampling.weights import WeightMismatch
@@ -547,12 +547,11 @@ def test_sampling_one_window_ahead_learns(vllm_servers, tmp_path, monkeypatch):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1
 
 
-@pytest.mark.parametrize("kind", [AnswerLogProbValue, ServerValue])
-def test_values_begin_while_others_are_sampled(vllm_servers, model_path, tmp_path, kind):
+def test_values_begin_while_others_are_sampled(vllm_servers, model_path, tmp_path):
     """They are those that are asked for after the window was sampled; not used for solved and unscored rows."""
     early, differences = list[bool](), list[float]()
 
-    class Twice(kind):
+    class Twice(AnswerLogProbValue):
         def __call__(self, requests, trainer):
             found = super().__call__(requests, trainer)
             again = super().__call__([replace(one, begun=None) for one in requests], trainer)
@@ -571,31 +570,9 @@ def test_values_begin_while_others_are_sampled(vllm_servers, model_path, tmp_pat
         "vllm_server_urls": vllm_servers.urls,
     }
     callback, data = ProcessRewardCallback(Twice()), arithmetic_dataset("train", 64)
-    trainer = run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=reward, **settings)
-    assert len(early) == 22 and all(early[11:])  # in the first window the model is tried
-    assert all(early) == (kind is ServerValue)
+    run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=reward, **settings)
+    assert len(early) == 22 and all(early[11:]) and not any(early[:11])  # in the first window the model is tried
     assert len(differences) >= 44 and max(differences) <= 1e-6
-    if kind is ServerValue:
-        check_values(trainer)
-
-
-def check_values(trainer: Any) -> None:
-    """Those of the servers are the policy's, whose weights they get."""
-    trainer.vllm_generation.sync_weights()
-    tokenizer = trainer.processing_class
-    prompt, completion = (
-        tuple(tokenizer(text)["input_ids"]) for text in ("7+5,12-3=", "7+5=12\n12-3=9\nThe answer is 9")
-    )
-    requests = [
-        ValueRequest(prompt, completion, (0, 7, 13), ("9", "12")),
-        ValueRequest(prompt, completion, (), ("9",)),
-        ValueRequest(prompt, completion, (0, len(completion)), ()),
-    ]
-    options = {"force_prompt": "The answer is ", "closing": "<|im_end|>"}
-    expected = AnswerLogProbValue(**options)(requests, trainer)
-    values = ServerValue(**options)(requests, trainer)
-    assert values[0] == pytest.approx(expected[0], abs=1e-4) and values[1] == []
-    assert all(value != value for value in values[2])  # no answer: missing
 
 
 @pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.exhaustive), 2])

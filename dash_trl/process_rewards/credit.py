@@ -2,18 +2,16 @@
 
     V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
 
-The estimators are pure functions of whole groups. A user chooses an estimator by its name in `ESTIMATORS`. Values may
-be *anchored*, which means that the outcome is the last value of a row (`anchor`).
+The estimators are pure functions of whole groups. A user chooses an estimator by its name in `ESTIMATORS`.
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
 else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
-process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `rloo` and the two `reinforce_plus_plus…`
-weigh the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
+process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `rloo` and `reinforce_plus_plus` weigh
+the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
 formula below leaves the weights out.
 
-If values are not anchored, `centered_return` keeps all of the following laws. The docstring of another estimator names
-the laws that it breaks. With anchored values, laws 2, 3, 5 and 6 do not hold.
+`centered_return` keeps all of the following laws. The docstring of another estimator names the laws that it breaks.
 
 1. If an episode is split in two and the two U add up to the former U, the credit of the episode's first token does not
    change.
@@ -26,18 +24,15 @@ the laws that it breaks. With anchored values, laws 2, 3, 5 and 6 do not hold.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from dash_trl.update import check_tensor
+from dash_trl.update import ESTIMATORS, Estimator
 
 # Unit of V (`ValueEstimator.space`) → default of `CreditSettings.scale_floor`.
 FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01, "score": 0.01}
-ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
-MOST_UNITS = 2.0  # limit of a group's advantage per unit of reward, as a multiple of the one of the last windows
 STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
 VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
@@ -57,17 +52,13 @@ class Rewards:
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages from the outcomes.
         valued: [N] bool, True = the row has process rewards. False = the row has none, because V_0 or V_n is missing,
-            or because the row is unscored or has no token. A row that is not valued gets its outcome advantage
-            (`_outcome_part`) and is left out of baselines and scales.
+            or because the row is unscored or has no token. A row that is not valued gets its outcome advantage, times
+            w_o if the estimator has weights, and is left out of baselines and scales.
         group_size: G, which divides N.
-        unit: number, the outcome advantage per unit of reward in the last windows. It scales the process rewards of
-            groups whose outcomes are nearly or exactly the same; see `_scaled`. None = the values are not anchored.
         sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
             use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
             every rank, also on a rank without valued rows. If each rank has the rows of all ranks, the function returns
             its argument.
-    Raises:
-        ValueError: if a tensor has the wrong shape or dtype, or the rows are not whole groups.
     """
 
     process: Tensor
@@ -78,85 +69,38 @@ class Rewards:
     outcome_advantages: Tensor
     valued: Tensor
     group_size: int
-    unit: float | None = None
     sum_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda sums: sums)
-
-    def __post_init__(self) -> None:
-        check_tensor("process", self.process, "floats", N=None, T=None)
-        rows, tokens = self.process.shape
-        for name, kind in {"values": "floats", "ends": "bools", "mask": "bools"}.items():
-            check_tensor(name, getattr(self, name), kind, N=rows, T=tokens)
-        for name, kind in {"outcome": "floats", "outcome_advantages": "floats", "valued": "bools"}.items():
-            check_tensor(name, getattr(self, name), kind, N=rows)
-        if self.group_size < 1 or rows % self.group_size:
-            raise ValueError(f"{rows} rows do not split into groups of {self.group_size}: pass whole groups.")
 
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """Settings of the credit estimators; `SETTINGS` lists which estimator uses which settings.
+    """Settings of the credit estimators. `Estimator.settings` lists which estimator uses which settings.
 
     Args:
         outcome_weight: w_o >= 0, the weight of the outcome part of the advantage.
-        process_weight: w_p >= 0, the weight of the process part; or "auto", which needs anchored values. With "auto",
-            `worth.Watch` computes the weight w from how well V predicted the outcomes of the last windows, and the
-            outcome part has the weight 1 − w. While w is 0, all advantages are exactly those of a run without the
-            callback.
+        process_weight: w_p >= 0, the weight of the process part.
         scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
             is larger than the spread. So if V hardly changes, its noise does not become an advantage of about 1. None =
             0.1 for log-probs, 0.01 for other values (`FLOORS`).
         gamma: γ in [0, 1], the discount per token; with `gae`, per episode.
         lam: λ of `gae` in [0, 1], per episode.
     Raises:
-        ValueError: if a number is out of range, or if `outcome_weight` is not 1 and `process_weight` is "auto".
+        ValueError: if a number is out of range.
     """
 
     outcome_weight: float = 1.0
-    process_weight: float | Literal["auto"] = 1.0
+    process_weight: float = 1.0
     scale_floor: float | None = None
     gamma: float = 1.0
     lam: float = 0.95
 
     def __post_init__(self) -> None:
-        auto = self.process_weight == "auto"
-        if auto and self.outcome_weight != 1:
+        right = self.outcome_weight >= 0 and self.process_weight >= 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1
+        if not right or not (self.scale_floor is None or self.scale_floor > 0):
             raise ValueError(
-                f"outcome_weight={self.outcome_weight!r} beside process_weight='auto', which sets both weights from "
-                "how well V predicts outcomes: leave outcome_weight at 1, or give both weights as numbers."
+                f"{self} is out of range: weights are >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, gamma and "
+                "lam are from 0 to 1."
             )
-        weights = (self.outcome_weight, 0.0 if auto else self.process_weight)
-        right = all(not isinstance(weight, str) and weight >= 0 for weight in weights)
-        right &= self.scale_floor is None or self.scale_floor > 0
-        if not (right and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise ValueError(
-                f"{self} is out of range: weights are >= 0 (process_weight may also be 'auto'), scale_floor is > 0 in "
-                "the unit of V, e.g. 0.1, gamma and lam are from 0 to 1."
-            )
-
-
-def anchor(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds a boundary at the end of each row, with the outcome as its value.
-
-    The final answer becomes an episode with U_{n+1} = outcome − V_n. If no token follows b_n, the outcome replaces V_n.
-    So ΣU = outcome − V_0, which does not depend on the values between. If the policy raises V within an episode without
-    a better outcome, the sum of the later U is lower by the same amount. If no V is missing, each U is the advantage of
-    VinePPO (arXiv 2410.01679, eq. 5), which also uses the outcome instead of a value at the end of a completion.
-
-    Args:
-        boundaries: [N, K] int, padded with −1.
-        values: [N, K], V at each boundary; NaN = missing.
-        lengths: [N] int, the number of completion tokens.
-        outcomes: [N], NaN = unscored.
-    Returns:
-        The new boundaries and values, [N, K+1] each.
-    """
-    boundaries = torch.nn.functional.pad(boundaries, (0, 1), value=-1)
-    values = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
-    count = (boundaries >= 0).sum(dim=1)
-    last = boundaries.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    end = torch.arange(boundaries.shape[1]) == torch.where(last == lengths, count - 1, count).unsqueeze(1)
-    outcomes = outcomes.unsqueeze(1).to(values.dtype)
-    return torch.where(end, lengths.unsqueeze(1), boundaries), torch.where(end, outcomes, values)
 
 
 def place_rewards(
@@ -174,13 +118,8 @@ def place_rewards(
         width: T, the number of columns.
     Returns:
         `process`, `ends`, `values` and `valued` of `Rewards`.
-    Raises:
-        ValueError: if a tensor has the wrong shape or dtype.
     """
-    check_tensor("boundaries", boundaries, "integers", N=None, K=None)
     rows, most = boundaries.shape
-    check_tensor("values", values, "floats", N=rows, K=most)
-    check_tensor("lengths", lengths, "integers", N=rows)
     values, lengths, number = values.double(), lengths.unsqueeze(1), torch.arange(most)
     present = boundaries >= 0
     known = present & values.isfinite()
@@ -210,48 +149,44 @@ def place_rewards(
 
 def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = the outcome advantage, without process rewards. This is the baseline for comparing estimators."""
-    return _broadcast(rewards.outcome_advantages, rewards)
+    return _or_outcome(rewards.outcome_advantages.unsqueeze(1), rewards, CreditSettings())
 
 
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    This estimator is the default, and keeps all laws if values are not anchored. R_{j,t} is 0 after the end of row j.
-    The baseline depends on other rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of
-    ΣU over the rows of the group, or the floor if the floor is larger; for anchored values see `_scaled`. As in GRPO, σ
-    depends on the row itself, and the division by σ gives groups with a small σ more weight.
-
-    If values are anchored, R_t is outcome − V at the beginning of the episode. Then V is a baseline, too: it lowers the
-    variance, and pays no progress. So nothing is learned on average from a problem that the policy cannot solve.
+    This estimator is the default, and keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on
+    other rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the
+    group, or the floor if the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives
+    groups with a small σ more weight.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
     std = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
-    return _with_outcome(_scaled(centred, std, rewards, settings), rewards, settings)
+    return _with_outcome(centred.div_(_floored(std, settings)), rewards, settings)
 
 
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
+    """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k: an episode is paid its own progress.
 
-    σ is the root mean square of all U of the group, or the floor if the floor is larger; for anchored values see
-    `_scaled`. An episode is paid its own progress, also if values are anchored and no completion solves the problem.
-    Breaks law 1: if an episode is split, each half gets only its own U.
+    σ is the root mean square of all U of the group, or the floor if the floor is larger. Breaks law 1: if an episode is
+    split, each half gets only its own U.
     """
-    own = spread_over_episodes(rewards.process, rewards.ends)
-    rms = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
-    return _with_outcome(_scaled(own, rms, rewards, settings), rewards, settings)
+    own = _discounted(rewards.process, (~rewards.ends).double())  # the sum from t on, up to the end of the episode
+    rms = _pooled(rewards.process.square(), rewards.ends, rewards)[0].sqrt()
+    return _with_outcome(own / _floored(rms, settings), rewards, settings)
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ, where s are last tokens of episodes.
 
     Outcome and process rewards are normalised separately, because their scales differ ("Training-Free Process Rewards
-    for LLM RL"). μ and σ are the mean and the standard deviation of all U of the group. σ is at least the floor; for
-    anchored values see `_scaled`. Breaks laws 1 and 2: in a row with n episodes, the sum at the first token contains
-    −n·μ/σ, so the advantage depends on the number of episodes.
+    for LLM RL"). μ and σ are the mean and the standard deviation of all U of the group. σ is at least the floor. Breaks
+    laws 1 and 2: in a row with n episodes, the sum at the first token contains −n·μ/σ, so the advantage depends on the
+    number of episodes.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
-    normalised = _scaled(rewards.process - mean, std, rewards, settings).masked_fill_(~rewards.ends, 0)
+    normalised = ((rewards.process - mean) / _floored(std, settings)).masked_fill(~rewards.ends, 0)
     return _with_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -265,7 +200,7 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
-    normalised = combined.sub_(mean).div_(std + STD_EPSILON).masked_fill_(~rewards.mask, 0)
+    normalised = ((combined - mean) / (std + STD_EPSILON)).masked_fill(~rewards.mask, 0)
     return _or_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -282,9 +217,9 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
-    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(float(settings.process_weight))
+    process = _prime_source(rewards.process, rewards.ends, rewards)
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
-    total.add_(outcome, alpha=settings.outcome_weight)
+    total = settings.outcome_weight * outcome + settings.process_weight * process
     return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
 
 
@@ -295,10 +230,8 @@ def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     episode gets no more credit than a bad episode of the same row. Breaks laws 2 (an episode at the end gets the
     advantage of its row), 5 (there is no division by the spread) and 6.
     """
-    total = _combined(rewards, settings).sum(dim=1)
-    return _or_outcome(
-        _broadcast(total - _mean_of_others(total.unsqueeze(1), rewards).flatten(), rewards), rewards, settings
-    )
+    total = _combined(rewards, settings).sum(dim=1, keepdim=True)
+    return _or_outcome(total - _mean_of_others(total, rewards), rewards, settings)
 
 
 def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -311,31 +244,17 @@ def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
-def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A = W(G) as in `reinforce_plus_plus`, but the group's mean total reward is subtracted on the last token.
-
-    This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}, where r_t on the last token also
-    contains the outcome minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1, this
-    is verl's W(s_i − mean_j s_j). Deviation: with process rewards, verl gives all tokens of a row the same advantage.
-    Here, the advantage of a token depends on the rewards from this token on. Breaks laws 1, 2, 5 and 6, because of W.
-    """
-    combined = _combined(rewards, settings)
-    baseline = _pooled(combined.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[0]
-    row, token = _last_token(rewards)
-    combined[row, token] -= baseline[row, 0]
-    returns = _discounted(combined, torch.full_like(combined, settings.gamma))
-    return _or_outcome(_whitened(returns, rewards), rewards, settings)
-
-
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_k = δ_k + γλ·A_{k+1}, δ_k = r_k + γ·V_k − V_{k−1}, with V(prefix) as the critic (GAE, arXiv 1506.02438).
 
     Each episode k is one step of GAE, and all tokens of the episode get A_k. The final answer is a step, too: its
-    reward is the outcome, and V after it is 0. The other steps have the reward 0. V must have the unit of the outcome.
-    The result is not whitened, so that a row gets the advantage 0 if V is equal to its outcome at each boundary (with
-    γ = 1). So choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and `process_weight` are
-    not used, because the advantage cannot be divided into an outcome part and a process part. Breaks laws 1 (λ counts
-    episodes), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
+    reward is the outcome, and V after it is 0. The other steps have the reward 0. With λ = 0, A_k = V_k − V_{k−1}, and
+    the final answer gets outcome − V_n: the advantage of VinePPO (arXiv 2410.01679, eq. 5). V must have the unit of the
+    outcome. The result is not whitened, so that a row gets the advantage 0 if V is equal to its outcome at each
+    boundary (with γ = 1). So choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and
+    `process_weight` are not used, because the advantage cannot be divided into an outcome part and a process part.
+    Breaks laws 1 (λ counts episodes), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and
+    6.
     """
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
@@ -344,100 +263,63 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     row, token = _last_token(rewards)
     deltas[row, token] = rewards.outcome.nan_to_num()[row] - values[row, token]
     discounts = torch.where(rewards.ends, settings.gamma * settings.lam, one)
-    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings(process_weight=0))
+    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings())
 
 
-ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
-    estimator.__name__: estimator
-    for estimator in (
-        centered_return,
-        grpo,
-        grpo_process,
-        deepseek_process,
-        prime_rloo,
-        rloo,
-        reinforce_plus_plus,
-        reinforce_plus_plus_baseline,
-        gae,
-        episode,
-    )
-}
-
-_WEIGHTS = {"outcome_weight", "process_weight"}
-# The fields of `CreditSettings` that each estimator uses. Setting another field is an error, because the estimator
-# would ignore it.
-SETTINGS: dict[str, set[str]] = {
-    "centered_return": _WEIGHTS | {"scale_floor"},
-    "episode": _WEIGHTS | {"scale_floor"},
-    "grpo_process": _WEIGHTS | {"scale_floor"},
-    "grpo": set(),
-    "deepseek_process": _WEIGHTS,
-    "prime_rloo": _WEIGHTS,
-    "rloo": _WEIGHTS,
-    "reinforce_plus_plus": _WEIGHTS | {"gamma"},
-    "reinforce_plus_plus_baseline": _WEIGHTS | {"gamma"},
-    "gae": {"gamma", "lam"},
-}
+_WEIGHTS = frozenset({"outcome_weight", "process_weight"})
+_IN_GROUP = Estimator(per_group=True, group_baseline=True)
+# Each credit estimator, the settings that it uses, and its flags if `dash_trl.update` has no estimator of this name.
+for _credit, _settings, _flags in (
+    (centered_return, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
+    (episode, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
+    (grpo_process, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
+    (deepseek_process, _WEIGHTS, _IN_GROUP),
+    (prime_rloo, _WEIGHTS, Estimator(group_baseline=True)),  # it whitens over the batch
+    (gae, frozenset({"gamma", "lam"}), Estimator(per_group=True)),  # its baseline is V
+    (grpo, frozenset[str](), _IN_GROUP),
+    (rloo, _WEIGHTS, _IN_GROUP),
+    (reinforce_plus_plus, _WEIGHTS | {"gamma"}, Estimator()),
+):
+    _known = ESTIMATORS.get(_credit.__name__, _flags)
+    ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=_settings)
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:
     """Raises a `ValueError` if a setting that the estimator does not use differs from its default.
 
     Args:
-        estimator: name of the credit estimator, one of `ESTIMATORS`.
+        estimator: name of the credit estimator.
         settings: the settings for this estimator.
     """
-    names = {one.name for one in fields(settings)}
-    has = SETTINGS.get(estimator, names)  # a user's estimator may use any setting
-    for name in sorted(names - has):
-        if (value := getattr(settings, name)) != getattr(CreditSettings, name):
+    used = ESTIMATORS[estimator].settings
+    for name, value in vars(settings).items():
+        if used is not None and name not in used and value != getattr(CreditSettings, name):
             raise ValueError(
                 f"{name}={value!r} does nothing with estimator={estimator!r}, whose settings are "
-                f"{', '.join(sorted(has)) or 'none'}. Leave it out, or choose an estimator that has it."
+                f"{', '.join(sorted(used)) or 'none'}. Leave it out, or choose an estimator that has it."
             )
 
 
 # ---------------------------------------------------------------------------------------- helpers of the estimators
 
 
-def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
-    return torch.where(rewards.mask, per_row.double().unsqueeze(1), 0.0)
-
-
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns `_outcome_part`, plus w_p·process in the rows that are valued. Overwrites `process`."""
-    process_weight = float(settings.process_weight)
-    process.mul_(process_weight * rewards.valued.double().unsqueeze(1))
-    process.add_(_outcome_part(rewards, settings))
-    if rewards.unit is not None:
-        share = _units(rewards)[1] * rewards.valued.unsqueeze(1)
-        process.add_(process_weight * share * rewards.outcome_advantages.unsqueeze(1))
-    return process.masked_fill_(~rewards.mask, 0)
+    """Returns w_o·A_outcome, plus w_p·process in the rows that are valued. Overwrites `process`, to save memory."""
+    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
+    return _or_outcome(process.mul_(settings.process_weight).add_(outcome), rewards, settings)
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns `advantages` for valued rows and `_outcome_part` for the others."""
-    outcome = _outcome_part(rewards, settings)
-    return torch.where(rewards.valued.unsqueeze(1), advantages, outcome).masked_fill_(~rewards.mask, 0)
-
-
-def _outcome_part(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns [N, 1]: w_o·A_outcome, or (w_o + w_p)·A_outcome for rows that are not valued if values are anchored.
-
-    With anchored values, the process part of a valued row contains the outcome, too. So the weight w_p is added in a
-    row that is not valued. With process_weight="auto", such a row then gets exactly A_outcome.
-    """
-    weight = alone = settings.outcome_weight
-    if rewards.unit is not None:
-        alone += float(settings.process_weight)
-    outcome = rewards.outcome_advantages
-    return torch.where(rewards.valued, weight * outcome, alone * outcome).unsqueeze(1)
+    """Returns `advantages` [N, T] or [N, 1] for valued rows, w_o·A_outcome for the others, and 0 for padding."""
+    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
+    credit = torch.where(rewards.valued.unsqueeze(1), advantages, outcome).expand(rewards.mask.shape)
+    return credit.masked_fill(~rewards.mask, 0)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """Returns [N, T]: w_p·r_t, plus w_o·outcome on the last token of each row."""
     row, token = _last_token(rewards)
-    combined = float(settings.process_weight) * rewards.process
+    combined = settings.process_weight * rewards.process
     combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
     return combined
 
@@ -451,71 +333,15 @@ def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
     """Returns [N, T]: G_t = v_t + d_t·G_{t+1}, where v are the values and d are the discounts, [N, T] each."""
-    if (discounts == 1).all():
-        return _returns_to_go(values)
     sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: contiguous at each t
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(sums[t + 1], discounts[t])
     return sums.t().contiguous()
 
 
-def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Scales process rewards [N, T] to the unit of the outcome advantages. Overwrites `values`.
-
-    If V is not anchored, process rewards are divided by `spread` [N, 1], or by the floor if the floor is larger.
-
-    If V is anchored, process rewards have the unit of the outcome. They are multiplied by the outcome advantage per
-    unit of reward in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In
-    GRPO this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. See `_units` for groups whose outcomes
-    are nearly or exactly the same.
-    """
-    if rewards.unit is None:
-        floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
-        return values.div_(spread.clamp(min=floor))
-    return values.mul_(_units(rewards)[0])
-
-
-def _units(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """Computes the factor of anchored process rewards in each group, and the weight that V loses there.
-
-    If all outcomes of a group are the same, all its advantages are 0 and its own factor cannot be computed. Then the
-    factor of the last windows is used (`Rewards.unit`). If outcomes differ by little, such as a bonus for the format,
-    1/σ is large and would multiply the noise of V. So the factor is at most `MOST_UNITS` times the factor of the last
-    windows, if there is one. The share of the factor that is cut off goes to the outcome advantage. This is the same as
-    a smaller w_p and a larger w_o for this group.
-
-    Returns:
-        [N, 1] each: the factor, and the share of w_p that goes to the outcome advantage, from 0 to 1.
-    """
-    products, squares, alike = outcome_units(
-        rewards.outcome, rewards.outcome_advantages, rewards.valued, rewards.group_size
-    )
-    own, of_others = products / squares, float(rewards.unit or 0.0)
-    most = MOST_UNITS * of_others if of_others > 0 else torch.inf
-    unit = torch.where(alike, of_others, own.clamp(-most, most))
-    share = torch.where(alike | (own == 0), 0.0, 1 - unit / own)
-    per_row = torch.stack([unit, share], dim=1).repeat_interleave(rewards.group_size, dim=0)
-    return per_row[:, :1], per_row[:, 1:]
-
-
-def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes Σ A·Δo and Σ Δo² over the used rows of each group. Their ratio is the advantage per unit of reward.
-
-    Args:
-        outcome: [N], the outcomes o; NaN is allowed in rows that are not used.
-        advantages: [N], the outcome advantages A.
-        used: [N] bool, True = the row counts.
-        group_size: G, which divides N.
-    Returns:
-        Three tensors [N / G]: Σ A·Δo and Σ Δo² in float64, where Δo is the difference from the mean of the used rows;
-        and a bool tensor, True = the outcomes of the group are all the same.
-    """
-    used = used.view(-1, group_size)
-    of_used = outcome.double().view(-1, group_size).masked_fill(~used, 0)
-    mean = of_used.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
-    centred = (of_used - mean).masked_fill(~used, 0)
-    products = (centred * advantages.double().view(-1, group_size)).sum(dim=1)
-    return products, centred.square().sum(dim=1), centred.abs().amax(dim=1) < ALIKE
+def _floored(spread: Tensor, settings: CreditSettings) -> Tensor:
+    """Returns the divisor of process rewards: their spread, or the floor if it is larger."""
+    return spread.clamp(min=FLOORS["log"] if settings.scale_floor is None else settings.scale_floor)
 
 
 def _returns_to_go(values: Tensor) -> Tensor:
@@ -535,29 +361,24 @@ def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
     return grouped.neg_().add_(total).div_((used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
 
 
-def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
+def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Computes the mean and the unbiased standard deviation over all numbers of a group, repeated for each row.
 
     Args:
         values: [N, T], or [N, 1] for one number per row.
         places: bool, same shape as `values`, True = the number counts. Rows that are not valued never count.
         rewards: the input of the estimator. Only its `group_size` and `valued` are used.
-        centre: True = standard deviation, False = root mean square.
     Returns:
-        [N, 1] each: the mean, and the standard deviation or root mean square. The standard deviation of fewer than two
-        numbers is unknown; infinity is returned, so what is divided by it becomes 0.
+        [N, 1] each: the mean and the standard deviation. The standard deviation of fewer than two numbers is unknown;
+        infinity is returned, so what is divided by it becomes 0.
     """
     used = _groups(places & rewards.valued.unsqueeze(1), rewards)
     grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
     mean = grouped.sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
-    if centre:
-        grouped.sub_(mean).masked_fill_(~used, 0)
-    squares = grouped.square_().sum(dim=(1, 2), keepdim=True)
-    std = (squares / ((count - 1) if centre else count).clamp(min=1)).sqrt()
-    if centre:
-        std.masked_fill_(count < 2, torch.inf)
-    shape = (used.shape[0], rewards.group_size, 1)
-    return mean.expand(shape).reshape(-1, 1), std.expand(shape).reshape(-1, 1)
+    squares = (grouped - mean).masked_fill(~used, 0).square().sum(dim=(1, 2), keepdim=True)
+    std = (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, torch.inf)
+    repeated = (one.repeat_interleave(rewards.group_size, dim=0).squeeze(2) for one in (mean, std))
+    return next(repeated), next(repeated)
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
@@ -613,20 +434,3 @@ def moments(
     centred = zip(weighed, mean, strict=True)
     squares = [(values - centre).square_().mul_(times).sum() for (values, times), centre in centred]
     return count, mean, sum_over_ranks(torch.stack(squares)) / (count - 1).clamp(min=0)
-
-
-def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:
-    """Copies the value on the last token of each episode to all tokens of the episode; other tokens get 0.
-
-    Args:
-        values: [N, T], one value on the last token of each episode.
-        ends: [N, T] bool, True = the last token of an episode.
-    Returns:
-        [N, T].
-    """
-    stops = ends.clone()
-    stops[:, -1:] = True  # the tokens after the last episode end of a row are a run, too
-    stop = stops.flatten().nonzero().squeeze(1)
-    levels = torch.where(ends.flatten()[stop], values.flatten()[stop], 0)
-    runs = stop.diff(prepend=stop.new_tensor([-1]))
-    return levels.repeat_interleave(runs, output_size=values.numel()).view(values.shape)

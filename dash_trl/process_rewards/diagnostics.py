@@ -6,8 +6,6 @@ Checks 1 to 3 come from "Training-Free Process Rewards for LLM RL":
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
 3. Does the computation of V take a small share of the time?
-4. Does V order the completions of a problem better than chance?
-5. Does the policy still have entropy? This check runs only if V is computed from the policy's own log-probs.
 
 If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy.
 """
@@ -15,7 +13,6 @@ If a check fails in `PATIENCE` windows in a row, a warning explains the reason a
 import logging
 import math
 import time
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,11 +21,8 @@ from dash_trl.process_rewards.credit import Rewards, moments
 
 logger = logging.getLogger(__name__)
 
-# Estimators that by definition give all tokens of a row the same advantage.
-SCALAR_ESTIMATORS = ("grpo", "rloo")
 DROWNED = 0.01  # check 2 fails if process rewards change the advantages by less than this share of their spread
 DEAR = 0.5  # check 3 fails if V takes more than this share of the time between two windows
-LOST = 0.1  # check 5 fails if the policy's entropy falls below this share of the entropy in the first windows
 PATIENCE = 3  # a check must fail in this number of windows in a row before it warns; one failure may be chance
 
 
@@ -54,7 +48,8 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
     first, last = (values.gather(1, at.unsqueeze(1)).flatten() for at in (count * 0, (count - 1).clamp(min=0)))
     row, token = (rewards.ends & valued.unsqueeze(1)).nonzero(as_tuple=True)
     utilities, early = rewards.process[row, token], 2 * token < lengths[row]
-    several, structure = row.bincount(minlength=len(valued)) > 1, structured(credit, rewards.mask)
+    low, high = torch.where(rewards.mask, credit, credit[:, :1]).aminmax(dim=1)
+    several, structure = row.bincount(minlength=len(valued)) > 1, high - low > 1e-6
     outcome, tokens = rewards.outcome_advantages, credit[rewards.mask]
     samples: dict[str, tuple[Tensor, Tensor | int]] = {
         "process/episodes": ((count - 1)[asked], 1),
@@ -84,63 +79,31 @@ def process_metrics(figures: Figures) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
-def structured(credit: Tensor, mask: Tensor) -> Tensor:
-    """Returns for each row whether its tokens have different advantages.
-
-    Args:
-        credit: [N, T], the advantages.
-        mask: [N, T] bool, True = a token of the completion.
-    Returns:
-        [N] bool, True = the advantages of the row's tokens differ.
-    """
-    low, high = torch.where(mask, credit, credit[:, :1]).aminmax(dim=1)
-    return high - low > 1e-6
-
-
 class Diagnostics:
     """Runs the checks on each window and warns if a check has failed in `PATIENCE` windows in a row.
 
     The warning is not repeated while the check goes on failing. If the check passes in a window, its count of failures
     is set back to 0, so the warning may come again later.
-
-    Attributes:
-        entropies: at most `PATIENCE` numbers, the policy's mean entropy per token in the first windows in which V had a
-            weight above 0. Check 5 compares later entropies with them.
     """
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "worth": 0, "entropy": 0}
+        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
         self._last = -math.inf  # time of the previous window, in seconds
-        self.entropies: list[float] = []
 
-    def check(
-        self,
-        figures: Figures,
-        *,
-        seconds: float,
-        estimator: str,
-        ready: bool = True,
-        pays: bool = True,
-        auto: bool = False,
-    ) -> None:
-        """Runs checks 0 to 3 on one window.
+    def check(self, figures: Figures, *, seconds: float, estimator: str) -> None:
+        """Runs the checks on one window.
 
         Args:
             figures: the result of `batch_figures`.
             seconds: the seconds that the computation of values and credit took.
             estimator: name of the credit estimator.
-            ready: False = the value estimator has too little data yet. Check 0 is left out, because missing values are
-                expected.
-            pays: False = the "auto" weight of V is 0. Checks 1 and 2 are left out, because the callback does not change
-                the advantages.
-            auto: True = `process_weight` is "auto". Check 2 is left out, because a small weight is expected.
         """
         now = time.perf_counter()
         between, self._last = now - self._last, now
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         several_structured = figures["structured where several"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
-        if asked and ready:
+        if asked:
             self._note(
                 "values",
                 valued == 0,
@@ -149,15 +112,15 @@ class Diagnostics:
                 "missing values.",
             )
         # Check 1 is left out if all advantages are the same, because the filter's metrics already show this.
-        if pays and figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
+        if figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
             self._note(
                 "structure",
-                estimator in SCALAR_ESTIMATORS or several_structured == 0,
+                several_structured == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another estimator that gives each token an "
                 "advantage of its own.",
             )
-        if pays and valued and not auto:
+        if valued:
             self._note(
                 "scale",
                 process < DROWNED * outcome,
@@ -171,39 +134,6 @@ class Diagnostics:
             f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation windows. Fewer and longer "
             "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make V cheaper.",
         )
-
-    def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
-        """Runs checks 4 and 5 on a window in which V has a weight above 0.
-
-        Args:
-            figures: the result of `Watch.figures`.
-            full: True = the figures cover `worth.WINDOWS` windows. Check 4 runs only then.
-            entropy: the policy's mean entropy per token. None = check 5 is left out, because the entropy is unknown or
-                V is not computed from the policy's log-probs.
-        """
-        low = figures.get("process/concordance_low")
-        if full and low is not None:
-            self._note(
-                "worth",
-                low <= 0.5,
-                "V orders the completions of a problem no better than chance: the better one has the larger V in "
-                f"{figures['process/concordance']:.1%} of the pairs, and the 95 % interval begins at {low:.1%}. So the "
-                "process rewards are noise. Use another value, or CreditSettings(process_weight='auto'), which gives V "
-                "the weight 0 until V predicts outcomes, or leave the callback out.",
-            )
-        if entropy is not None and len(self.entropies) < PATIENCE:
-            self.entropies.append(entropy)
-        elif entropy is not None:
-            first = sum(self.entropies) / PATIENCE
-            self._note(
-                "entropy",
-                entropy < LOST * first,
-                f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first "
-                "windows in which V had a weight above 0. V is computed from the policy's own log-probs, so it may "
-                "reward confidence in any text, and the logged figures of V cannot show this. Look at the accuracy on "
-                "held-out problems. If the accuracy falls, use a smaller process_weight (0 switches V off), or a value "
-                "that is not computed from log-probs.",
-            )
 
     def _note(self, check: str, failed: bool, message: str) -> None:
         self._failures[check] = self._failures[check] + 1 if failed else 0

@@ -153,16 +153,12 @@ class Segmenter:
                 "needed."
             )
         check_escapes("final_answer", final_answer)
-        if _BOXED_AS_BOUNDARY.search(final_answer):
+        if _BOXED_AS_BOUNDARY.search(final_answer) or re.search(final_answer, ""):
             raise ValueError(
-                f"final_answer={final_answer!r} looks for 'oxed' at the beginning of a word, since \\b means the edge "
-                "of a word in a regular expression. Write \\\\boxed, with two backslashes in a raw string."
-            )
-        if re.search(final_answer, ""):
-            raise ValueError(
-                f"final_answer={final_answer!r} matches an empty text, so every final answer would begin at the end. "
-                "Give an expression for the text before your model's answers, or r'(?!)', which matches nothing: then "
-                "the last boundary of each completion is its end."
+                f"final_answer={final_answer!r} matches an empty text, or looks for 'oxed' at the beginning of a word, "
+                "since \\b means the edge of a word in a regular expression. Give an expression for the text before "
+                "your model's answers, such as r'\\\\boxed', or r'(?!)', which matches nothing: then the last boundary "
+                "of each completion is its end."
             )
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)

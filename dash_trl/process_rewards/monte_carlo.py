@@ -20,7 +20,8 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl.collect import decoded
-from dash_trl.process_rewards.values import ValueRequest, server_pool
+from dash_trl.process_rewards.values import ValueRequest
+from dash_trl.sampling import VLLMPool
 from dash_trl.update import weighted_rewards
 
 
@@ -41,14 +42,6 @@ class _Prefix:
     boundary: int
     room: int
     request: ValueRequest
-
-    @property
-    def completion(self) -> list[int]:
-        return list(self.request.completion_ids[: self.boundary])
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.request.prompt_ids, *self.completion]
 
 
 class MonteCarloValue:
@@ -89,7 +82,10 @@ class MonteCarloValue:
         means = {}
         for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
             rows = self._repeat(mine)
-            completions = [[*row.completion, *ids[: row.room]] for row, ids in zip(rows, sampled, strict=True)]
+            completions = [
+                [*row.request.completion_ids[: row.boundary], *ids[: row.room]]
+                for row, ids in zip(rows, sampled, strict=True)
+            ]
             rewards = _rewards(trainer, rows, completions, group_size=self.num_rollouts)
             total = weighted_rewards(rewards, trainer.reward_weights)
             for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
@@ -130,21 +126,30 @@ class MonteCarloValue:
             calls: the result of `_calls`.
             trainer: the `DASHTrainer`.
         """
-        pool = server_pool(trainer)
+        sampler = getattr(trainer, "vllm_generation", None)
+        pool = sampler if isinstance(sampler, VLLMPool) else None
         asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
         if pool is not None and asked:
-            ids, rooms = self._repeat([prefix.ids for prefix in asked]), self._repeat([one.room for one in asked])
-            _, sampled, _, _ = pool.generate(ids, None, self.num_rollouts, max_tokens=rooms)
+            rooms = self._repeat([prefix.room for prefix in asked])
+            _, sampled, _, _ = pool.generate(self._ids(asked), None, self.num_rollouts, max_tokens=rooms)
             rest = iter(sampled)
         for call, mine in calls:
-            ids, longest = self._repeat([prefix.ids for prefix in mine]), call[0].room
+            ids, longest = self._ids(mine), call[0].room
             if not longest:
                 yield [[] for _ in ids]
             elif pool is not None:
                 yield list(islice(rest, len(ids)))
             else:
-                with _at_most(longest, trainer):
+                owner = sampler if trainer.use_vllm else trainer.generation_config
+                name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
+                with _changed(owner, **{name: longest}):
                     yield trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
+
+    def _ids(self, prefixes: Sequence[_Prefix]) -> list[list[int]]:
+        """Returns the token ids of each prefix with its prompt, K times."""
+        return self._repeat(
+            [[*one.request.prompt_ids, *one.request.completion_ids[: one.boundary]] for one in prefixes]
+        )
 
     def _repeat(self, values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(self.num_rollouts)]
@@ -157,7 +162,7 @@ def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
             "MonteCarloValue with "
             + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
             + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored without "
-            "it, so V would be too low wherever a tool helps. Use AnswerLogProbValue() or OutcomeValue()."
+            "it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
         )
 
 
@@ -166,21 +171,6 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
     contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
-
-
-@contextmanager
-def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
-    """Within the `with` block, limits the completions of the trainer's sampler to this number of tokens."""
-    if trainer.use_vllm:
-        owner, name = trainer.vllm_generation, "max_completion_length"
-    else:
-        owner, name = trainer.generation_config, "max_new_tokens"
-    before = getattr(owner, name)
-    setattr(owner, name, min(before, tokens))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
@@ -200,17 +190,17 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
     ask = partial(GRPOTrainer._calculate_rewards, trainer, examples, prompts, completions, completion_ids)
-    with _unlogged(trainer):
+    # What reward functions log here is dropped, because it would distort the figures of training.
+    with _changed(trainer, _pending_extra_logs=defaultdict(list), _pending_metrics=defaultdict(list)):
         return trainer._rewards.of_all(ask, training=False, group_size=group_size)
 
 
 @contextmanager
-def _unlogged(trainer: Any) -> Iterator[None]:
-    """Within the `with` block, drops the figures that reward functions log: they would distort those of training."""
-    names = ("_pending_extra_logs", "_pending_metrics")
-    before = {name: getattr(trainer, name) for name in names}
-    vars(trainer).update({name: defaultdict(list) for name in names})
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    """Within the `with` block, attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        vars(trainer).update(before)
+        vars(owner).update(before)

@@ -2,11 +2,9 @@
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix, and `ServerValue` does this on
-vLLM servers. `MonteCarloValue` lets the policy finish the prefix K times and computes the mean reward. `OutcomeValue`
-predicts the outcome from the log-probs of the prefix's tokens, by a fit to the last windows. `StepValue` uses scores of
-the episodes. A value that cannot be computed is missing: the estimator returns NaN, not 0, because log P = 0 would
-mean certainty.
+`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the
+policy finish the prefix K times and computes the mean reward. `StepValue` uses scores of the episodes. A value that
+cannot be computed is missing: the estimator returns NaN, not 0, because log P = 0 would mean certainty.
 """
 
 import logging
@@ -17,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from statistics import fmean
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -58,10 +57,6 @@ class ValueRequest:
             `completion_ids[:boundary]`. Empty = no value is needed.
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
-        log_probs: log-prob of each token of the completion, by the policy that sampled it; NaN = unknown, 0 = the
-            policy did not write the token. None = not given, because the estimator's `needs_log_probs` is False.
-        entropies: entropy of the policy at each token of the completion; 0 = the policy did not write the token. None =
-            not computed, for example because the log-probs are the sampler's.
         own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
             None = the policy wrote all tokens.
         begun: the result of the estimator's `begin` for this completion. None = `begin` was not called, or did nothing
@@ -73,8 +68,6 @@ class ValueRequest:
     boundaries: tuple[int, ...]
     answers: tuple[str, ...] = ()
     example: dict[str, Any] | None = None
-    log_probs: tuple[float, ...] | None = None
-    entropies: tuple[float, ...] | None = None
     own: tuple[int, ...] | None = None
     begun: Any = None
 
@@ -86,18 +79,10 @@ class ValueEstimator(Protocol):
 
     - `needs_answers`: False = the estimator does not use `ValueRequest.answers`, and the dataset needs no column with
       answers.
-    - `needs_log_probs`: True = the estimator uses `ValueRequest.log_probs`.
-    - `ready`: False = the estimator has no values yet, so missing values are expected.
     - `begin(requests, trainer, order)`: starts the computation early. It is called for a group as soon as a vLLM server
-      has sampled the group, on the main thread of one rank alone. It is not called if `needs_log_probs` is True. For
-      each request it returns the values, or an object with which `__call__` waits for the values, or None if it started
-      nothing. `__call__` gets this result as `ValueRequest.begun`. `order` is the number of the group's window.
-    - `learn(requests, outcomes, trainer)`: learns from a window. It is called once per window, after V was computed for
-      the whole window, on every rank at the same point. `requests` are this rank's scored rows that have loss tokens,
-      and `outcomes` are the weighted rewards of these rows.
-    - `state_dict()` and `load_state_dict(state)`: return and restore the estimator's state for checkpoints. The state
-      consists of tensors, numbers, lists and dicts. It must be the same on all ranks, and its tensors must not be
-      changed later.
+      has sampled the group, on the main thread of one rank alone. For each request it returns the values, or an object
+      with which `__call__` waits for the values, or None if it started nothing. `__call__` gets this result as
+      `ValueRequest.begun`. `order` is the number of the group's window.
     """
 
     space: str
@@ -190,16 +175,14 @@ class AnswerLogProbValue:
         self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        model = trainer.model
-        base = model.get_base_model() if is_peft_model(model) else model
+        rest = [request for request in requests if request.begun is None]
+        trees = trainer.ranks.agree(lambda: [self._tree(request, trainer._tokenizer) for request in rest])
 
         def most(passes: int) -> int:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
-        rest = [request for request in requests if request.begun is None]
-        trees = trainer.ranks.agree(partial(self._trees, rest, trainer._tokenizer))
         with trainer.accelerator.autocast():
-            found = iter(self._valued(rest, trees, base, model, most))
+            found = iter(self._valued(rest, trees, _base(trainer.model), trainer.model, most))
         return [next(found) if request.begun is None else request.begun for request in requests]
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
@@ -215,14 +198,13 @@ class AnswerLogProbValue:
         Returns:
             A list of values for each request, or None for each request if the method did nothing.
         """
-        model = trainer.model
-        base = model.get_base_model() if is_peft_model(model) else model
         sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
+        base = _base(trainer.model)
         if sharded or trainer.args.async_level or base not in self._flaws:
             return [None] * len(requests)
+        trees = [self._tree(request, trainer._tokenizer) for request in requests]
         with trainer.accelerator.autocast():
-            trees = self._trees(requests, trainer._tokenizer)
-            return self._valued(requests, trees, base, model, lambda passes: passes)
+            return self._valued(requests, trees, base, trainer.model, lambda passes: passes)
 
     def score(
         self,
@@ -230,7 +212,6 @@ class AnswerLogProbValue:
         model: Any,
         tokenizer: Any,
         *,
-        call: Any = None,
         passes_on_all_ranks: Callable[[int], int] = lambda passes: passes,
     ) -> list[list[float]]:
         """Computes the values with any model and tokenizer, without a trainer.
@@ -239,18 +220,13 @@ class AnswerLogProbValue:
             requests: the completions and their boundaries.
             model: a transformers model.
             tokenizer: the tokenizer of the model.
-            call: the wrapper of `model` that is called for a pass. None = `model` itself is called.
             passes_on_all_ranks: function that takes this rank's number of passes and returns the largest number on any
                 rank. A rank with fewer passes runs dummy passes, because a pass is a collective under ZeRO-3 and FSDP.
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
-        return self._valued(
-            requests, self._trees(requests, tokenizer), model, model if call is None else call, passes_on_all_ranks
-        )
-
-    def _trees(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[Tree]:
-        return [self._tree(request, tokenizer) for request in requests]
+        trees = [self._tree(request, tokenizer) for request in requests]
+        return self._valued(requests, trees, model, model, passes_on_all_ranks)
 
     @torch.no_grad()
     def _valued(
@@ -317,19 +293,14 @@ class AnswerLogProbValue:
         return found
 
     def _values(self, branches: list[list[float]], request: ValueRequest) -> list[float]:
+        """Returns one value per boundary, from the log-probs of the answers' tokens at all boundaries."""
         count = len(request.boundaries)
         if not branches:
             return [math.nan] * count
-        answers = len(branches) // count
-        return [self._value(branches[i * answers : (i + 1) * answers]) for i in range(count)]
-
-    def _value(self, answers: Iterable[Sequence[float]]) -> float:
-        means = [sum(max(one, FLOOR) for one in tokens) / len(tokens) for tokens in answers]
-        if not all(map(math.isfinite, means)):
-            return math.nan
-        top = max(means)
-        value = min(top + math.log(sum(math.exp(mean - top) for mean in means)), 0.0)
-        return value if self.space == "log" else math.exp(value)
+        means = torch.tensor([fmean(max(one, FLOOR) for one in tokens) for tokens in branches], dtype=torch.double)
+        values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)
+        values = values.masked_fill(~means.view(count, -1).isfinite().all(dim=1), math.nan)
+        return (values if self.space == "log" else values.exp()).tolist()
 
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
         """Returns whether tree passes of this model are right; all ranks test a new model together."""
@@ -346,6 +317,10 @@ class AnswerLogProbValue:
                 )
             self._flaws[model] = flaw
         return self._flaws[model] is None
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if is_peft_model(model) else model
 
 
 def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
@@ -371,65 +346,3 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
             prefix = bisect_right(starts, begun.pop().start()) - 1
         found.append((prefix, bool(begun) and begun[-1][0] == "<think>"))
     return found
-
-
-def server_pool(trainer: Any) -> Any:
-    """Returns the `VLLMPool` of the trainer's vLLM servers; None if the trainer samples in another way."""
-    sampler = getattr(trainer, "vllm_generation", None)
-    return sampler if hasattr(sampler, "begin_scores") else None
-
-
-class ServerValue(AnswerLogProbValue):
-    """Computes the values of `AnswerLogProbValue` on the trainer's vLLM servers, one request per boundary and answer.
-
-    The requests of a group start as soon as the group is sampled, while other groups are still sampled. The values are
-    computed with the weights that the servers have at that time. With `async_level` > 0, new weights may arrive between
-    two requests of a completion, so its values may be those of two versions.
-
-    The servers compute each prefix of a completion separately. This is more work than a tree pass of
-    `AnswerLogProbValue`, which computes the completion only once. `ServerValue` is faster only if there are many
-    servers and the trainer is the bottleneck. The servers' `--max-model-len` must have room for the force prompt and
-    the answer after the longest completion.
-    """
-
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        pool = self._pool(trainer)
-
-        def values() -> list[list[float]]:
-            rest = iter(self.begin([request for request in requests if request.begun is None], trainer))
-            begun = [next(rest) if request.begun is None else request.begun for request in requests]
-            return [self._found(*one, pool=pool) for one in zip(requests, begun, strict=True)]
-
-        return trainer.ranks.agree(values)
-
-    def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int = -1) -> list[tuple[Tree, Any]]:
-        """Sends the requests for a group's log-probs to the servers without waiting; see `begin` of `ValueEstimator`.
-
-        Args:
-            requests: the completions of a group.
-            trainer: the `DASHTrainer`.
-            order: number of the group's window. The servers get the requests of earlier windows first.
-        Returns:
-            One pair per request: its tree, and an object with which `__call__` waits for the log-probs. The object is
-            None if the tree has no branches.
-        """
-        found = []
-        for tree in self._trees(requests, trainer._tokenizer):
-            sequences = [[*tree.trunk[: branch.attach], *branch.tokens] for branch in tree.branches]
-            found.append((tree, self._pool(trainer).begin_scores(sequences, order=order) if sequences else None))
-        return found
-
-    def _found(self, request: ValueRequest, begun: tuple[Tree, Any], *, pool: Any) -> list[float]:
-        tree, batch = begun
-        scored = [] if batch is None else pool.scores(batch)
-        answers = [row[one.scored - len(one.tokens) :] for row, one in zip(scored, tree.branches, strict=True)]
-        return self._values(answers, request)
-
-    def _pool(self, trainer: Any) -> Any:
-        pool = server_pool(trainer)
-        if pool is None:
-            raise ValueError(
-                "ServerValue needs the vLLM servers that a run samples from, but this run has no servers: name them "
-                "with vllm_server_urls, or use AnswerLogProbValue, which uses the trainer's model."
-            )
-        return pool

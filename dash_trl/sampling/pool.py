@@ -265,21 +265,6 @@ class ServerPool:
         first = accumulate((n for _, n, *_ in prompts), initial=0)
         return [job(number, next(first), *prompt) for number, prompt in enumerate(prompts)]
 
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[Job]:
-        """Make one job for each sequence; its result is the log-prob of every token but the first, at temperature 1.
-
-        Args:
-            sequences: token ids of each sequence.
-
-        Returns:
-            The jobs, in the order of the sequences.
-        """
-
-        def job(number: int, ids: Sequence[int]) -> Job:
-            return Job(len(ids), ask=lambda server: server.log_probs(ids, timeout=math.inf), number=number)
-
-        return [job(*one) for one in enumerate(sequences)]
-
     # ------------------------------------------------------------------------------------------- batches in work
 
     def submit(self, jobs: list[Job], *, order: int, seen: Seen | None = None) -> Batch:

@@ -278,29 +278,6 @@ class VLLMPool(VLLMGeneration):
             sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK + window * SEEDS_OF_WINDOW
         return sampling
 
-    def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
-        """Request the log-prob of every token but the first, by the servers' weights; `scores` waits for the result.
-
-        This is not a collective: a single rank may call it.
-
-        Args:
-            sequences: token ids of each sequence.
-            order: number of a window. The requests have the same priority as rows of this window that were submitted
-                ahead. By default they go before all rows that were submitted ahead.
-        """
-        return self.pool.submit(self.pool.log_probs(sequences), order=order)
-
-    def scores(self, batch: Batch) -> list[list[float]]:
-        """Wait for the log-probs that `begin_scores` requested.
-
-        Args:
-            batch: return value of `begin_scores`.
-
-        Returns:
-            For each sequence the log-prob of every token but the first.
-        """
-        return self.pool.collect(batch)
-
     # ------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self) -> None:

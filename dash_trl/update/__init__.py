@@ -5,10 +5,17 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.update.advantages import OUTCOME_ESTIMATORS, group_advantages, outcome_advantages, weighted_rewards
+    # ESTIMATORS by way of `advantages`, which fills it.
+    from dash_trl.update.advantages import (
+        ESTIMATORS,
+        Estimator,
+        group_advantages,
+        outcome_advantages,
+        weighted_rewards,
+    )
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public
-    from dash_trl.update.advantages import checked_advantages
+    from dash_trl.update.advantages import checked_advantages, registered
     from dash_trl.update.arguments import check_tensor
     from dash_trl.update.filtering import Filtered, filter_rows
     from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw

@@ -1,17 +1,16 @@
 """Advantage estimators: pure functions that compute advantages from the rewards of whole groups.
 
-`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS`
-contains estimators that TRL's GRPOTrainer does not offer. Its keys are the names of these estimators in verl.
+`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `ESTIMATORS` also has
+estimators that TRL's GRPOTrainer does not offer. Their names are those in verl.
 
 Letters: N rows (the G rows of a group are adjacent), F reward functions, G group size, M = N / G groups.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dash_trl.update.arguments import check_tensor
+from dash_trl.update.estimators import ESTIMATORS, Estimator, registered
 
 # TRL adds this number to a standard deviation before dividing by it (grpo_trainer.py). With another number, our
 # advantages would differ from TRL's.
@@ -159,21 +158,26 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
-OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    estimator.__name__: estimator
-    for estimator in (rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo, grpo_passk)
-}
+ESTIMATORS.update(
+    # The outcome form of "grpo" is `group_advantages`, which also takes TRL's options.
+    grpo=Estimator(per_group=True, group_baseline=True),
+    rloo=Estimator(rloo, per_group=True, group_baseline=True),
+    reinforce_plus_plus=Estimator(reinforce_plus_plus),
+    reinforce_plus_plus_baseline=Estimator(reinforce_plus_plus_baseline, group_baseline=True),
+    opo=Estimator(opo, per_group=True, group_baseline=True),
+    grpo_passk=Estimator(grpo_passk, per_group=True, group_baseline=True),
+)
 
 
 def outcome_advantages(
     estimator: str, rewards: Tensor, weights: Tensor, group_size: int, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """Compute advantages with an estimator of `OUTCOME_ESTIMATORS`.
+    """Compute advantages with the outcome form of an estimator.
 
     Rewards of a group that differ only by rounding errors count as equal.
 
     Args:
-        estimator: name of the estimator, a key of `OUTCOME_ESTIMATORS`.
+        estimator: name of an estimator of `ESTIMATORS`, other than "grpo".
         rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function.
         group_size: G >= 2, which divides N.
@@ -188,7 +192,9 @@ def outcome_advantages(
     lengths = torch.ones(len(rewards)) if lengths is None else lengths.cpu()
     check_tensor("lengths", lengths, N=len(rewards))
     exact = total.nanmean(dim=1, keepdim=True) + centred
-    return OUTCOME_ESTIMATORS[estimator](exact.squeeze(2), lengths.double().view(-1, group_size)).flatten().float()
+    outcome = registered(estimator, "outcome", "estimator").outcome
+    assert outcome is not None, "group_advantages computes the advantages of 'grpo'"
+    return outcome(exact.squeeze(2), lengths.double().view(-1, group_size)).flatten().float()
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
