@@ -44,7 +44,7 @@ class Task:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, OlympiadBench, MBPP+, HumanEval+, or what has "
+            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, MBPP+, or what has "
             f"their columns; or {TOY}, the default of the toy model."
         },
     )
