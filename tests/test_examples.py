@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from trl import TrlParser
 
 from dash_trl import DASHConfig
-from dash_trl.evaluation import accuracy
+from dash_trl.evaluation import evaluate
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
@@ -178,7 +178,7 @@ def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
     """Measured on some of the problems: the demo takes all."""
 
     def of_some(model, tokenizer, problems, *reward, **sampling):
-        return accuracy(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)
+        return evaluate(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)["accuracy"]
 
     monkeypatch.setattr(train_math, "accuracy", of_some)
     settings = {"max_steps": count, "gradient_accumulation_steps": 4 if count == 1 else 16, "output_dir": tmp_path}

@@ -226,26 +226,20 @@ def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -
     return f"{name} − {other}, paired by problem: {'  '.join(cells)}"
 
 
-def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """Returns warnings about the figures of a model: failed rewards, and problems that are left out.
+def remark(name: str, figures: Mapping[str, Any]) -> str:
+    """Returns a warning about failed rewards of a model, or an empty text.
 
     Args:
         name: name of the model.
         figures: the result of `figures_of`.
     """
-    said = []
-    if figures["marked"]:
-        said.append(
-            f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
-            "neither as right nor as wrong."
-        )
-    for k, problems in figures["left_out"].items():
-        if problems:
-            said.append(
-                f"{name}: pass@{k} leaves out {problems} of {figures['problems']} problems, which have fewer than {k} "
-                "scored samples."
-            )
-    return said
+    left_out = ", ".join(f"pass@{k} leaves out {count}" for k, count in figures["left_out"].items() if count)
+    if not left_out:
+        return ""
+    return (
+        f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
+        f"neither as right nor as wrong. Of {figures['problems']} problems, {left_out} with too few scored samples."
+    )
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:

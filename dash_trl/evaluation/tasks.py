@@ -8,10 +8,10 @@ The columns of the dataset determine the reward function::
 """
 
 import argparse
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,11 +23,10 @@ from transformers import HfArgumentParser
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.evaluation.reward import Reward
-from dash_trl.evaluation.sampler import MAX_COMPLETION_LENGTH, Sampler
-from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
+from dash_trl.evaluation.samplers import BATCH_SIZE, MAX_COMPLETION_LENGTH, Sampler, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
 from dash_trl.sampling import WEIGHT_DIR
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
 TOY_LENGTH = 64  # in tokens
 
@@ -37,8 +36,7 @@ class Task:
     """The problems, and the reward function that decides which completions are correct: that of training, or your own.
 
     Raises:
-        ValueError: if `reward_name` is given without `reward_path`; from its methods, if a dataset, split or reward
-            function does not exist or does not fit.
+        ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
     """
 
     dataset_name: str | None = field(
@@ -72,10 +70,6 @@ class Task:
         default=DEFAULT_NAME,
         metadata={"help": "Name in the file of --reward_path: a function, a class, or a RewardRunner."},
     )
-
-    def __post_init__(self) -> None:
-        if self.reward_path is None and self.reward_name != DEFAULT_NAME:
-            raise ValueError(f"reward_name={self.reward_name!r} has no effect without --reward_path, its file.")
 
     @property
     def is_toy(self) -> bool:
@@ -123,13 +117,6 @@ class Task:
             return Reward(CodeReward())
         return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
 
-    def reward_settings(self) -> dict[str, Any]:
-        """Returns the settings that scores depend on, except the problems, as JSON values."""
-        if self.reward_path is None:
-            return {"reward": None}
-        digest = hashlib.sha256(Path(self.reward_path).expanduser().read_bytes()).hexdigest()[:16]
-        return {"reward": f"{self.reward_path}:{self.reward_name}", "reward_file": digest}
-
 
 @dataclass
 class TaskArguments(Task):
@@ -146,7 +133,9 @@ class TaskArguments(Task):
         metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
-    use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
+    use_vllm: bool = field(
+        default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
+    )
     vllm_server_urls: list[str] | None = field(
         default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
     )
@@ -155,7 +144,6 @@ class TaskArguments(Task):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(given := self.chat_template_kwargs, str):
             try:
                 self.chat_template_kwargs = dict(json.loads(given))
@@ -164,10 +152,6 @@ class TaskArguments(Task):
                     f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
                     "'{\"enable_thinking\": false}'."
                 ) from error
-
-    @property
-    def backend(self) -> str:
-        return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
         """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
@@ -184,27 +168,12 @@ class TaskArguments(Task):
             )
         return replace(self, dataset_name=TOY)
 
-    def length(self, task: Task) -> int:
-        """Returns the limit of tokens for a completion."""
-        return self.max_completion_length or (TOY_LENGTH if task.is_toy else MAX_COMPLETION_LENGTH)
+    @property
+    def length(self) -> int:
+        """The limit of tokens for a completion."""
+        return self.max_completion_length or (TOY_LENGTH if self.is_toy else MAX_COMPLETION_LENGTH)
 
-    def settings(self, task: Task) -> dict[str, Any]:
-        """Returns all settings that samples and rewards depend on, except model and problems, as JSON values."""
-        return {
-            "dataset_name": task.dataset_name,
-            "dataset_config": self.dataset_config,
-            "dataset_test_split": self.dataset_test_split,
-            "prompt_template": self.prompt_template,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "sampler": self.backend,
-            **({"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}),
-            **({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}),
-            "max_completion_length": self.length(task),
-            **task.reward_settings(),
-        }
-
-    def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> Sampler:
+    def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> AbstractContextManager[Sampler]:
         """Returns the sampler that these arguments choose.
 
         Args:
@@ -213,24 +182,11 @@ class TaskArguments(Task):
         """
         return open_sampler(
             checkpoint,
-            backend="vllm" if self.use_vllm else "transformers",
+            use_vllm=self.use_vllm,
             server_urls=self.vllm_server_urls or (),
             batch_size=self.per_device_eval_batch_size,
             weight_dir=folder / WEIGHT_DIR,
         )
-
-
-def model_of(name: str) -> str:
-    """Returns the name of a model. For "toy", makes the toy model if it does not exist, and returns its directory."""
-    return toy_model() if name == TOY else name
-
-
-def hash_of(problems: Dataset) -> str:
-    """Returns a hash of all problems, to detect that a dataset has changed under the same name."""
-    digest = hashlib.sha256()
-    for row in problems:
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()[:16]
 
 
 def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
