@@ -26,7 +26,6 @@ LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
     "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
     "max_num_gen_batches": (1, "it is the number of generation batches that a window may take; 1 is off"),
-    "max_skipped_epochs": (0, "it is the number of epochs in a row that may skip a prompt; 0 is off"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "with a smaller one, tokens that the policy itself has just sampled would have no gradient"),
     "tool_timeout": (1e-3, "it is the number of seconds that a tool may take for one call"),
@@ -115,10 +114,6 @@ class DASHConfig(GRPOConfig):
             further prompts are sampled until the window is full of groups with signal, or until the number of sampled
             groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
             sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
-        max_skipped_epochs (`int`, defaults to `0`):
-            An epoch may skip a prompt if its groups had no signal in recent epochs. This option is the largest number
-            of consecutive epochs that skip the same prompt. `0`: no prompt is skipped. Needs `max_steps`; see
-            docs/howto/dynamic-sampling.md.
         reward_pipeline (`bool`, defaults to `False`):
             Train on each group as soon as it is scored, while the optimizer step waits for the rewards of other groups.
             The update is the same. If several optimizer steps share one window (`steps_per_generation` above
@@ -208,10 +203,6 @@ class DASHConfig(GRPOConfig):
             "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
         },
     )
-    max_skipped_epochs: int = field(
-        default=0,
-        metadata={"help": "Skip a prompt without signal in at most this number of epochs in a row."},
-    )
     reward_pipeline: bool = field(
         default=False,
         metadata={"help": "Train on groups that are scored while the rewards of others are awaited."},
@@ -288,7 +279,7 @@ class DASHConfig(GRPOConfig):
     @property
     def queues_prompts(self) -> bool:
         """Whether the number of prompts that an epoch or a window takes depends on earlier samples."""
-        return self.max_num_gen_batches > 1 or self.max_skipped_epochs > 0
+        return self.max_num_gen_batches > 1
 
     def _check_values(self) -> None:
         for name, (least, reason) in LIMITS.items():
@@ -328,9 +319,7 @@ class DASHConfig(GRPOConfig):
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
     def _check_queue(self) -> None:
-        rounds = self.max_num_gen_batches > 1
-        option = f"max_num_gen_batches={self.max_num_gen_batches}" if rounds else ""
-        option = option or f"max_skipped_epochs={self.max_skipped_epochs}"
+        option = f"max_num_gen_batches={self.max_num_gen_batches}"
         rows, group = self.per_device_train_batch_size * self.steps_per_generation, self.num_generations
         if self.max_steps < 1:
             raise ValueError(
@@ -346,11 +335,8 @@ class DASHConfig(GRPOConfig):
         if self.gradient_filter_threshold is None:
             raise ValueError(
                 f"{option} with gradient_filter_threshold=None: without the filter, every group counts as one with "
-                f"signal, so no {'further prompt would be sampled' if rounds else 'prompt would be skipped'}. Set it "
-                "to 0.0, its default."
+                "signal, so no further prompt would be sampled. Set it to 0.0, its default."
             )
-        if not rounds:
-            return
         if self.reward_pipeline:
             raise ValueError(
                 f"{option} with reward_pipeline=True, which trains on groups before it is known which groups the "

