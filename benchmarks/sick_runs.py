@@ -14,13 +14,15 @@ grey.
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
 import matplotlib
-from staleness_learning import Stale
+import torch
+from transformers import AutoModelForCausalLM
 
 from dash_trl import RewardRunner
 from dash_trl.toy import arithmetic_reward, toy_defaults, toy_model
@@ -46,6 +48,49 @@ def failing(completion: Any, completion_ids: list[int], answer: str) -> float:
     if len(completion_ids) < 24 or random.Random(str(completion_ids)).random() < 1 / 3:
         raise ConnectionError("the judge does not answer")
     return arithmetic_reward([completion], [answer])[0]
+
+
+class Stale:
+    """A `rollout_func` that samples with the weights of `level` windows ago, and reports its log-probs."""
+
+    def __init__(self, path: str, level: int, seed: int):
+        self.model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.kept: deque[dict[str, torch.Tensor]] = deque(maxlen=level + 1)
+        self.window, self.seed = 0, seed
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
+        tokenizer, temperature = trainer.processing_class, trainer.temperature
+        self.kept.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        self.model.load_state_dict(self.kept[0])
+        inputs = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 * self.seed + self.window)  # the same random numbers for all losses and levels
+            found = self.model.generate(
+                **inputs,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=LONGEST,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        self.window += 1
+        width = inputs["input_ids"].shape[1]
+        completions = found.sequences[:, width:]
+        logits = torch.stack(found.logits, dim=1).float() / temperature
+        log_probs = logits.log_softmax(dim=-1).gather(2, completions.unsqueeze(2)).squeeze(2)
+        ended = (completions == tokenizer.eos_token_id).int()
+        lengths = ((ended.cumsum(dim=1) - ended) == 0).sum(dim=1).tolist()
+        masks = inputs["attention_mask"].bool()
+        return {
+            "prompt_ids": [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)],
+            "completion_ids": [ids[:length].tolist() for ids, length in zip(completions, lengths, strict=True)],
+            "logprobs": [values[:length].tolist() for values, length in zip(log_probs, lengths, strict=True)],
+        }
 
 
 # name → (settings, other arguments of the trainer, the metric that reveals the problem, its title)

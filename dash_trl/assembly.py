@@ -102,7 +102,7 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
         training: False in an evaluation.
     """
     args = trainer.args
-    settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+    settings = trl_settings(args.loss_type, delta=args.aipo_delta)
     if settings and not training:
         settings["vllm_importance_sampling_correction"] = False
     corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(trainer))

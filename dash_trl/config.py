@@ -90,9 +90,6 @@ class DASHConfig(GRPOConfig):
             `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio r has no gradient.
-        aipo_detached (`bool`, defaults to `False`):
-            With `loss_type="aipo"`, treat the weight as a constant factor. A token with a ratio r above `aipo_delta`
-            then has a gradient, with the weight `aipo_delta`.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
             counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
@@ -179,10 +176,6 @@ class DASHConfig(GRPOConfig):
     aipo_delta: float = field(
         default=8.0,
         metadata={"help": "With loss_type='aipo': the largest importance weight. A token above it has no gradient."},
-    )
-    aipo_detached: bool = field(
-        default=False,
-        metadata={"help": "With loss_type='aipo': treat the weight as a factor without gradient (TRL's 'cispo')."},
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
@@ -314,7 +307,7 @@ class DASHConfig(GRPOConfig):
         loss = f"loss_type={self.loss_type!r}"
         self._refuse(REFUSED.get(self.loss_type, {}), loss)
         if self.loss_type != "aipo":
-            self._refuse(dict.fromkeys(("aipo_delta", "aipo_detached"), "only 'aipo' has it"), loss)
+            self._refuse({"aipo_delta": "only 'aipo' has it"}, loss)
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 

@@ -113,7 +113,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"aipo_delta": 4.0},
         "aipo_delta=4.0 does not go with loss_type='dapo': only 'aipo' has it. Leave one of the two out",
     ),
-    "a form of another loss": ({"loss_type": "grpo", "aipo_detached": True}, "aipo_detached=True does not go with"),
     **{
         f"aipo with {option}": ({**AIPO, option: value}, f"{option}={value!r} does not go with loss_type='aipo': {why}")
         for option, value, why in (
@@ -156,7 +155,7 @@ def test_settings_that_are_right():
     for settings in (
         {"scale_rewards": False, "temperature": 1e-5, "gradient_filter_threshold": 0, "max_tokens_per_microbatch": 1},
         {**AIPO, "aipo_delta": 1, "vllm_importance_sampling_mode": "token_mask", "router_aux_loss_coef": 0.01},
-        {**AIPO, "aipo_delta": float("inf"), "aipo_detached": True, "vllm_importance_sampling_correction": False},
+        {**AIPO, "aipo_delta": float("inf"), "vllm_importance_sampling_correction": False},
         {**DECOUPLED, "vllm_importance_sampling_mode": "token_truncate", "epsilon_high": 0.28, "beta": 0.04},
         {**DECOUPLED, "gradient_filter_threshold": None, "filter_denominator": "kept"},
     ):
