@@ -325,11 +325,6 @@ class DASHConfig(GRPOConfig):
                 f"{self.per_device_train_batch_size} × steps_per_generation={self.steps_per_generation}), which do not "
                 f"split into groups of num_generations={group}. Change one of the three."
             )
-        if self.gradient_filter_threshold is None:
-            raise ValueError(
-                f"{option} with gradient_filter_threshold=None: without the filter, every group counts as one with "
-                "signal, so no further prompt would be sampled. Set it to 0.0, its default."
-            )
         if self.reward_pipeline:
             raise ValueError(
                 f"{option} with reward_pipeline=True, which trains on groups before it is known which groups the "

@@ -41,7 +41,6 @@ from dash_trl.assembly import (
 )
 from dash_trl.callbacks import DASHCallback, dispatch
 from dash_trl.checks import (
-    check_another_run,
     check_arguments,
     check_callbacks,
     check_distribution,
@@ -174,7 +173,6 @@ class DASHTrainer(GRPOTrainer):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        check_another_run(self._first_states.have_trained, self.is_deepspeed_enabled)
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )

@@ -93,7 +93,7 @@ def check_vllm(args: Any) -> None:
 
 
 def check_tools(tools: Sequence[Any]) -> None:
-    """Raises a `ValueError` if a tool has no JSON schema, or if two tools have the same name.
+    """Raises a `ValueError` if a tool has no JSON schema.
 
     The prompt lists each tool by its JSON schema, so that the policy can call the tool by its name.
 
@@ -111,11 +111,6 @@ def check_tools(tools: Sequence[Any]) -> None:
                 "function with type hints, and with a docstring that describes the function and, under Args:, the "
                 "arguments. Wrap another callable object in such a function."
             ) from error
-    names = [tool.__name__ for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(
-            f"Several tools have the names {sorted(twice)}, so a call could mean any of them: rename some."
-        )
 
 
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
@@ -298,16 +293,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_another_run(have_trained: bool, deepspeed: bool) -> None:
-    """Raises a `ValueError` for a second `train()` with DeepSpeed."""
-    if have_trained and deepspeed:
-        raise ValueError(
-            "train() was called a second time, but the DeepSpeed engine of the first call is gone, and Transformers "
-            "does not make another one for the same trainer. Make a new DASHTrainer. To continue the first run, resume "
-            "from a checkpoint."
-        )
-
-
 def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
     """Checks that nothing in a run with `reward_pipeline` needs all groups of a window at once.
 
@@ -330,12 +315,6 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
         raise ValueError(
             "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but the "
             "pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
-        )
-    if type(trainer)._calculate_rewards is not base._calculate_rewards:
-        raise ValueError(
-            "reward_pipeline=True trains on groups as their rewards come, but "
-            f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a DASHCallback "
-            "(on_rewards, with per_group = True), or leave reward_pipeline out."
         )
     check_per_group(trainer, base, callbacks)
 
@@ -380,8 +359,7 @@ def check_subclass(kind: type, base: type) -> None:
         kind: the subclass.
         base: `DASHTrainer`.
     Raises:
-        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, or if it
-            misspells `compute_advantages`.
+        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training.
     """
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(base, name):
@@ -389,12 +367,6 @@ def check_subclass(kind: type, base: type) -> None:
                 f"{kind.__name__}.{name} would not be called during training: DASHTrainer samples in its own way. "
                 "Sample in a rollout_func, change rollouts in a DASHCallback (on_rollouts_sampled), or override "
                 "compute_advantages."
-            )
-    for name in vars(kind):
-        if "compute_advantages" not in vars(kind) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
-            raise ValueError(
-                f"{kind.__name__}.{name} would never be called. Rename it to compute_advantages, the method that "
-                "computes the advantages, or give a helper another name."
             )
 
 
