@@ -240,11 +240,6 @@ def test_figures():
     assert figures["mean_length"] == pytest.approx((4 * 10 + 4 * 30 + 4 * 10) / 12)
 
 
-def test_pass_at_1_of_complete_problems_is_the_accuracy():
-    figures = figures_of([samples(1.0, 0.0), samples(1.0, 1.0), samples(0.0, 0.0)], [1])
-    assert figures["pass_at"]["1"] == [figures["accuracy"], *figures["accuracy_interval"]]
-
-
 def test_more_than_one_failed_reward_in_a_hundred_marks_the_figures():
     for failed, marked in ((0, False), (1, False), (2, True)):
         figures = figures_of([samples(*[None] * failed, *[1.0] * (100 - failed))], [1, 100])
@@ -273,12 +268,7 @@ def test_models_are_compared_problem_by_problem():
 
 def test_a_problem_that_one_model_was_not_scored_on_is_left_out():
     found = differences([samples(1.0), samples(None)], [samples(0.0), samples(1.0)], [1, 2])
-    assert found == {"accuracy": [1.0, 1.0, 1.0], "pass@1": [1.0, 1.0, 1.0], "pass@2": None}
-
-
-def test_where_nothing_was_scored_there_is_no_figure():
-    figures = figures_of([samples(None, None)], [1])
-    assert figures["accuracy"] is None and figures["pass_at"] == {"1": [None, None, None]} and figures["marked"]
+    assert found == {"accuracy": [1.0, 1.0, 1.0], "pass@1": [1.0, 1.0, 1.0], "pass@2": [None] * 3}
 
 
 def test_the_chat_template_gets_the_arguments_of_training(tiny_model):
