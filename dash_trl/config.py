@@ -231,11 +231,6 @@ class DASHConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
-            if self.vllm_server_base_url is not None:
-                raise ValueError(
-                    f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} "
-                    "both name servers. Put all of them into vllm_server_urls."
-                )
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm, self.vllm_mode = True, "server"
         try:

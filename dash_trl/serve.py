@@ -123,8 +123,7 @@ class Servers:
             number: number of the server, from 0.
         """
         environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
-        if any(option.replace("_", "-") == "--enable-lora" for option in self.options):
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our plugin's `Resolver`
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our plugin's `Resolver`
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -142,7 +142,7 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
-        check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
+        check_arguments(model, args, train_dataset, eval_dataset, kwargs)
         if tools := kwargs.get("tools"):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None

@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
-    ProcessorMixin,
     Qwen2Config,
     Qwen2VLConfig,
     T5Config,
@@ -65,7 +64,7 @@ def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, 
     """The checks of arguments before weights are loaded."""
     others = {"rollout_func": settings.pop("rollout_func", None)}
     dataset = prompts(16) if train_dataset is None else train_dataset
-    check_arguments(model, config(**settings), dataset, eval_dataset, None, others)
+    check_arguments(model, config(**settings), dataset, eval_dataset, others)
 
 
 # ---------------------------------------------------------------------- in the config
@@ -92,7 +91,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
-    "servers named twice": ({**SERVER, "vllm_server_base_url": "http://localhost:8001"}, "both name servers"),
     # choices
     "a loss of other algorithms": ({"loss_type": "ppo"}, "'ppo' is unknown. Use one of 'grpo', .*'decoupled_ppo'"),
     "a loss in capitals": ({"loss_type": "GRPO"}, "loss_type='GRPO' is unknown"),
@@ -194,11 +192,6 @@ def test_the_help_names_all_losses():
 # ---------------------------------------------------------------------- in the arguments, before a weight is loaded
 
 
-class Processor(ProcessorMixin):
-    def __init__(self):
-        pass
-
-
 def of(*column: Any) -> Dataset:
     return Dataset.from_dict({"prompt": list(column) * 16})
 
@@ -206,7 +199,6 @@ def of(*column: Any) -> Dataset:
 NEITHER = "which is neither a text nor a conversation. Write it as"
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "TRL's config": ({"args": GRPOConfig("x", bf16=False, use_cpu=True)}, "GRPOConfig, which lacks DASH's options"),
-    "a processor": ({"processing_class": Processor()}, "Processor, a multimodal processor"),
     "tools for texts": ({"tools": [print]}, "train_dataset has texts as prompts .* Write each prompt as"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
@@ -303,7 +295,7 @@ def test_arguments(tiny_model, checkpoints, unloadable):
 def test_vllm_that_is_not_installed(monkeypatch, tiny_model):
     installed = ModuleType("vllm")
     installed.__spec__ = ModuleSpec("vllm", None)
-    rest = config(use_vllm=True, vllm_mode="colocate"), prompts(16), None, None, {}
+    rest = config(use_vllm=True, vllm_mode="colocate"), prompts(16), None, {}
     monkeypatch.setattr(DASHConfig, "device", torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "vllm", installed)
     check_arguments(tiny_model, *rest)

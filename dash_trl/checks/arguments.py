@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from inspect import isfunction, ismethod
 from typing import Any
 
-from transformers import ProcessorMixin
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
@@ -24,9 +23,7 @@ from dash_trl.update import OFF_POLICY_LOSSES
 logger = logging.getLogger(__name__)
 
 
-def check_arguments(
-    model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
-) -> None:
+def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]) -> None:
     """Checks the arguments of `DASHTrainer` before weights are loaded.
 
     Args:
@@ -34,7 +31,6 @@ def check_arguments(
         args: as given to `DASHTrainer`.
         train_dataset: as given to `DASHTrainer`.
         eval_dataset: as given to `DASHTrainer`.
-        processing_class: as given to `DASHTrainer`.
         others: the other arguments of `DASHTrainer` by name, such as `tools`, `callbacks` and `peft_config`.
     Raises:
         ValueError: if an argument cannot be used, or if two arguments exclude each other.
@@ -50,11 +46,6 @@ def check_arguments(
         raise ValueError(
             f"{name} and rollout_func are both set, but a rollout_func makes whole completions, including tool calls. "
             "Leave one of the two out."
-        )
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
-            "text models only: it cannot pack images. Pass a tokenizer, or use trl.GRPOTrainer."
         )
     check_callbacks(others.get("callbacks") or ())
     check_vllm(args)

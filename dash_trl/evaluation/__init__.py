@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.evaluation.checkpoint import TOY, Checkpoint
-    from dash_trl.evaluation.command import main
+    from dash_trl.evaluation.command import command_parser, main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
     from dash_trl.evaluation.samplers import prompt_ids
-    from dash_trl.evaluation.tasks import TaskArguments, command_parser
 
 __getattr__, __dir__, __all__ = lazy(__name__)

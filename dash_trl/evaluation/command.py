@@ -12,42 +12,73 @@ Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pa
 of these names. For more see docs/howto/evaluate.md.
 """
 
+import argparse
 import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import HfArgumentParser
 
 from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.evaluation.figures import comparison, differences, figures_of, remark, table
 from dash_trl.evaluation.reward import Reward, scored_samples
-from dash_trl.evaluation.samplers import Draw
-from dash_trl.evaluation.tasks import TaskArguments, command_parser
+from dash_trl.evaluation.samplers import BATCH_SIZE, MAX_COMPLETION_LENGTH, Draw, open_sampler
+from dash_trl.evaluation.tasks import Task
 from dash_trl.monitoring import plot_pass_at_k
+from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import toy_model
 
 logger = logging.getLogger(__name__)
+TOY_LENGTH = 64  # in tokens
 SHOWN = 500  # characters of a prompt that the command prints
 
 
 @dataclass
-class EvaluationArguments(TaskArguments):
-    """Flags of the command: those of `TaskArguments`, and flags for samples, pass@k and the folder of results."""
+class EvaluationArguments(Task):
+    """Flags of the command: those of `Task`, and flags for samples, pass@k and the folder of results."""
 
     num_samples: int = field(default=16, metadata={"help": "Number of completions of each problem."})
     k: list[int] | None = field(
         default=None,
         metadata={"help": "Values of k for pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."},
     )
+    temperature: float = field(
+        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
+    )
+    max_completion_length: int | None = field(
+        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
+    use_vllm: bool = field(
+        default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
+    )
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if isinstance(given := self.chat_template_kwargs, str):
+            try:
+                self.chat_template_kwargs = dict(json.loads(given))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
+                    "'{\"enable_thinking\": false}'."
+                ) from error
         Draw(self.num_samples, self.temperature, 1, self.seed)  # raises now if the settings contradict each other
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
@@ -55,6 +86,45 @@ class EvaluationArguments(TaskArguments):
                 f"k={self.k} with num_samples={self.num_samples}: pass@k takes 1 <= k <= num_samples samples of each "
                 f"problem. Add --num_samples {self.k[-1]}, or ask for other k."
             )
+
+    def task(self, models: Sequence[str]) -> Self:
+        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
+
+        Raises:
+            ValueError: if no dataset is given and the toy model is not among the models.
+        """
+        if self.dataset_name is not None:
+            return self
+        if TOY not in models:
+            raise ValueError(
+                f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
+                f"--dataset_config main), a local path, or {TOY}."
+            )
+        return replace(self, dataset_name=TOY)
+
+    @property
+    def length(self) -> int:
+        """The limit of tokens for a completion."""
+        return self.max_completion_length or (TOY_LENGTH if self.is_toy else MAX_COMPLETION_LENGTH)
+
+
+def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
+    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
+
+    Args:
+        arguments: the dataclass of the flags.
+        module: the usage line shows the command `python -m <module>`.
+        description: text of the help.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    return HfArgumentParser(
+        arguments,
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -141,7 +211,13 @@ def _sample(
     folder = Path(arguments.output_dir)
     samples: dict[int, list[dict[str, Any]]] = {}
     with (
-        arguments.open_sampler(checkpoint, folder) as sampler,
+        open_sampler(
+            checkpoint,
+            use_vllm=arguments.use_vllm,
+            server_urls=arguments.vllm_server_urls or (),
+            batch_size=arguments.per_device_eval_batch_size,
+            weight_dir=folder / WEIGHT_DIR,
+        ) as sampler,
         (folder / f"{label}.jsonl").open("w", encoding="utf-8") as file,
     ):
         file.write(json.dumps({"settings": {"model": checkpoint.name, **asdict(arguments)}}) + "\n")

@@ -1,4 +1,4 @@
-"""The flags that all commands for measuring models share: the problems, the reward function, and the sampler.
+"""`Task`: the flags for problems and their reward function, which the commands for training and for measuring share.
 
 The columns of the dataset determine the reward function::
 
@@ -7,28 +7,17 @@ The columns of the dataset determine the reward function::
     toy ──► the problems of the tiny model of `dash_trl.toy`
 """
 
-import argparse
-import json
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Self
 
 from datasets import Dataset
-from transformers import HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
-from dash_trl.evaluation.checkpoint import TOY, Checkpoint
+from dash_trl.evaluation.checkpoint import TOY
 from dash_trl.evaluation.reward import Reward
-from dash_trl.evaluation.samplers import BATCH_SIZE, MAX_COMPLETION_LENGTH, Sampler, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
-from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
-
-TOY_LENGTH = 64  # in tokens
 
 
 @dataclass
@@ -116,93 +105,3 @@ class Task:
         if self.has_tests:
             return Reward(CodeReward())
         return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
-
-
-@dataclass
-class TaskArguments(Task):
-    """A task, and the options of the sampler."""
-
-    temperature: float = field(
-        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
-    )
-    max_completion_length: int | None = field(
-        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
-    use_vllm: bool = field(
-        default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
-    )
-    vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
-    )
-    per_device_eval_batch_size: int = field(
-        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
-    )
-
-    def __post_init__(self) -> None:
-        if isinstance(given := self.chat_template_kwargs, str):
-            try:
-                self.chat_template_kwargs = dict(json.loads(given))
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
-                    "'{\"enable_thinking\": false}'."
-                ) from error
-
-    def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
-
-        Raises:
-            ValueError: if no dataset is given and the toy model is not among the models.
-        """
-        if self.dataset_name is not None:
-            return self
-        if TOY not in models:
-            raise ValueError(
-                f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
-                f"--dataset_config main), a local path, or {TOY}."
-            )
-        return replace(self, dataset_name=TOY)
-
-    @property
-    def length(self) -> int:
-        """The limit of tokens for a completion."""
-        return self.max_completion_length or (TOY_LENGTH if self.is_toy else MAX_COMPLETION_LENGTH)
-
-    def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> AbstractContextManager[Sampler]:
-        """Returns the sampler that these arguments choose.
-
-        Args:
-            checkpoint: the model.
-            folder: the directory of the results; weights for servers are written there.
-        """
-        return open_sampler(
-            checkpoint,
-            use_vllm=self.use_vllm,
-            server_urls=self.vllm_server_urls or (),
-            batch_size=self.per_device_eval_batch_size,
-            weight_dir=folder / WEIGHT_DIR,
-        )
-
-
-def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
-    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
-
-    Args:
-        arguments: the dataclass of the flags.
-        module: the usage line shows the command `python -m <module>`.
-        description: text of the help.
-    """
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
-    return HfArgumentParser(
-        arguments,
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
