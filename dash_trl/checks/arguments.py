@@ -307,6 +307,12 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
             "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but the "
             "pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
         )
+    if type(trainer)._calculate_rewards is not base._calculate_rewards:
+        raise ValueError(
+            "reward_pipeline=True trains on groups as their rewards come, but "
+            f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a DASHCallback "
+            "(on_rewards, with per_group = True), or leave reward_pipeline out."
+        )
     check_per_group(trainer, base, callbacks)
 
 
