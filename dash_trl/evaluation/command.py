@@ -71,6 +71,7 @@ class EvaluationArguments(Task):
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(given := self.chat_template_kwargs, str):
             try:
                 self.chat_template_kwargs = dict(json.loads(given))

@@ -25,7 +25,8 @@ class Task:
     """The problems, and the reward function that decides which completions are correct: that of training, or your own.
 
     Raises:
-        ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
+        ValueError: if `reward_name` is given without `reward_path`; from its methods, if a dataset, split or reward
+            function does not exist or does not fit.
     """
 
     dataset_name: str | None = field(
@@ -59,6 +60,10 @@ class Task:
         default=DEFAULT_NAME,
         metadata={"help": "Name in the file of --reward_path: a function, a class, or a RewardRunner."},
     )
+
+    def __post_init__(self) -> None:
+        if self.reward_path is None and self.reward_name != DEFAULT_NAME:
+            raise ValueError(f"reward_name={self.reward_name!r} has no effect without --reward_path, its file.")
 
     @property
     def is_toy(self) -> bool:
