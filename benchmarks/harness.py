@@ -113,7 +113,8 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
 
 def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) -> float:
     """Returns the accuracy of a model on held-out problems; default: the 256 problems of the toy task."""
-    return evaluation.accuracy(model, tokenizer, problems or arithmetic_dataset("test"), arithmetic_reward, **sampling)
+    problems = problems or arithmetic_dataset("test")
+    return evaluation.evaluate(model, tokenizer, problems, arithmetic_reward, **sampling)["accuracy"]
 
 
 class Clock(TrainerCallback):

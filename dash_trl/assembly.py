@@ -45,13 +45,11 @@ from dash_trl.monitoring import Recorder
 from dash_trl.rollout import (
     EpochOrder,
     GenerationWindow,
-    PromptHistory,
     PromptQueue,
     PromptReader,
     RunAhead,
     Shapes,
     open_epoch,
-    permutation,
 )
 from dash_trl.seams import shuffled, sync_weights, tool_suffix, weights_of
 from dash_trl.tools import (
@@ -104,7 +102,7 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
         training: False in an evaluation.
     """
     args = trainer.args
-    settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+    settings = trl_settings(args.loss_type, delta=args.aipo_delta)
     if settings and not training:
         settings["vllm_importance_sampling_correction"] = False
     corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(trainer))
@@ -164,9 +162,6 @@ def new_reader(trainer: Any) -> PromptReader | PromptQueue:
         ahead=args.async_level if looks_ahead(trainer) else 0,
         first=lambda: trainer._collector.first_prompts(prompts_of_rank(args)),
         open_epoch=lambda epoch, batches: opened(epoch, batches * window_batches),
-        history=new_history(trainer),
-        rank=trainer.ranks.rank,
-        ranks=trainer.ranks.count,
     )
 
 
@@ -175,35 +170,14 @@ def prompts_of_rank(args: Any) -> int:
     return args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
 
 
-def new_history(trainer: Any) -> PromptHistory | None:
-    """Build the `PromptHistory`, which decides which prompts an epoch skips; `None` without `max_skipped_epochs`."""
-    args = trainer.args
-    if not args.max_skipped_epochs:
-        return None
-    prompts = len(trainer.train_dataset)
-    seed = args.seed if trainer.shuffle_dataset else None
-    return PromptHistory(
-        prompts,
-        most=args.max_skipped_epochs,
-        batch=prompts_of_rank(args) * trainer.ranks.count,
-        order=lambda epoch: permutation(prompts, epoch, seed),
-        seed=args.seed,
-    )
-
-
 def new_order(trainer: Any, sampler: Any) -> EpochOrder:
-    """Build the `EpochOrder`: the prompts of each epoch in TRL's order, without the skipped prompts.
+    """Build the `EpochOrder`: the prompts of each epoch in TRL's order.
 
     Args:
         trainer: a `DASHTrainer`.
         sampler: TRL's `RepeatSampler`, which orders the prompts.
     """
-
-    def chosen(epoch: int) -> Sequence[int] | None:
-        history = getattr(trainer._reader, "history", None)
-        return None if history is None else history.prompts(epoch)
-
-    return EpochOrder(sampler, lambda: int(trainer.state.epoch or 0), chosen)
+    return EpochOrder(sampler, lambda: int(trainer.state.epoch or 0))
 
 
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
@@ -501,20 +475,10 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
 
 
 def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of `Collector` for dynamic sampling and skipped prompts; empty without `queues_prompts`."""
+    """Return the arguments of `Collector` for dynamic sampling; empty without `queues_prompts`."""
     args, ranks = trainer.args, trainer.ranks
     if not args.queues_prompts:
         return {}
-
-    def note(examples: Sequence[Any], signal: Tensor, scored: Tensor) -> None:
-        queue = trainer._reader
-        trainer.recorder.total("prompts/epoch", queue.epochs)
-        if queue.history is not None:
-            numbers = torch.tensor([number for rows in examples for number in queue.numbers(rows)])
-            verdicts = ranks.gather(torch.stack([numbers, signal, scored], dim=1))
-            prompts, signal, scored = verdicts.unbind(dim=1)
-            queue.history.note(prompts[scored.bool()], signal[scored.bool()])
-            trainer.recorder.total("prompts/skipped", queue.history.skipped)
 
     dynamic = DynamicSampling(
         prompts_of_rank(args),
@@ -523,9 +487,9 @@ def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
         ahead=args.async_level > 0 and looks_ahead(trainer),
     )
     return {
-        "dynamic": dynamic if args.max_num_gen_batches > 1 else None,
+        "dynamic": dynamic,
         "more": lambda prompts: trainer._reader.take(prompts),
-        "verdicts": note,
+        "epochs": lambda: trainer._reader.epochs,
     }
 
 

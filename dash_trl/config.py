@@ -24,7 +24,6 @@ LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
     "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
     "max_num_gen_batches": (1, "it is the number of generation batches that a window may take; 1 is off"),
-    "max_skipped_epochs": (0, "it is the number of epochs in a row that may skip a prompt; 0 is off"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "with a smaller one, tokens that the policy itself has just sampled would have no gradient"),
     "tool_timeout": (1e-3, "it is the number of seconds that a tool may take for one call"),
@@ -89,9 +88,6 @@ class DASHConfig(GRPOConfig):
             `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio r has no gradient.
-        aipo_detached (`bool`, defaults to `False`):
-            With `loss_type="aipo"`, treat the weight as a constant factor. A token with a ratio r above `aipo_delta`
-            then has a gradient, with the weight `aipo_delta`.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
             counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
@@ -113,10 +109,6 @@ class DASHConfig(GRPOConfig):
             further prompts are sampled until the window is full of groups with signal, or until the number of sampled
             groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
             sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
-        max_skipped_epochs (`int`, defaults to `0`):
-            An epoch may skip a prompt if its groups had no signal in recent epochs. This option is the largest number
-            of consecutive epochs that skip the same prompt. `0`: no prompt is skipped. Needs `max_steps`; see
-            docs/howto/dynamic-sampling.md.
         reward_pipeline (`bool`, defaults to `False`):
             Train on each group as soon as it is scored, while the optimizer step waits for the rewards of other groups.
             The update is the same. If several optimizer steps share one window (`steps_per_generation` above
@@ -181,10 +173,6 @@ class DASHConfig(GRPOConfig):
         default=8.0,
         metadata={"help": "With loss_type='aipo': the largest importance weight. A token above it has no gradient."},
     )
-    aipo_detached: bool = field(
-        default=False,
-        metadata={"help": "With loss_type='aipo': treat the weight as a factor without gradient (TRL's 'cispo')."},
-    )
     max_tokens_per_microbatch: int | None = field(
         default=None,
         metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
@@ -203,10 +191,6 @@ class DASHConfig(GRPOConfig):
         metadata={
             "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
         },
-    )
-    max_skipped_epochs: int = field(
-        default=0,
-        metadata={"help": "Skip a prompt without signal in at most this number of epochs in a row."},
     )
     reward_pipeline: bool = field(
         default=False,
@@ -239,11 +223,6 @@ class DASHConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
-            if self.vllm_server_base_url is not None:
-                raise ValueError(
-                    f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} "
-                    "both name servers. Put all of them into vllm_server_urls."
-                )
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm, self.vllm_mode = True, "server"
         try:
@@ -277,7 +256,7 @@ class DASHConfig(GRPOConfig):
     @property
     def queues_prompts(self) -> bool:
         """Whether the number of prompts that an epoch or a window takes depends on earlier samples."""
-        return self.max_num_gen_batches > 1 or self.max_skipped_epochs > 0
+        return self.max_num_gen_batches > 1
 
     def _check_values(self) -> None:
         for name, (least, reason) in LIMITS.items():
@@ -312,14 +291,12 @@ class DASHConfig(GRPOConfig):
         loss = f"loss_type={self.loss_type!r}"
         self._refuse(REFUSED.get(self.loss_type, {}), loss)
         if self.loss_type != "aipo":
-            self._refuse(dict.fromkeys(("aipo_delta", "aipo_detached"), "only 'aipo' has it"), loss)
+            self._refuse({"aipo_delta": "only 'aipo' has it"}, loss)
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
     def _check_queue(self) -> None:
-        rounds = self.max_num_gen_batches > 1
-        option = f"max_num_gen_batches={self.max_num_gen_batches}" if rounds else ""
-        option = option or f"max_skipped_epochs={self.max_skipped_epochs}"
+        option = f"max_num_gen_batches={self.max_num_gen_batches}"
         rows, group = self.per_device_train_batch_size * self.steps_per_generation, self.num_generations
         if self.max_steps < 1:
             raise ValueError(
@@ -332,14 +309,6 @@ class DASHConfig(GRPOConfig):
                 f"{self.per_device_train_batch_size} × steps_per_generation={self.steps_per_generation}), which do not "
                 f"split into groups of num_generations={group}. Change one of the three."
             )
-        if self.gradient_filter_threshold is None:
-            raise ValueError(
-                f"{option} with gradient_filter_threshold=None: without the filter, every group counts as one with "
-                f"signal, so no {'further prompt would be sampled' if rounds else 'prompt would be skipped'}. Set it "
-                "to 0.0, its default."
-            )
-        if not rounds:
-            return
         if self.reward_pipeline:
             raise ValueError(
                 f"{option} with reward_pipeline=True, which trains on groups before it is known which groups the "

@@ -77,18 +77,15 @@ class Servers:
         commands: the servers' processes.
 
     Raises:
-        ValueError: if `count` is below 1 or, on a machine with GPUs, above their number; if vLLM is not installed, or
-            `options` has `--api-key`; if other machines can reach `host`, but VLLM_API_KEY is not set; if `own_key`
-            finds no valid key, or `free_ports` finds too few ports.
+        ValueError: if there are more servers than GPUs; if vLLM is not installed; if other machines can reach `host`,
+            but VLLM_API_KEY is not set.
         OSError: if `host` is not an address of this machine.
     """
 
     def __init__(
         self, model: str, count: int = 1, *, host: str = HOST, port: int = FIRST_PORT, options: Sequence[str] = ()
     ):
-        if count < 1:
-            raise ValueError(f"servers={count}: start at least one server.")
-        program, gpus = vllm_program(), visible_gpus()
+        gpus = visible_gpus()
         share = len(gpus) // count
         if gpus and not share:
             raise ValueError(f"servers={count}, but only {len(gpus)} GPUs are visible. Start at most one per GPU.")
@@ -97,17 +94,11 @@ class Servers:
                 f"--host {host} opens the servers to other machines, which could read or replace the model. Set the "
                 f"environment variable {API_KEY} for the servers and the trainer, or use a tunnel to {HOST}."
             )
-        if any(option.partition("=")[0].replace("_", "-") == "--api-key" for option in options):
-            raise ValueError(
-                f"--api-key shows the key to every user of this machine, because they can read command lines. Set the "
-                f"environment variable {API_KEY} for the servers and the trainer instead."
-            )
         self.key = own_key()
-        self.model, self.options, self.program = model, list(options), program
+        self.model, self.options, self.program = model, list(options), vllm_program()
         self.devices = [gpus[number * share : (number + 1) * share] for number in range(count)]
-        self.host, self.ports = host, free_ports(count, port, host)
+        self.host, self.ports, self.commands = host, free_ports(count, port, host), list[Command]()
         self.logs = Path(tempfile.mkdtemp(prefix="dash_trl_serve_"))
-        self.commands: list[Command] = []
 
     @property
     def urls(self) -> list[str]:
@@ -132,8 +123,7 @@ class Servers:
             number: number of the server, from 0.
         """
         environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
-        if any(option.replace("_", "-") == "--enable-lora" for option in self.options):
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our plugin's `Resolver`
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our plugin's `Resolver`
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -155,7 +145,7 @@ class Servers:
         """
         deadline = time.monotonic() + READY_SECONDS
         for url, command in zip(self.urls, self.commands, strict=True):
-            while not (command.running and answers(f"{url}/health")):  # another program may have taken the port
+            while not command.running or not answers(f"{url}/health"):  # another program may have taken the port
                 if not command.running or time.monotonic() > deadline:
                     end = "\n".join(command.log.read_text(errors="replace").splitlines()[-15:])
                     raise RuntimeError(f"The server {url} did not start. The end of {command.log}:\n{end}")
@@ -232,22 +222,19 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
         host: address at which the ports have to be free.
 
     Raises:
-        ValueError: if there are too few free ports.
         OSError: if `host` is not an address of this machine.
     """
     ports: list[int] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in range(first, 65536):
+    while len(ports) < count:
         try:
-            socket.create_server((host, port), family=family).close()
+            socket.create_server((host, first), family=family).close()
+            ports.append(first)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            if error.errno != errno.EADDRINUSE:
                 raise
-        else:
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise ValueError(f"There are no {count} free ports from {first} on. Choose a lower --port.")
+        first += 1
+    return ports
 
 
 def answers(url: str) -> bool:
@@ -258,9 +245,9 @@ def answers(url: str) -> bool:
     """
     try:
         read(url, timeout=5)
-        return True
     except OSError:
         return False
+    return True
 
 
 def read(url: str, *, timeout: float = 10.0) -> str:
@@ -309,14 +296,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"Trainers of this user find the servers' key in {key_file()}.", flush=True)
         try:
             servers.wait_until_ready()
-            print(
-                f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n\nCtrl+C stops the servers.",
-                flush=True,
-            )
+            print(f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n")
+            print("Ctrl+C stops the servers.", flush=True)
             while all(command.running for command in servers.commands):
                 time.sleep(1.0)
-            ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]
-            sys.exit(f"Ended: {', '.join(ended)}. The logs are in {servers.logs}. The other servers are stopped, too.")
+            sys.exit(f"A server has ended, so all are stopped. The logs are in {servers.logs}.")
         except KeyboardInterrupt:
             print("\nStopping the servers.")
         finally:

@@ -41,7 +41,6 @@ from dash_trl.assembly import (
 )
 from dash_trl.callbacks import DASHCallback, dispatch
 from dash_trl.checks import (
-    check_another_run,
     check_arguments,
     check_callbacks,
     check_distribution,
@@ -142,7 +141,7 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
-        check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
+        check_arguments(model, args, train_dataset, eval_dataset, kwargs)
         if tools := kwargs.get("tools"):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
@@ -173,7 +172,6 @@ class DASHTrainer(GRPOTrainer):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
-        check_another_run(self._first_states.have_trained, self.is_deepspeed_enabled)
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )

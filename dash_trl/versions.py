@@ -15,28 +15,13 @@ def installed(package: str) -> str | None:
         return None
 
 
-def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet]:
-    """Return the version ranges that an installed package requires of its dependencies.
-
-    Args:
-        package: name of the package.
-        extra: name of an extra. Only the requirements that this extra adds are returned. Empty: the requirements
-            without extras.
-    Returns:
-        Name of each required package → its range; empty if `package` is not installed. Requirements with extras, such
-        as `trl[vllm]`, are left out.
-    """
+def bounds() -> dict[str, SpecifierSet]:
+    """Return the tested version range of each package that dash_trl or one of its extras requires."""
     try:
-        asked = [Requirement(one) for one in requires(package) or ()]
-    except PackageNotFoundError:
+        asked = map(Requirement, requires("dash_trl") or ())
+        return {one.name: one.specifier for one in asked if not one.extras}
+    except PackageNotFoundError:  # a source tree that is not installed
         return {}
-    without = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
-    if extra:
-        added = [one for one in asked if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        asked = [one for one in added if one not in without]
-    else:
-        asked = without
-    return {one.name: one.specifier for one in asked if not one.extras}
 
 
 def fits(found: str, asked: SpecifierSet) -> bool:

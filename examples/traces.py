@@ -10,7 +10,7 @@
 
 This is `python -m dash_trl.evaluation TEACHER` on the training split, with the same flags. Correct samples that end
 within --max_completion_length are written to the file OUTPUT, with the columns `prompt` and `completion`. All samples
-and the teacher's accuracy are in OUTPUT_DIR; an interrupted run continues from there.
+and the teacher's accuracy are in OUTPUT_DIR.
 """
 
 import io
@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> None:
     task = script.task([rest.teacher])
     teacher = toy_teacher() if rest.teacher == "toy" else rest.teacher
     (label,) = evaluate_models([teacher], task)
-    _, *rows = map(json.loads, Path(script.output_dir, f"{label}.jsonl").read_text().splitlines())
+    _, *lines = Path(script.output_dir, f"{label}.jsonl").read_text().splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: row["index"])
     count = Counter(fate(one) for row in rows for one in row["samples"])
     summary = ", ".join(f"{count[one]} {one}" for one in FATES)
     if not count["kept"]:

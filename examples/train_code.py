@@ -7,7 +7,7 @@
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
 This is `train_math.py` with other toy problems; it has the same flags and YAML keys. The dataset is a hub name or a
-local path, with the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/howto/code-rewards.md).
+local path, with the columns of MBPP, or with `prompt` and `tests` (docs/howto/code-rewards.md).
 """
 
 import sys

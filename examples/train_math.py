@@ -37,7 +37,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.checks import check_model
-from dash_trl.evaluation import TOY, Task, accuracy
+from dash_trl.evaluation import TOY, Task, evaluate
 from dash_trl.monitoring import (
     MetricsFileCallback,
     RewardProgressCallback,
@@ -305,7 +305,7 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dic
         return {"sampled": trainer.evaluate(task.toy_problems("test"))["eval_reward"]}
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
     return {
-        name: accuracy(
+        name: evaluate(
             model,
             tokenizer,
             task.toy_problems("test"),
@@ -313,7 +313,7 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dic
             num_samples=samples,
             temperature=temperature,
             max_completion_length=length,
-        )
+        )["accuracy"]
         for name, samples, temperature in (("sampled", 2, 1.0), ("greedy", 1, 0.0))
     }
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulate_async import Setup, simulate
 from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling import Backlog, Fleet, Job
 
@@ -198,13 +197,3 @@ def test_a_job_that_failed_waits_for_room_elsewhere_while_smaller_ones_do_not_ta
         assert url == "b" and one.assign() == []  # a rests, and what b has left is kept
         one.served(job)
     assert [job for job, _ in one.assign()] == [large]
-
-
-# --------------------------------------------------------------------------------------------------- the simulation
-
-
-def test_simulated_windows_without_variance_take_the_sum_of_the_stages_or_the_longer_one():
-    """Sending takes 10 s, generation 64 groups × 500 tokens × 0.01 × (1 + 8 / 128) = 340 s, one group at a time."""
-    for k, train, window in ((0, 400.0, 340.0 + 400.0 + 10.0), (1, 100.0, 340.0 + 10.0), (4, 400.0, 400.0 + 10.0)):
-        begins = simulate(Setup(k, servers=1, seats=8, train=train, sync=10.0, sigma=0.0)).begins
-        assert begins[20] - begins[10] == pytest.approx(10 * window), (k, train)

@@ -1,16 +1,11 @@
-"""Programs that read standard input: how they are run, how outputs are compared, where tests come from."""
+"""Programs that read standard input: how they are run, and how outputs are compared."""
 
-import json
-
-import datasets
 import pytest
 
-from dash_trl import CodeReward, load_code_dataset
-from dash_trl.data import PROMPT_TEMPLATES, READS, has_tests
+from dash_trl import CodeReward
 from dash_trl.sandbox import Sandbox, UnfitTests, same_output
 from tests.attacks import programs
 from tests.test_code_reward import found
-from tests.tiny import write_rows
 
 SUMS = [("1 2\n", "3\n"), ("5 6\n", "11"), ("-1 1", "0\n\n")]
 ADD = "print(sum(map(int, input().split())))"
@@ -20,11 +15,6 @@ ADD = "print(sum(map(int, input().split())))"
 def box():
     with Sandbox(cpu_seconds=2) as one:
         yield one
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 # ----------------------------------------------------------------------------------------------------------- running
@@ -262,81 +252,3 @@ def test_the_reward_of_a_program_that_reads():
             score(ADD, inputs=["1", "2"], outputs=["1"])
         with pytest.raises(ValueError, match="this row has no tests"):
             score(ADD, inputs=[], outputs=[])
-
-
-APPS = {
-    "question": "Add two numbers.",
-    "solutions": json.dumps([ADD]),
-    "input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}),
-    "starter_code": "",
-    "difficulty": "interview",
-}
-CALL = {
-    **APPS,
-    "starter_code": "class Solution:\n    def add(self, a, b):\n        ",
-    "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[[1, 2]]]]}),
-}
-FUNCTION = {
-    **APPS,
-    "starter_code": "def add(a, b):\n\t",
-    "input_output": json.dumps({"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}),
-}
-TACO = {**APPS, "input_output": json.dumps({"inputs": [["1 2", "x"]], "outputs": [["3"]]})}
-CONTESTS = {
-    "description": "Add two numbers.",
-    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
-    "private_tests": {"input": [], "output": []},
-    "generated_tests": {"input": ["3 4\n"], "output": ["7\n"]},
-}
-METHOD = "class Solution:\n    def add(self, a, b):\n        return (tuple(a + b),) if isinstance(a, list) else a + b"
-SUM = "def add(a, b): return a + b"
-
-
-def test_layouts_of_programs_that_read(box, tmp_path):
-    layouts = [
-        ([TACO], [ADD]),
-        ([CONTESTS], [ADD]),
-        ([APPS, CALL, FUNCTION], [ADD, METHOD, SUM]),
-        ([CALL, FUNCTION], [METHOD, SUM]),
-        ([{"prompt": "p", "inputs": ["1 2"], "outputs": ["3"]}], [ADD]),
-    ]
-    for i, (rows, right) in enumerate(layouts):
-        path = write_rows(tmp_path / f"{i}.jsonl", rows)
-        loaded = load_code_dataset(path)
-        assert has_tests(path) and set(loaded.column_names) <= {"prompt", "tests", "inputs", "outputs", "entry_point"}
-        for row, program in zip(loaded, right, strict=True):
-            columns = {name: value for name, value in row.items() if name != "prompt"}
-            tried = (program, "def f(): input()")
-            scores = [CodeReward(box)(f"```python\n{one}\n```", **columns)[0] for one in tried]
-            assert scores == [1.0, 0.0], program
-
-
-def test_a_row_may_have_scripts_and_inputs_but_no_inputs_alone(tmp_path):
-    row = {"prompt": "p", "tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}
-    loaded = load_code_dataset(write_rows(tmp_path / "a.jsonl", [row]))[0]
-    assert {name: loaded[name] for name in row} == row
-    assert not has_tests(write_rows(tmp_path / "b.jsonl", [{"question": "1 + 1?", "answer": "2", "inputs": "1"}]))
-
-
-def test_the_prompts_say_how_a_program_is_called(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", [APPS, CALL])
-    plain = load_code_dataset(path, prompt_template="plain")
-    begins = "\n\nYour program should define what begins like this:\n\nclass Solution:\n    def add(self, a, b):"
-    assert plain["prompt"][:] == [f"Add two numbers.{READS}", f"Add two numbers.{begins}"]
-    assert plain["inputs"][:] == [["1 2\n", "3 4\n"], []] and plain["entry_point"][:] == [None, "Solution"]
-    ((prompt,),) = load_code_dataset(write_rows(tmp_path / "b.jsonl", [CONTESTS]), chat=True)["prompt"]
-    assert prompt["content"] == PROMPT_TEMPLATES["code"].format(problem=f"Add two numbers.{READS}")
-
-
-def test_inputs_that_cannot_be_read_are_named(tmp_path):
-    mistakes = [
-        ({**APPS, "input_output": "{"}, "Row 1 of .* inputs and outputs in 'input_output' that cannot be read"),
-        (
-            {**APPS, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
-            "Row 1 of .* cannot be read .*shorter",
-        ),
-        ({**APPS, "input_output": ""}, "1 of 2 rows of .* lack tests in 'input_output'; the first is row 1"),
-    ]
-    for i, (row, message) in enumerate(mistakes):
-        with pytest.raises(ValueError, match=message):
-            load_code_dataset(write_rows(tmp_path / f"{i}.jsonl", [APPS, row]))

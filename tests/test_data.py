@@ -11,11 +11,9 @@ from dash_trl import CodeReward, MathAccuracyReward
 from dash_trl.data import (
     PROMPT_TEMPLATES,
     final_answer,
-    find_answer,
     load_code_dataset,
     load_math_dataset,
     make_prompt,
-    resolve_template,
 )
 from tests.tiny import write_rows
 
@@ -65,13 +63,9 @@ def test_final_answer():
         assert final_answer(value, marked=marked) == answer, value
 
 
-def test_the_answer_of_a_row():
-    for row, answer in [
-        ({"answer": None, "solution": r"\boxed{3}"}, "3"),  # the solution helps out where the answer is empty
-        ({"answer": "4", "solution": r"\boxed{3}"}, "4"),
-        ({"answer": " ", "solution": "prose"}, None),
-    ]:
-        assert find_answer(row, ["answer", "solution"]) == answer, row
+def test_a_row_without_an_answer_has_that_of_its_solution(tmp_path):
+    rows = [{"problem": "p", "answer": one, "solution": r"So \boxed{3}."} for one in (None, "4", " ")]
+    assert load_math_dataset(write_rows(tmp_path / "a.jsonl", rows))["answer"][:] == ["3", "4", "3"]
 
 
 def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
@@ -79,17 +73,6 @@ def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
     assert load_math_dataset(rows, answer_column="solution")["answer"][:] == ["34"]
     with pytest.raises(ValueError, match="lack a gold answer in 'solution'"):
         load_math_dataset(rows)
-    mixed = write_rows(tmp_path / "b.jsonl", [*MATH, {"problem": "p", "solution": "So it is 5"}])
-    with pytest.raises(ValueError, match="1 of 2 rows .* lack a gold answer in 'solution'"):
-        load_math_dataset(mixed, answer_column="solution")
-
-
-def test_gold_answers_that_are_sentences_are_named(tmp_path, caplog):
-    prose = "He is in 5th place, so 4 people crossed the line before him."
-    rows = [{"prompt": "p", "answer": one} for one in ("4", prose, f"{prose} #### 4")]
-    load_math_dataset(write_rows(tmp_path / "a.jsonl", rows))
-    (record,) = caplog.records
-    assert "1 of 3 gold answers" in record.message and "row 1: 'He is in 5th place" in record.message
 
 
 TEMPLATE = "Q: {problem} Use \\boxed{}."
@@ -99,7 +82,6 @@ CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": 
 def test_prompts():
     for problem, template, chat, prompt in [
         (r"$\frac{1}{2}$? {0} {problem}", TEMPLATE, False, r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
-        (r"$\frac{1}{2}$? {0} {problem}", None, False, r"$\frac{1}{2}$? {0} {problem}"),
         ("a", TEMPLATE, True, [{"role": "user", "content": "Q: a Use \\boxed{}."}]),
         (CONVERSATION, TEMPLATE, True, CONVERSATION),
         (None, TEMPLATE, False, None),
@@ -109,12 +91,9 @@ def test_prompts():
         assert make_prompt(problem, template, chat=chat) == prompt, (problem, template)
 
 
-def test_templates():
-    assert resolve_template("plain") == "{problem}"
-    assert resolve_template("Solve {problem}") == "Solve {problem}"
-    assert all("{problem}" in text for text in PROMPT_TEMPLATES.values())
+def test_a_template_without_the_problem_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'code', 'plain'"):
-        load_math_dataset("/no/where", prompt_template="bxoed")  # it is found before anything is loaded
+        load_math_dataset(write_rows(tmp_path / "a.jsonl", GSM8K), prompt_template="bxoed")
 
 
 # ----------------------------------------------------------------------------------------------------------- layouts
@@ -184,8 +163,6 @@ def test_one_split_and_its_parts(tmp_path):
     parts = {"train": "0123456789", "train[:3]": "012", "train[-20%:]": "89", "train[8:20]": "89"}
     mistakes = {
         "test": r"has no split 'test' .*: choose one of \['train'\], or a part .* 'train\[:100\]'",
-        "train+test": r"has no split 'train\+test'",
-        "train[20:]": r"split 'train\[20:\]', has no rows",
         "train[:3": r"has no split 'train\[:3' \(Unrecognized",
     }
     for path in (tmp_path / "own.jsonl", tmp_path / "own"):
@@ -228,22 +205,13 @@ def test_the_real_files():
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-NOWHERE = "' is neither a path .* nor .*hub .*correct it, or the connection"
-UNREADABLE = "' is empty, or not a data file that can be read .*.parquet"
-
-
 def test_names_without_data(tmp_path, monkeypatch):
-    rows = [
-        *((name, f"'{name}{NOWHERE}") for name in ("./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where")),
-        *((name, f"{name}{UNREADABLE}") for name in ("./a.txt", "./a.jsonl")),
-        ("./d", "d' is neither a path with data files .*doesn't contain any data files"),
-    ]
+    nowhere = "is neither a path with data files .*.parquet.* nor .*hub .*correct it, or the connection"
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
-    Path("a.jsonl").write_text("")
     Path("d").mkdir()
-    for name, message in rows:
-        with pytest.raises(ValueError, match=message):
+    for name in ("./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where", "./a.txt", "./d"):
+        with pytest.raises(ValueError, match=f"'{name}' {nowhere}"):
             load_math_dataset(name)
 
 
@@ -263,12 +231,6 @@ PLUS = {
     "test_imports": ["import math"],
     "test_list": ["import cmath", *MBPP["test_list"]],
     "test": "for a, b in [(1, 2)]:\n    assert add(a, b) == a + b\n",
-}
-HUMANEVAL = {
-    "prompt": 'import math\n\ndef helper(a):\n    return a\n\ndef add(a, b):\n    """Adds."""\n',
-    "entry_point": "add",
-    "canonical_solution": "    return a + b\n",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == helper(3)\n",
 }
 SHOWN = "Write a function to add.\n\nYour program should pass this test, and others like it:\n\n"
 SHOWN += "assert sum([add(1, 2)]) == 3"
@@ -310,20 +272,22 @@ def test_layouts_of_programs(tmp_path):
                 {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
             ],
         ),
+        # scripts and inputs
+        (
+            [{"Prompt": "p", "tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}],
+            {"chat": True},
+            [
+                {
+                    "prompt": [{"role": "user", "content": "p"}],
+                    "tests": ["assert f(1)"],
+                    "inputs": ["1 2"],
+                    "outputs": ["3"],
+                    "entry_point": None,
+                }
+            ],
+        ),
     ]:
         assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
-
-
-def test_human_eval_layout(tmp_path, reward):
-    """The prompt stays a program's beginning; its helpers are the tests', so that no program can replace them."""
-    path = write_rows(tmp_path / "a.jsonl", [HUMANEVAL])
-    (row,) = load_code_dataset(path).to_list()
-    assert row["prompt"] == row["starter_code"] == HUMANEVAL["prompt"] and row["entry_point"] == "add"
-    right, own_helper = "    return a + b\n", "    return 0\n\ndef helper(a):\n    return 0\n"
-    names = ("tests", "entry_point", "starter_code")
-    assert [reward(text, *(row[name] for name in names))[0] for text in (right, own_helper)] == [1.0, 0.0]
-    (row,) = load_code_dataset(path, chat=True).to_list()
-    assert row["prompt"][0]["content"].startswith(HUMANEVAL["prompt"]) and "```python" in row["prompt"][0]["content"]
 
 
 # ----------------------------------------------------------------------------------------------------- MBPP+ in two
@@ -350,11 +314,9 @@ def test_mbpp_plus_has_two_splits_for_good(tmp_path):
 
 
 @needs_data
-def test_mbpp_plus_itself(caplog):
+def test_mbpp_plus_itself():
     """It is read whole, and its split is pinned."""
-    caplog.set_level("INFO", "dash_trl.data")
     rows = {split: load_code_dataset(SHARED / "mbppplus", split=split, completion=True) for split in ("train", "test")}
-    assert "MBPP+ is split by seed 0 into 264 and 114 problems." in caplog.messages
     names = {split: part["entry_point"][:] for split, part in rows.items()}
     hashes = {split: hashlib.sha256(" ".join(names[split]).encode()).hexdigest()[:16] for split in names}
     assert hashes == {"train": "26d49fd737d58a08", "test": "1d5e018be7b586e5"}
@@ -405,23 +367,20 @@ def fenced(program: str) -> str:
 def test_completions_of_code(tmp_path, reward):
     for row, template, chat, completion in [
         (MBPP, None, True, fenced(MBPP["code"])),
-        (MBPP, None, False, " " + fenced(MBPP["code"])),
+        (MBPP, None, False, "\n" + fenced(MBPP["code"])),
         (MBPP, "plain", False, "\n" + MBPP["code"]),
         (MBPP, "plain", True, MBPP["code"]),
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
-        (HUMANEVAL, None, False, HUMANEVAL["canonical_solution"].rstrip()),
-        (HUMANEVAL, None, True, fenced(HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"].rstrip())),
     ]:
         path = new_file(tmp_path, [row])
         (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
-        assert reward(*(loaded.get(name) for name in ("completion", "tests", "entry_point", "starter_code")))[0] == 1.0
+        assert reward(*(loaded[name] for name in ("completion", "tests", "entry_point")))[0] == 1.0
 
 
 # --------------------------------------------------------------------------------------------- rows that lack something
 
 UNSOLVED = {"problem": "Why?", "solution": "Because.", "level": 1}
-SOLVED = {"problem": "p", "answer": r"Add. \boxed{1}"}
 EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 
 
@@ -432,78 +391,66 @@ def test_what_is_missing_is_named(tmp_path):
             load_math_dataset,
             [{"text": "a", "answer": "1"}],
             {},
-            r"no problem column: looked for .*'text', 'answer'\]. Name the right one with problem_column",
+            r"no problem column: looked for .*'text', 'answer'\]. .* with problem_column",
         ),
         (
             load_math_dataset,
             [{"problem": "a", "label": "1"}],
             {},
-            r"no answer column: looked for .*'problem', 'label'\]. Name the right one with answer_column",
+            r"no answer column: looked for .*'problem', 'label'\]. .* or answer_column",
         ),
         (load_math_dataset, [READY], {"answer_column": "gold"}, r"no answer column: looked for \['gold'\]"),
-        (load_code_dataset, [READY], {}, r"has no tests column: looked for .*'test_list'.*\]. Rename the right one"),
+        (load_code_dataset, [READY], {}, r"has no tests column: looked for .*'tests'.*\]. Rename the right one"),
         (
             load_code_dataset,
             [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}],
             {"completion": True},
-            r"no solution column: .*'completion', 'code'.*'program'\]",
+            "1 of 1 rows lack a solution in 'code'",
         ),
         # answers, problems, tests
         (
             load_math_dataset,
             [*MATH, UNSOLVED, UNSOLVED],
             {},
-            r"2 of 3 rows .* lack a gold answer .* row 1: .*Because.*Remove these rows",
+            r"2 of 3 rows lack a gold answer .* row 1: .*Because.*Remove these rows",
         ),
-        (load_math_dataset, [READY, {**READY, "prompt": " "}], {}, "1 of 2 rows .* lack a problem .* row 1"),
+        (load_math_dataset, [READY, {**READY, "prompt": " "}], {}, "1 of 2 rows lack a problem .* row 1"),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "test_list": []}],
             {},
-            "1 of 2 rows of .* lack tests in 'test_list'; the first is row 1",
+            "1 of 2 rows lack tests in 'tests', .*; the first is row 1",
         ),
         (
             load_code_dataset,
-            [MBPP, {**MBPP, "test_list": ["assert add(1"]}],
+            [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": one} for one in ("f", "Solution().add")],
             {},
-            "Row 1 of .* has a test in 'test_list' that is no Python .*'import math",
-        ),
-        (
-            load_code_dataset,
-            [HUMANEVAL, {**HUMANEVAL, "entry_point": "Solution().add"}],
-            {},
-            r"Row 1 of .* has the entry_point 'Solution\(\).add', .*check\(Solution\(\).add\).*'Solution'",
+            r"1 of 2 rows lack an `entry_point` that a program can define .* name its class.* row 1: .*Solution",
         ),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "text": " "}],
             {},
-            "1 of 2 rows of .* lack a problem in 'text'; the first is row 1",
+            "1 of 2 rows lack a problem in 'problem'; the first is row 1",
         ),
         # solutions
         (
             load_math_dataset,
-            [SOLVED, {"problem": "p", "answer": "1"}],
+            [{"problem": "p", "answer": "Add. #### 1"}, {"problem": "p", "answer": "1"}],
             {"completion": True},
-            r"lack a solution in 'answer' \(an answer alone is none",
-        ),
-        (
-            load_math_dataset,
-            [SOLVED, {"problem": "p", "answer": "#### 1"}, {"problem": "p", "answer": r"\boxed{1}"}],
-            {"completion": True},
-            "2 of 3 rows .* lack a solution in 'answer'",
+            r"1 of 2 rows lack a solution in 'answer' \(an answer alone is none",
         ),
         (
             load_math_dataset,
             [EXPLAINED, {**EXPLAINED, "solution": " "}, {**EXPLAINED, "solution": None}],
             {"completion": True},
-            "2 of 3 rows .* lack a solution in 'solution'; the first is row 1",
+            "2 of 3 rows lack a solution in 'solution' .*; the first is row 1",
         ),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "code": ""}, {**MBPP, "code": None}],
             {"completion": True},
-            "2 of 3 rows .* lack a solution in 'code'; the first is row 1",
+            "2 of 3 rows lack a solution in 'code' .*; the first is row 1",
         ),
     ]:
         with pytest.raises(ValueError, match=f"(?s){message}"):

@@ -1,4 +1,4 @@
-"""`python -m dash_trl.evaluation`: what it writes, how it is continued, and errors before weights are loaded."""
+"""`python -m dash_trl.evaluation`: what it writes, and errors before weights are loaded."""
 
 import json
 import re
@@ -11,9 +11,8 @@ import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, main, open_sampler
 from tests.tiny import read_rows, save_tiny_model, write_rows
 
@@ -64,27 +63,12 @@ def model(tiny_model) -> tuple:
     return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
 
 
-def test_what_is_left_is_drawn_as_in_the_whole_run(model):
+def test_batches_may_split_a_prompt_and_have_seeds_of_their_own(model):
     """Batches of 4 rows, 3 samples of each of 5 prompts: no batch holds whole prompts only."""
-    sampler = LocalSampler(*model, batch_size=4)
-    prompts = [f"{i} + " for i in range(5)]
-    arguments = {"num_samples": 3, "max_completion_length": 6, "seed": 2}
-    whole = dict(sampler.sample(prompts, **arguments))
-    assert list(whole) == [0, 1, 2, 3, 4]
-    for done in ({0, 1, 2}, {1, 3}, {4}, set(range(5))):
-        rest = dict(sampler.sample(prompts, **arguments, done=done))
-        assert rest == {index: samples for index, samples in whole.items() if index not in done}
-
-
-def test_every_batch_and_seed_has_numbers_of_its_own(model):
-    drawn = [
-        tuple(tuple(one.token_ids) for one in samples)
-        for seed in range(3)
-        for _, samples in LocalSampler(*model, batch_size=2).sample(
-            ["1"] * 3, num_samples=2, max_completion_length=12, seed=seed
-        )
-    ]
-    assert len(set(drawn)) == len(drawn) == 9
+    arguments = {"num_samples": 3, "max_completion_length": 12}
+    drawn = dict(LocalSampler(*model, batch_size=4).sample(["1"] * 5, **arguments))
+    assert list(drawn) == [0, 1, 2, 3, 4] and all(len(samples) == 3 for samples in drawn.values())
+    assert len({tuple(one.token_ids) for samples in drawn.values() for one in samples}) > 12
 
 
 def test_truncated_is_what_did_not_end(model, tiny_model):
@@ -134,7 +118,7 @@ def test_toy_as_a_command(toy, monkeypatch, capsys):
     assert rewards == list(map(float, right))
     printed = capsys.readouterr().out
     assert re.search(r"^toy +(\S+) ", printed, re.M)[1] == f"{100 * figures['accuracy']:.1f}"
-    assert f"first prompt: {rows[0]['prompt'][0]['content']!r}" in printed
+    assert "first prompt:" in printed and rows[0]["prompt"][0]["content"] in printed
     assert "outputs-toy − toy, paired by problem: accuracy +0.0" in printed
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
@@ -162,28 +146,6 @@ def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, c
             assert [one["reward"] for one in row["samples"]] == [float(len(s["text"]) % 2 == 0) for s in row["samples"]]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_file(tiny_model, problems, reward, monkeypatch):
-    arguments = (tiny_model, "--dataset_name", problems, "--num_samples", 3, "--reward_path", reward, *FAST)
-    arguments += ("--per_device_eval_batch_size", 6)  # two problems in a batch
-    evaluate(*arguments)
-    (file,) = Path("out").glob("*.jsonl")
-    whole = file.read_bytes()
-    ends = [match.end() for match in re.finditer(b"\n", whole)]
-    batches, generate = [], GenerationMixin.generate
-    monkeypatch.setattr(
-        GenerationMixin, "generate", lambda *args, **kwargs: batches.append(None) or generate(*args, **kwargs)
-    )
-    # in a line; between the lines of a batch; before the first row; nowhere
-    for length, drawn in ((ends[4] + 30, 2), (ends[3], 3), (40, 4), (len(whole), 0)):
-        file.write_bytes(whole[:length])
-        batches.clear()
-        evaluate(*arguments)
-        assert file.read_bytes() == whole and len(batches) == drawn
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    evaluate(*arguments, "--k", 3)  # other k are new figures of the same samples
-    assert list(figures_in()["pass_at"]) == ["3"]
-
-
 @needs_data
 def test_math_and_code_are_told_apart(tiny_model):
     for source, columns in (("math500", {"answer"}), ("mbppplus", set())):
@@ -196,18 +158,6 @@ def test_math_and_code_are_told_apart(tiny_model):
         assert all(row.keys() - {"index", "prompt", "samples"} == columns for row in rows), source
 
 
-def test_olympiad_bench():
-    """Its columns, and its gold answers as the training reward reads them."""
-    rows = [
-        {"question": "a", "solution": ["prose"], "final_answer": [r"$\frac{1}{2}$, $3$"]},
-        {"question": "b", "solution": ["prose"], "final_answer": ["$(1,2)$", "$(3,4)$"]},
-        {"question": "c", "solution": ["prose"], "final_answer": ["7"]},
-    ]
-    loaded = load_math_dataset(write_rows(Path("olympiad.jsonl"), rows))
-    answers = [r"\boxed{\frac12, 3}", r"\boxed{(1, 2), (3, 4)}", r"\boxed{8}"]
-    assert MathAccuracyReward()(completions=answers, answer=loaded["answer"]) == [1.0, 1.0, 0.0]
-
-
 def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, capsys):
     path = rewards("return float(int(answer) > 4) if answer != '6' else 1 / 0")
     evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", path, *FAST)
@@ -215,7 +165,7 @@ def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, caps
     assert figures["accuracy"] == 0.5 and figures["failed"] == pytest.approx(1 / 7) and figures["marked"]
     assert figures["left_out"] == {"1": 1, "2": 1}
     assert "the reward failed on 14.3% of 14 samples" in caplog.text
-    assert "pass@2 leaves out 1 of 7 problems" in caplog.text and "pass@1 leaves out 1" in caplog.text
+    assert "Of 7 problems, pass@1 leaves out 1, pass@2 leaves out 1" in caplog.text
     line = next(line for line in capsys.readouterr().out.splitlines() if "]*" in line)
     assert "50.0 [" in line and line.endswith(" 14.3%")
 
@@ -224,12 +174,6 @@ def test_where_nothing_was_scored_there_is_no_figure(tiny_model, problems, capsy
     evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 1, "--reward_path", rewards("return None"), *FAST)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith("100.0%"))
     assert line.split()[1:3] == ["–*", "–*"]
-
-
-def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model):
-    many, path = write_rows(Path("many.jsonl"), PROBLEMS * 2), rewards("raise KeyError('judge')")
-    with pytest.raises(RuntimeError, match=r"every sample of 10 problems in a row; at last it .*KeyError: 'judge'"):
-        evaluate(tiny_model, "--dataset_name", many, "--num_samples", 1, "--reward_path", path, *FAST)
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
@@ -244,18 +188,16 @@ MISTAKES = [
     ((*OURS, "--temperature", 0), "greedy decoding"),
     ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
     ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
-    ((*OURS, "--dataset_name", "unknown.jsonl"), r"neither gold answers .* nor unit tests .*\['text', 'label'\]"),
+    ((*OURS, "--dataset_name", "unknown.jsonl"), r"no problem column: .*\['text', 'label'\]"),
     ((*OURS, "--reward_path", "judge.py"), "rubric"),
     ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
-    ((*OURS, "--reward_name", "score"), "has no effect without --reward_path"),
     ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
-    ((*OURS, "--vllm_server_urls", "localhost"), "is not the address of a server"),
     # the models
     (("TINY",), "add --dataset_name"),
-    (("./no/such/model", *OURS[1:]), r"'./no/such/model' cannot be read.*config.json"),
-    (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model' cannot be read"),
+    (("./no/such/model", *OURS[1:]), r"'./no/such/model'.* cannot be read.*config.json"),
+    (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model'.* cannot be read"),
     (("TINY", *OURS), "name each once"),
-    (("lora", *OURS[1:]), r"base model './gone' of the adapter '.*lora'"),
+    (("lora", *OURS[1:]), r"'lora', with its config in './gone', cannot be read"),
 ]
 
 
@@ -268,33 +210,3 @@ def test_mistakes_are_found_before_weights_are_loaded(tiny_model, problems, monk
     for arguments, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             evaluate(*(tiny_model if one == "TINY" else one for one in arguments))
-
-
-def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, reward, monkeypatch):
-    """A setting, a changed problem, a changed reward, weights that were trained further: each by its name."""
-    model = shutil.copytree(tiny_model, "model")
-    arguments = (model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", reward, *FAST)
-    evaluate(*arguments)
-    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-
-    def refused(difference: str, *more: object) -> None:
-        with pytest.raises(
-            ValueError, match=f"model.jsonl has other settings: {difference} is .* nothing is overwritten"
-        ):
-            evaluate(*arguments, *more)
-        assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
-
-    def refused_with(difference: str, file: Path, content: bytes) -> None:
-        was = file.read_bytes()
-        file.write_bytes(content)
-        refused(difference)
-        file.write_bytes(was)
-
-    refused("temperature", "--temperature", 0.5)
-    refused("chat_template_kwargs", "--chat_template_kwargs", '{"enable_thinking": false}')
-    refused("batch_size", "--per_device_eval_batch_size", 3)
-    refused_with("reward_file", reward, reward.read_bytes() + b"\n")
-    refused_with("problems", problems, problems.read_bytes().replace(b'"12"', b'"13"'))
-    weights = Path(model, "model.safetensors")
-    refused_with("weights", weights, weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))

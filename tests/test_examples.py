@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from trl import TrlParser
 
 from dash_trl import DASHConfig
-from dash_trl.evaluation import accuracy
+from dash_trl.evaluation import evaluate
 from dash_trl.process_rewards import StepValue
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
@@ -188,9 +188,9 @@ def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
     """Measured on some of the problems: the demo takes all."""
 
     def of_some(model, tokenizer, problems, *reward, **sampling):
-        return accuracy(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)
+        return evaluate(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)
 
-    monkeypatch.setattr(train_math, "accuracy", of_some)
+    monkeypatch.setattr(train_math, "evaluate", of_some)
     settings = {"max_steps": count, "gradient_accumulation_steps": 4 if count == 1 else 16, "output_dir": tmp_path}
     main("train_code", *flags(settings))
     before, after = measured(capsys.readouterr().out)["sampled"]
@@ -336,7 +336,7 @@ MISTAKES: list[tuple[type, list[str], str]] = [
     (Mathematics, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
     (Mathematics, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
     (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-    (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows of .* lack tests in 'test_list'"),
+    (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
     # the judge
     (Judged, ["--judge_url", "http://127.0.0.1:9/v1"], "judge_url='http://127.0.0.1:9/v1' has no effect without -"),
     (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_m"),

@@ -27,7 +27,7 @@ PURE_ROOMS = {"update": {"padding_free", "trees"}, "rollout": {"prompts"}}
 PURE = [
     *(f"process_rewards.{name}" for name in ("credit", "diagnostics")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
-    *("data", "evaluation.figures", "evaluation.records", "monitoring.metrics", "monitoring.recorder"),
+    *("data", "evaluation.figures", "monitoring.metrics", "monitoring.recorder"),
     "collect.dynamic_sampling",
 ]
 for room, others in PURE_ROOMS.items():

@@ -19,7 +19,6 @@ NAN = math.nan
 BOUND = 1.5
 LOSSES: dict[str, dict[str, Any]] = {
     "aipo": {"loss_type": "aipo", "aipo_delta": BOUND},
-    "aipo, detached": {"loss_type": "aipo", "aipo_delta": BOUND, "aipo_detached": True},
     "decoupled_ppo": {"loss_type": "decoupled_ppo", "vllm_importance_sampling_clip_max": BOUND},
 }
 
@@ -98,8 +97,6 @@ def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, a
     ratio = (pi - mu).exp()
     if loss == "aipo":
         return -(torch.minimum(ratio, torch.tensor(BOUND)) * advantage).sum()
-    if loss == "aipo, detached":
-        return -(ratio.clamp(max=BOUND).detach() * advantage * pi).sum()
     u = (pi - prox).exp()
     surrogate = torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)
     return -((prox - mu).exp().clamp(max=BOUND) * surrogate).sum()
@@ -125,7 +122,7 @@ class Scoring(DASHTrainer):
 @pytest.mark.parametrize(
     ("loss", "rollouts", "denominator", "per_token"),
     [
-        ("aipo, detached", ScriptedRollouts(noise=0.7), "kept", False),
+        ("aipo", ScriptedRollouts(noise=0.7), "kept", False),
         ("decoupled_ppo", ScriptedRollouts(noise=0.7), "kept", True),
         ("decoupled_ppo", ScriptedRollouts(noise=0.7), "all", False),
         # Only rows with tokens that the sampler does not know take a pass: these tokens' ratio is π/π_old.

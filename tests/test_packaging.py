@@ -129,29 +129,6 @@ def make(directory: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @needs_make
-def test_make_explains_that_there_is_no_python(tmp_path):
-    fake_program(tmp_path / "bin", "old", "3.9")
-    for target, python, reason in (("demo", "old", "old is 3.9"), ("test", "none", "none is missing")):
-        done = make(tmp_path, target, f"PYTHON={tmp_path / 'bin' / python}")
-        assert done.returncode != 0 and done.stdout == ""
-        message, rest = done.stderr.split("\n", 1)
-        assert message.startswith("dash_trl needs Python 3.11 or newer") and f"/bin/{reason}" in message
-        assert re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
-        assert not (tmp_path / ".venv").exists()
-
-
-@needs_make
-def test_make_skips_old_interpreters_and_takes_the_next(tmp_path):
-    """python3.11 on the PATH may be a pyenv shim that fails. The fake python3.13 has no venv: make stops there."""
-    shims = tmp_path / "bin"
-    fake_program(shims, "python3.11", "2>/dev/null; exit 127")
-    fake_program(shims, "python3.12", "3.9")
-    fake_program(shims, "python3.13", "3.13")
-    done = make(tmp_path, "demo", PATH=f"{shims}:{os.environ['PATH']}")
-    assert "Creating .venv with python3.13 (Python 3.13)" in done.stdout
-
-
-@needs_make
 def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
     """A venv of scripts that write down how they are called, in a folder with a space."""
     root = tmp_path / "a folder"

@@ -1,22 +1,20 @@
-"""`PromptQueue` and `PromptHistory`, without a model: any sequence of readings, rounds, interrupts and resumes.
+"""`PromptQueue`, without a model: any sequence of readings, rounds, interrupts and resumes.
 
 The tests simulate all ranks of a run in step. The dataset's rows are numbers, so a test sees which rows each rank gets.
 """
 
 import io
 import itertools
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerState
 
-from dash_trl.rollout import PromptHistory, PromptQueue, permutation
+from dash_trl.rollout import PromptQueue
 
 FAR = 1000  # optimizer steps, more than any run here takes
 GROUP = 2
@@ -43,8 +41,6 @@ class Shape:
         ahead: `async_level`.
         batches: number of whole generation batches in the dataset.
         rest: number of prompts in the dataset beside these.
-        most: `max_skipped_epochs`.
-        silent: share of prompts whose groups have no signal.
         firsts: numbers of prompts of a rank in the first rounds of windows; windows use them in turn.
     """
 
@@ -55,8 +51,6 @@ class Shape:
     ahead: int
     batches: int
     rest: int
-    most: int
-    silent: float
     firsts: tuple[int, ...]
 
     @property
@@ -67,10 +61,8 @@ class Shape:
     def dataset(self) -> int:
         return self.batches * self.batch + self.rest % self.batch
 
-    def history(self) -> PromptHistory | None:
-        settings = {"most": self.most, "batch": self.batch, "seed": 0}
-        order = lambda epoch: permutation(self.dataset, epoch, 0)  # noqa: E731
-        return PromptHistory(self.dataset, order=order, **settings) if self.most else None
+    def order(self, epoch: int) -> list[int]:
+        return torch.randperm(self.dataset, generator=torch.Generator().manual_seed(epoch)).tolist()
 
 
 # The numbers of micro-steps after which a callback ends the epoch; how many micro-steps are missing at the epoch's end;
@@ -102,14 +94,14 @@ class Walk:
             queue.load_state_dict(reloaded(state))
 
     def _queue(self, rank: int) -> PromptQueue:
-        shape, history, calls = self.shape, self.shape.history(), itertools.count(self.firsts)
+        shape, calls = self.shape, itertools.count(self.firsts)
 
         def first() -> int:
             self.firsts = next(calls) + 1
             return shape.firsts[(self.firsts - 1) % len(shape.firsts)]
 
         def open_epoch(epoch: int, batches: int) -> Iterator[list[dict[str, int]]]:
-            order = permutation(shape.dataset, epoch, 0) if history is None else history.prompts(epoch)
+            order = shape.order(epoch)
             starts = range(0, len(order) // shape.batch * shape.batch, shape.batch)
             own = [order[start + rank * shape.prompts :][: shape.prompts] for start in starts]
             self.orders[rank][epoch] = sum(own, [])
@@ -125,9 +117,6 @@ class Walk:
             ahead=shape.ahead,
             first=first,
             open_epoch=open_epoch,
-            history=history,
-            rank=rank,
-            ranks=shape.ranks,
         )
 
     def run(self, script: list[OptimizerStep]) -> "Walk":
@@ -161,22 +150,11 @@ class Walk:
         for window, known in enumerate(upcoming, number + 1):
             assert all(now is then for now, then in zip(known, self.ahead.setdefault(window, known), strict=True))
         batches = [rows, *([queue.take(size) for queue in self.queues] for size in rounds[number % len(rounds)])]
-        prompts: list[int] = []
         for place, batch in enumerate(batches):
             for rank, own in enumerate(batch):
-                self.taken[rank].append((number, place, own.places, numbers := self._numbers(rank, own)))
-                prompts += numbers
-        signal = [prompt >= self.shape.silent * self.shape.dataset for prompt in prompts]
-        for queue in self.queues:
-            if queue.history is not None:
-                queue.history.note(torch.tensor(prompts), torch.tensor(signal))
-
-    def _numbers(self, rank: int, rows: Any) -> list[int]:
-        found = [row["prompt"] for row in rows]
-        assert found == [number for number in found[::GROUP] for _ in range(GROUP)]
-        if self.shape.most:
-            assert self.queues[rank].numbers(rows) == found[::GROUP]
-        return found[::GROUP]
+                found = [row["prompt"] for row in own]
+                assert found == [number for number in found[::GROUP] for _ in range(GROUP)]
+                self.taken[rank].append((number, place, own.places, found[::GROUP]))
 
     def known(self, rank: int) -> list[tuple[int, int]]:
         """The places of windows that have not begun."""
@@ -193,8 +171,6 @@ shapes = st.builds(
     ahead=st.integers(0, 2),
     batches=st.integers(1, 4),
     rest=st.integers(0, 5),
-    most=st.integers(0, 3),
-    silent=st.floats(0, 1),
     firsts=st.lists(sizes, min_size=1, max_size=3).map(tuple),
 )
 steps = st.tuples(
@@ -220,8 +196,7 @@ def test_every_prompt_of_every_epoch_is_handed_out_once_and_in_order(shape, scri
             assert places == every[every.index(places[0]) :][: len(places)]
     for epoch in walk.orders[0]:
         prompts = [prompt for orders in walk.orders for prompt in orders[epoch]]
-        assert len(set(prompts)) == len(prompts) and len(prompts) % shape.batch == 0 < len(prompts)
-        assert shape.most or len(prompts) == shape.batches * shape.batch
+        assert len(set(prompts)) == len(prompts) == shape.batches * shape.batch
 
     at = data.draw(st.integers(1, len(script) - 1))
     begun = walk.before[at] if data.draw(st.booleans()) else walk.after[at - 1]
@@ -232,74 +207,3 @@ def test_every_prompt_of_every_epoch_is_handed_out_once_and_in_order(shape, scri
         assert rest.known(rank) == (walk.known(rank) if rest.taken[rank] else [])  # asked where a window begins
     for (*_, one), (*_, other) in zip(walk.after[at:], rest.after, strict=True):
         assert one[0]["place"] == other[0]["place"]
-
-
-# ---------------------------------------------------------------------------------------------- which are passed over
-
-
-def history(prompts: int = 40, **settings: Any) -> PromptHistory:
-    settings = {"most": 3, "batch": 1, "order": lambda epoch: permutation(prompts, epoch, 5), "seed": 5, **settings}
-    return PromptHistory(prompts, **settings)
-
-
-def note(one: PromptHistory, verdicts: dict[int, bool]) -> None:
-    one.note(torch.tensor(list(verdicts)), torch.tensor(list(verdicts.values())))
-
-
-def test_the_chance_of_a_signal():
-    """The mean of the Beta posterior of groups that were forgotten by a fifth with each epoch."""
-    one = history(prompts=3)
-    groups = {0: [True, True, False], 1: [False, False, False]}
-    counts = {prompt: [0.0, 0.0] for prompt in range(3)}
-    for epoch in range(3):
-        one.prompts(epoch)
-        for of_prompt in counts.values():
-            of_prompt[:] = [0.8 * value for value in of_prompt]
-        for prompt, signal in groups.items():
-            note(one, {prompt: signal[epoch]})
-            counts[prompt][signal[epoch]] += 1
-    expected = [(1 + having) / (2 + without + having) for without, having in counts.values()]
-    assert one.chance().tolist() == pytest.approx(expected, abs=1e-6)
-    assert expected[1] < 0.25 < expected[0] and expected[2] == 0.5
-
-
-def test_a_prompt_is_passed_over_with_the_probability_of_its_chance():
-    """max(0, 1 − 2 · chance), of prompts that had no signal once, twice, or always had."""
-    verdicts = {"once": [False], "twice": [False, False], "always": [True, True], "both": [True, False]}
-    for name, signals in verdicts.items():
-        one = history(prompts=4000)
-        for signal in signals:
-            one.note(torch.arange(4000), torch.full((4000,), signal))
-        passed_over = 1 - len(one.prompts(0)) / 4000
-        chance = (1 + sum(signals)) / (2 + len(signals))
-        assert passed_over == pytest.approx(max(0.0, 1 - 2 * chance), abs=0.03), name
-        assert one.skipped == 4000 - len(one.prompts(0))
-
-
-@settings(max_examples=30, derandomize=True)
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 3), st.integers(0, 8), st.floats(0, 1), st.integers(0, 99))
-def test_every_prompt_comes_back(most, batch, batches, rest, silent, seed):
-    """After so many epochs at most, but for what does not fill a generation batch, as in TRL; on all ranks, resumed."""
-    size, chance = batch * (1 + batches) + rest % batch, random.Random(seed)
-    order = lambda epoch: permutation(size, epoch, seed)  # noqa: E731
-    build = lambda: PromptHistory(size, most=most, batch=batch, order=order, seed=seed)  # noqa: E731
-    one, resumed = build(), build()
-    away, passed_over = dict.fromkeys(range(size), 0), 0
-    for epoch in range(12):
-        kept = one.prompts(epoch)
-        assert kept == [prompt for prompt in order(epoch) if prompt in set(kept)]  # in their order, each once
-        assert len(kept) % batch == 0 < len(kept)
-        missing = set(range(size)) - set(kept)
-        passed_over += size - len(kept)
-        for prompt in range(size):
-            away[prompt] = away[prompt] + 1 if prompt in missing else 0
-        if size % batch == 0:
-            assert max(away.values()) <= most and one.skipped == passed_over
-        assert resumed.prompts(epoch) == kept
-        note(one, verdicts := {prompt: chance.random() >= silent for prompt in kept})
-        if chance.random() < 0.5:
-            note(resumed, verdicts)
-        else:
-            state, resumed = reloaded(one.state_dict()), build()
-            resumed.load_state_dict(state)
-            assert resumed.prompts(epoch) == kept and one.prompts(epoch) == kept

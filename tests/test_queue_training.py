@@ -1,4 +1,4 @@
-"""Runs whose prompts come from a queue (`max_num_gen_batches`, `max_skipped_epochs`): what is sampled, and resume."""
+"""Runs whose prompts come from a queue (`max_num_gen_batches`): what is sampled, and resume."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ GROUP = 4
 
 
 class Sampled(DASHCallback):
-    """The prompts of each round, and whether the groups' rows were those of the numbers that the history has."""
+    """The prompts of each round."""
 
     def __init__(self) -> None:
         self.rounds: list[list[str]] = []
@@ -29,7 +29,7 @@ def trained(model: str, output: Any, **settings: Any) -> tuple[list[list[str]], 
     watch = Sampled()
     callbacks = [watch, *settings.pop("callbacks", [])]
     defaults = {"reward": ScriptedReward(constant=0.6), "rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
-    defaults |= {"max_num_gen_batches": 3, "max_skipped_epochs": 2, "max_steps": 6}
+    defaults |= {"max_num_gen_batches": 3, "max_steps": 6}
     trainer = run(DASHTrainer, model, output, callbacks=callbacks, **{**defaults, **settings})
     return watch.rounds, trainer
 
@@ -55,13 +55,8 @@ RUNS: dict[str, tuple[dict[str, Any], Sequence[int], bool]] = {
         False,
     ),
     "used twice": ({"num_iterations": 2, "dataset": prompts(9)}, (3, 4), True),
-    "no rounds, a worker reads": (
-        {"max_num_gen_batches": 1, "steps_per_generation": 8, "dataset": prompts(21), "max_steps": 10}
-        | {"dataloader_num_workers": 1},
-        (7, 8),
-        True,
-    ),
-    "a stream, rounds only": ({"max_skipped_epochs": 0, "dataset": prompts(13).to_iterable_dataset()}, (4,), False),
+    "a worker reads": ({"dataset": prompts(9), "dataloader_num_workers": 1}, (4,), True),
+    "a stream": ({"dataset": prompts(13).to_iterable_dataset()}, (4,), False),
     "an epoch is cut": (
         {"dataset": prompts(21), "callbacks": [EndsTheEpoch()], "steps_per_generation": 8, "max_steps": 9},
         (6,),
@@ -110,8 +105,7 @@ def saved(tiny_model, tmp_path_factory):
 
 def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path, saved):
     for change in (
-        {"max_num_gen_batches": 1, "max_skipped_epochs": 0},
-        {"max_skipped_epochs": 0},
+        {"max_num_gen_batches": 1},
         {"per_device_train_batch_size": 8},
         {"dataset": prompts(22)},
     ):
@@ -121,16 +115,10 @@ def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path
 
 
 def test_the_other_way_round_is_refused(tiny_model, tmp_path):
-    for change, without in (
-        ({"max_skipped_epochs": 0}, "skips"),
-        ({"max_num_gen_batches": 1, "max_skipped_epochs": 0}, "queues"),
-    ):
-        settings = {"dataset": prompts(21), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        trained(tiny_model, tmp_path / without, **settings, **change)
-        with pytest.raises(
-            ValueError, match=rf"was saved with .*{without}_prompts=False \(now True\).*Resume with the val"
-        ):
-            trained(tiny_model, tmp_path, dataset=prompts(21), resume=str(tmp_path / without / "checkpoint-1"))
+    settings = {"dataset": prompts(21), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trained(tiny_model, tmp_path, max_num_gen_batches=1, **settings)
+    with pytest.raises(ValueError, match=r"was saved with .*queues_prompts=False \(now True\).*Resume with the val"):
+        trained(tiny_model, tmp_path, dataset=prompts(21), resume=str(tmp_path / "checkpoint-1"))
 
 
 def test_the_prompts_begin_again(tiny_model, tmp_path, saved):

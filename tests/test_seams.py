@@ -34,16 +34,16 @@ def test_the_settings_of_our_losses_are_trls(trainer):
     source = "".join(map(inspect.getsource, methods))
     correction = "self.use_vllm and self.vllm_importance_sampling_correction"
     assert source.count("self.use_vllm") == source.count(correction) > 0
-    for loss_type, detached in (*((one, False) for one in OFF_POLICY_LOSSES), ("aipo", True)):
-        settings = trl_settings(loss_type, delta=8.0, detached=detached)
+    for loss_type in OFF_POLICY_LOSSES:
+        settings = trl_settings(loss_type, delta=8.0)
         for name in settings:
             place = "args.delta" if name == "delta" else name
             assert f"self.{place}" in source and hasattr(trainer.args if name == "delta" else trainer, name)
         before = {**vars(trainer)}, {**vars(trainer.args)}
         with with_settings(trainer, settings):
-            assert trainer.loss_type in ("dapo", "cispo") and trainer.args.delta == settings.get("delta")
+            assert trainer.loss_type == "dapo" and trainer.args.delta == settings.get("delta")
         assert (vars(trainer), vars(trainer.args)) == before
-    assert trl_settings("dapo", delta=8.0, detached=False) == {}
+    assert trl_settings("dapo", delta=8.0) == {}
 
 
 def test_the_ratio_is_read_behind_the_forward_pass():

@@ -7,14 +7,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
 import psutil
 import pytest
 
 from dash_trl import serve
-from dash_trl.evaluation import open_sampler
 from dash_trl.sampling import key_header, own_key
 from tests.fake_server import Fake
 from tests.vllm_run import wait_until
@@ -102,37 +100,14 @@ def test_the_key_that_another_command_makes_meanwhile_counts(cache, monkeypatch)
     assert own_key() == own_key() == "the other's"
 
 
-def test_a_key_that_others_may_know_is_not_used(cache, monkeypatch):
-    file = cache / "vllm_key"
-    own_key()
-    file.chmod(0o640)
-    with pytest.raises(ValueError, match=rf"{file} is empty, .*by other users .*mode 640, .*Delete it.* VLLM_API_KEY"):
-        own_key()
-    file.chmod(0o600)
-    with monkeypatch.context() as another, pytest.raises(ValueError, match="belongs to another user, or can be read"):
-        another.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-        own_key()
-    file.write_text("")
-    with pytest.raises(ValueError, match="is empty"):
-        own_key()
-    file.unlink()
-    cache.rmdir()
-    cache.touch()
-    with pytest.raises(ValueError, match=r"cannot be stored in .*vllm_key .* VLLM_API_KEY"):
-        own_key()
-
-
 def test_what_gives_the_servers_to_others_is_refused(program):
     refused = [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to other machines.* VLLM_API_KEY"),
         ({"host": "example.com"}, "--host example.com opens"),
-        ({"options": ["--api-key", "secret"]}, "--api-key shows the key .* VLLM_API_KEY"),
-        ({"options": ["--api_key=secret"]}, "--api-key shows"),
     ]
     for options, message in refused:
-        with pytest.raises(ValueError, match=message) as error:
+        with pytest.raises(ValueError, match=message):
             serve.Servers("model", **options)
-        assert "secret" not in str(error.value)
 
 
 def test_ports_in_use_are_left_out():
@@ -193,16 +168,6 @@ def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):
     assert first.startswith("1  0 serve model") and second.startswith("1  1 serve model") and "float32" in first
 
 
-def test_vllm_within_this_process_takes_as_many_gpus_as_the_heads_split_over(tiny_model, monkeypatch):
-    taken = {}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda path, **options: taken.update(options)))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for gpus, share in ((4, 2), (3, 1)):  # of 4 heads, with 2 key-value heads
-        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        open_sampler(tiny_model, backend="vllm")
-        assert taken["tensor_parallel_size"] == share and "dtype" not in taken
-
-
 def test_a_server_that_does_not_start_says_why(program, monkeypatch):
     port = 20000 + os.getpid() % 10000  # no other test has a server there
     did_not = pytest.raises(RuntimeError, match="(?s)did not start.*0.log:.*no-model")
@@ -213,12 +178,6 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
         monkeypatch.setattr("dash_trl.serve.answers", lambda url: True)  # as if another program had taken the port
         with did_not:
             servers.wait_until_ready()
-    with pytest.raises(ValueError, match="start at least one"):
-        serve.Servers("model", 0)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(ValueError, match="vLLM is not installed"):
-        serve.Servers("model")
 
 
 def test_without_vllm_an_install_that_works_is_named_before_the_warm_up(monkeypatch):

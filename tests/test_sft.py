@@ -9,7 +9,7 @@ import sft
 import traces
 import train_math
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
@@ -45,7 +45,7 @@ def test_humans_are_right_and_skip_steps():
 @pytest.mark.parametrize("task", ["toy", "toy_code"])
 def test_it_learns_what_humans_wrote(toy, tmp_path, monkeypatch, capsys, task):
     """The demo shows how a model is measured."""
-    monkeypatch.setattr(train_math, "accuracy", lambda *arguments, **sampling: 0.25)
+    monkeypatch.setattr(train_math, "evaluate", lambda *arguments, **sampling: {"accuracy": 0.25})
     learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
     sft.main(flags(learns if task == "toy" else {**learns, "dataset_name": task}))
     losses = [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
@@ -119,8 +119,8 @@ def test_mistakes(own_folder, monkeypatch):
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         ({"model_name_or_path": "toy", **FILE}, [{"prompt": "p"}], r"\['completion'\] not in the dataset"),
         # the dataset
-        ({**MODEL, **DATA}, [], r"own.jsonl' lack a solution in 'answer' \(an answer alone is none"),
-        ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows of 'code.jsonl' lack a solution in 'code'"),
+        ({**MODEL, **DATA}, [], r"rows lack a solution in 'answer' \(an answer alone is none"),
+        ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows lack a solution in 'code'"),
     ]
     monkeypatch.setattr(sft, "SFTTrainer", None)
     write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
@@ -164,10 +164,6 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     assert kept == expected and 0 < len(kept) < 24
     wrong = 24 - len(kept)
     assert f"24 traces of 12 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-        traces.main(arguments)  # all is there: nothing is sampled, nothing changes
-    assert read_rows(own_folder / "t.jsonl") == kept
     measured = []
     monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
     sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))

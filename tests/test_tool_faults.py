@@ -563,15 +563,6 @@ class Callables:
     def __call__(self) -> None: ...
 
 
-def other_act(fate: str) -> Any:
-    """Acts.
-
-    Args:
-        fate: What happens.
-    """
-
-
-other_act.__name__ = "act"
 LOCK = threading.Lock()
 
 
@@ -580,7 +571,6 @@ def test_what_is_no_tool(model, tmp_path, unloadable):
         "undescribed .* no docstring": [undescribed],
         "partial.*neither a function nor a method": [functools.partial(act, fate="")],
         "callables .*neither a function nor a method": [Callables()],
-        r"several tools have the names \['act'\]": [act, other_act],
     }
     for named, tools in mistakes.items():
         with pytest.raises(ValueError, match=f"(?i){named}"):
@@ -591,8 +581,6 @@ def test_mistakes_in_process_tools():
     mistakes: dict[str, dict[str, Any]] = {
         "coroutine function": {"function": act_later},
         "cannot be sent": {"function": lambda: LOCK},
-        "timeout=0": {"function": act, "timeout": 0},
-        "max_concurrency=0": {"function": act, "max_concurrency": 0},
     }
     for named, options in mistakes.items():
         with pytest.raises(ValueError, match=named):

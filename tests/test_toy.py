@@ -15,9 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_programs import PROGRAM_LESSONS, program_dataset
-from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset, noisy_calculator
+from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
-from transformers.utils import get_json_schema
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl._cache import cache_folder
@@ -117,11 +116,6 @@ def test_the_reloaded_tokenizer_is_the_same(small_model):
     )
     assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == (END_OF_TURN, "<|endoftext|>", "left")
     assert len(loaded) == len(made) == AutoModelForCausalLM.from_pretrained(small_model).config.vocab_size
-
-
-def test_words_and_digits_are_one_token_each():
-    written = ["7", "+", "5", "=", "1", "2", "\n", "The", " answer", " is", " ", "1", "2", END_OF_TURN]
-    assert [TOKENIZER.decode(ids) for ids in TOKENIZER("".join(written))["input_ids"]] == written
 
 
 # -------------------------------------------------------------------------------------------------------- the warm-up
@@ -245,14 +239,11 @@ def test_a_concurrent_call_waits_for_the_first(tmp_path):
         assert cached_model("a", {}, make, tmp_path) == second[0].result()
 
 
-def test_the_user_s_cache_folder_and_one_that_cannot_be_written(monkeypatch, tmp_path):
+def test_the_user_s_cache_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     for set_to, folder in {"/somewhere": "/somewhere", "relative/is/invalid": "/home/somebody/.cache"}.items():
         monkeypatch.setenv("XDG_CACHE_HOME", set_to)
         assert cache_folder() == Path(folder, "dash_trl")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
-        toy_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the programs
@@ -276,13 +267,6 @@ def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
         assert passes(row, row["completion"][0]["content"])
         right += passes(row, PROGRAM_LESSONS.solution(problem, generator, 0.2, 0.0))
     assert right / len(rows) == pytest.approx(0.8, abs=0.04)
-
-
-def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):
-    path = toy_model(tmp_path, settings=SMALL, progress=False, lessons=PROGRAM_LESSONS)
-    assert Path(path).name == Path(small_model).name.replace("arithmetic", "programs")
-    written = AutoTokenizer.from_pretrained(path)("def f(x): return x + 37")["input_ids"]
-    assert len(written) <= 11 < len(TOKENIZER("def f(x): return x + 37")["input_ids"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the tools
@@ -376,27 +360,9 @@ def test_the_loss_is_on_what_the_model_writes_between_the_tool_s_answers(tmp_pat
     assert whole == TOOL_TOKENIZER.decode(ids)
 
 
-def test_solutions_guess_and_slip_at_the_given_rates():
-    """Of problems with two numbers: one call."""
-    generator, counts = random.Random(0), {"guess": 0, "slip": 0, "right": 0}
-    rows = [row for row in calculator_dataset("train", size=3000) if len(row["prompt"][0]["content"]) == 7]
-    for row in rows:
-        *calls, answer = CALCULATOR_LESSONS.solution(row["prompt"][0]["content"], generator, 0.3, 0.2)
-        right = answer["content"] == f"The answer is {row['answer']}"
-        counts["guess" if not calls else "right" if right else "slip"] += 1
-    shares = {name: count / len(rows) for name, count in counts.items()}
-    assert shares == pytest.approx({"guess": 0.3, "slip": 0.2, "right": 0.5}, abs=0.05)
-
-
 def test_the_calculator_computes_and_refuses_what_is_no_expression():
     assert calculator("512-291+204") == "425" and calculator("3*(7-5)/4") == "1.5"
     assert all(calculator(row["prompt"][0]["content"]) == row["answer"] for row in calculator_dataset("test", size=50))
     for expression in ("9**9**9", "9" * 101, "f(1)", "", "__import__('os')"):
         with pytest.raises(ValueError, match="not an expression"):
             calculator(expression)
-
-
-def test_the_noisy_calculator_looks_like_the_calculator():
-    noise = noisy_calculator()
-    assert get_json_schema(noise) == get_json_schema(calculator) and noise.__name__ == calculator.__name__
-    assert len({noise(expression="512-291") for _ in range(100)}) > 50

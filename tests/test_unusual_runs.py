@@ -3,9 +3,7 @@
 import math
 import threading
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,11 +210,6 @@ def test_a_window_after_an_evaluation_is_sampled_by_the_weights_of_training(tiny
     }
     run(DASHTrainer, tiny_model, tmp_path, rollouts=Rollouts(), prepare=prepare, max_steps=3, **evaluation)
     assert seen == ["train"] * 3
-
-
-def test_neftune_is_padded(tiny_model, tmp_path, caplog):
-    run(DASHTrainer, tiny_model, tmp_path, neftune_noise_alpha=5.0)
-    assert "NEFTune's noise depends on the length of a row" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------- what callbacks do
@@ -466,81 +459,6 @@ def test_a_runner_that_another_trainer_took_over_serves_an_evaluation_of_the_fir
 
 
 # ------------------------------------------------------------------------------------------------- one run, and another
-
-
-class Slows(torch.optim.SGD):
-    """Counts its steps in its groups, as schedule-free optimizers and Prodigy, and in states that it makes first."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        for group in self.param_groups:
-            group["steps"] = 0
-            self.state |= {weights: {"steps": torch.zeros(())} for weights in group["params"]}
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["lr"] /= group["steps"] + self.state[group["params"][0]]["steps"].add_(1).item()
-        super().step(closure)
-
-
-def test_later_runs_begin_with_the_optimizer_and_loss_scaler_of_the_first(tiny_model, tmp_path):
-    """The third run is interrupted between the unscaling of gradients and the step."""
-    scales, ends = [], []
-
-    class Watch(TrainerCallback):
-        def on_train_begin(self, args, state, control, model, **kwargs):
-            model.load_state_dict(weights)
-            trainer.rollout_func = ScriptedRollouts()
-            torch.manual_seed(0)
-            scales.append(trainer.accelerator.scaler.state_dict())
-
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if len(scales) == 3 and state.global_step == 2:
-                raise KeyboardInterrupt
-
-    trainer = run(Built, tiny_model, tmp_path, callbacks=[Watch()], max_steps=3, max_grad_norm=1.0)
-    weights, accelerator = parameters(trainer.model), trainer.accelerator
-    trainer.optimizer = Slows(trainer.model.parameters(), lr=0.1)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
-    for _ in range(4):
-        with suppress(KeyboardInterrupt):
-            DASHTrainer.train(trainer)
-        ends.append(parameters(trainer.model))
-    assert scales[1:] == scales[:1] * 3
-    for end in (ends[1], ends[3]):
-        assert relative_difference(weights, ends[0], end)[0] == 0.0
-
-
-class FallingReward(ScriptedReward):
-    """Less with every call, by the same for all rows."""
-
-    def __call__(self, **kwargs):
-        return [reward - 2.0 * self.calls for reward in super().__call__(**kwargs)]
-
-
-def test_the_best_model_is_that_of_later_evaluations(tiny_model, tmp_path):
-    """TRL hands weights to vLLM once per step; the best model's come without one."""
-    given = []
-
-    def prepare(trainer):
-        trainer.use_vllm = True
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: given.append(parameters(trainer.model)))
-
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    settings |= {
-        "eval_dataset": prompts(4),
-        "per_device_eval_batch_size": 4,
-        "vllm_importance_sampling_correction": False,
-    }
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=FallingReward(constant=0.3), prepare=prepare, **settings)
-    best, before = parameters(trainer.model), len(given)
-    trainer.evaluate()
-    assert len(given) == before + 1
-    changed = [{name for name, value in best.items() if not value.equal(weights[name])} for weights in given[-2:]]
-    assert changed[0] and not changed[1]
 
 
 def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model, tmp_path):

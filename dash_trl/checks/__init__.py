@@ -6,7 +6,6 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.checks.arguments import (
-        check_another_run,
         check_arguments,
         check_callbacks,
         check_distribution,

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from inspect import isfunction, ismethod
 from typing import Any
 
-from transformers import ProcessorMixin
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
@@ -24,9 +23,7 @@ from dash_trl.update import OFF_POLICY_LOSSES
 logger = logging.getLogger(__name__)
 
 
-def check_arguments(
-    model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
-) -> None:
+def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]) -> None:
     """Checks the arguments of `DASHTrainer` before weights are loaded.
 
     Args:
@@ -34,7 +31,6 @@ def check_arguments(
         args: as given to `DASHTrainer`.
         train_dataset: as given to `DASHTrainer`.
         eval_dataset: as given to `DASHTrainer`.
-        processing_class: as given to `DASHTrainer`.
         others: the other arguments of `DASHTrainer` by name, such as `tools`, `callbacks` and `peft_config`.
     Raises:
         ValueError: if an argument cannot be used, or if two arguments exclude each other.
@@ -50,11 +46,6 @@ def check_arguments(
         raise ValueError(
             f"{name} and rollout_func are both set, but a rollout_func makes whole completions, including tool calls. "
             "Leave one of the two out."
-        )
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
-            "text models only: it cannot pack images. Pass a tokenizer, or use trl.GRPOTrainer."
         )
     check_callbacks(others.get("callbacks") or ())
     check_vllm(args)
@@ -93,7 +84,7 @@ def check_vllm(args: Any) -> None:
 
 
 def check_tools(tools: Sequence[Any]) -> None:
-    """Raises a `ValueError` if a tool has no JSON schema, or if two tools have the same name.
+    """Raises a `ValueError` if a tool has no JSON schema.
 
     The prompt lists each tool by its JSON schema, so that the policy can call the tool by its name.
 
@@ -111,11 +102,6 @@ def check_tools(tools: Sequence[Any]) -> None:
                 "function with type hints, and with a docstring that describes the function and, under Args:, the "
                 "arguments. Wrap another callable object in such a function."
             ) from error
-    names = [tool.__name__ for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(
-            f"Several tools have the names {sorted(twice)}, so a call could mean any of them: rename some."
-        )
 
 
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
@@ -298,16 +284,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_another_run(have_trained: bool, deepspeed: bool) -> None:
-    """Raises a `ValueError` for a second `train()` with DeepSpeed."""
-    if have_trained and deepspeed:
-        raise ValueError(
-            "train() was called a second time, but the DeepSpeed engine of the first call is gone, and Transformers "
-            "does not make another one for the same trainer. Make a new DASHTrainer. To continue the first run, resume "
-            "from a checkpoint."
-        )
-
-
 def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
     """Checks that nothing in a run with `reward_pipeline` needs all groups of a window at once.
 
@@ -380,8 +356,7 @@ def check_subclass(kind: type, base: type) -> None:
         kind: the subclass.
         base: `DASHTrainer`.
     Raises:
-        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, or if it
-            misspells `compute_advantages`.
+        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training.
     """
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(base, name):
@@ -389,12 +364,6 @@ def check_subclass(kind: type, base: type) -> None:
                 f"{kind.__name__}.{name} would not be called during training: DASHTrainer samples in its own way. "
                 "Sample in a rollout_func, change rollouts in a DASHCallback (on_rollouts_sampled), or override "
                 "compute_advantages."
-            )
-    for name in vars(kind):
-        if "compute_advantages" not in vars(kind) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
-            raise ValueError(
-                f"{kind.__name__}.{name} would never be called. Rename it to compute_advantages, the method that "
-                "computes the advantages, or give a helper another name."
             )
 
 

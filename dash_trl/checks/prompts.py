@@ -18,7 +18,7 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
         own_rollouts: True = there is a `rollout_func`, which may take prompts of any form.
         environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
     Raises:
-        ValueError: if the dataset is empty, has images or no `prompt` column, or its first prompt cannot be used.
+        ValueError: if the dataset is empty or has no `prompt` column, or its first prompt cannot be used.
     """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
@@ -30,11 +30,6 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
         raise ValueError(
             f"{name} has the columns {columns}, but no 'prompt'. Rename the column with the problem, or load the data "
             "with dash_trl.load_math_dataset, which knows the columns of GSM8K and MATH."
-        )
-    if images := {"image", "images"} & set(columns):
-        raise ValueError(
-            f"{name} has the column {sorted(images)[0]!r}, but DASHTrainer trains text models only. Remove the column, "
-            "or use trl.GRPOTrainer."
         )
     if isinstance(dataset, Dataset):
         if len(dataset) == 0:
@@ -111,8 +106,8 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
     Returns:
         The result of `rollout_func`.
     Raises:
-        ValueError: if the result lacks rows, tokens or log-probs that are needed, if its log-probs or its `env_mask` do
-            not have the lengths of the completions, or if the `env_mask` has numbers other than 0 and 1.
+        ValueError: if the result lacks rows, tokens or log-probs that are needed, or if its log-probs or its `env_mask`
+            do not have the lengths of the completions.
     """
     output = rollout_func(prompts, trainer)
     if missing := [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]:
@@ -134,20 +129,13 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
             f"{cause} needs the sampler's log-probs, but rollout_func returned none: return the log-probs of all "
             "completion tokens as 'logprobs', or use another loss and correction."
         )
-    if log_probs is not None and list(map(len, log_probs)) != list(map(len, output["completion_ids"])):
-        raise ValueError(
-            "rollout_func returned logprobs of other lengths than completion_ids: return one number for each token of "
-            "each completion, and NaN for an unknown log-prob."
-        )
-    mask = output.get("env_mask")
-    if mask is not None and (
-        list(map(len, mask)) != list(map(len, output["completion_ids"]))
-        or any({*map(float, row)} - {0, 1} for row in mask)
-    ):
-        raise ValueError(
-            "rollout_func returned an env_mask that does not fit completion_ids: return 1 for each token that the "
-            "policy wrote and 0 for each token of its environment, with the same number and lengths of rows."
-        )
+    for name in ("logprobs", "env_mask"):
+        rows = output.get(name)
+        if rows is not None and list(map(len, rows)) != list(map(len, output["completion_ids"])):
+            raise ValueError(
+                f"rollout_func returned {name} of other lengths than completion_ids: return one number for each token "
+                "of each completion (logprobs: NaN = unknown; env_mask: 1 = written by the policy, else 0)."
+            )
     return output
 
 
@@ -158,13 +146,8 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
         dataset: the training dataset.
         args: the configuration.
     Raises:
-        ValueError: if the dataset has too few prompts, or if `max_skipped_epochs` is set and the dataset is a stream.
+        ValueError: if the dataset has too few prompts.
     """
-    if args.max_skipped_epochs and not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"max_skipped_epochs={args.max_skipped_epochs} remembers each row of train_dataset by its number, but the "
-            "rows of a stream have no numbers. Pass a datasets.Dataset, or leave the option out."
-        )
     if isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
         if len(dataset) < needed:

@@ -142,10 +142,8 @@ class Collector:
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
         more: function that takes a number of prompts and returns this rank's next rows of the dataset. Needed with
             `dynamic`.
-        verdicts: function that records, after each window and on every rank, which prompts had signal. It takes a list
-            with the examples of each generation batch, and two [K] bool tensors for this rank's groups. First tensor:
-            True = the group has signal. Second tensor: True = a row of the group is scored. `None`: this is not
-            recorded.
+        epochs: function that returns the number of epochs whose prompts were all taken; only with `dynamic`.
+
     Attributes:
         log_probs: as above.
     """
@@ -170,14 +168,14 @@ class Collector:
         draw_order: Callable[[int], Tensor],
         dynamic: DynamicSampling | None = None,
         more: Callable[[int], list[dict[str, Any]]] | None = None,
-        verdicts: Callable[[list[Any], Tensor, Tensor], None] | None = None,
+        epochs: Callable[[], int] | None = None,
     ):
         self.log_probs = log_probs
         self._ranks, self._settings, self._recorder, self._log = ranks, settings, recorder, log
         self._sampler, self._rewards = sampler, rewards
         self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
         self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
-        self._dynamic, self._more, self._verdicts = dynamic, more, verdicts
+        self._dynamic, self._more, self._epochs = dynamic, more, epochs
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
         self._log_staleness = log_staleness
@@ -483,9 +481,8 @@ class Collector:
         filtered = self._filtered(rollouts)
         metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
-        if self._verdicts is not None:
-            examples = [one.prompts.examples for one in begun]
-            self._verdicts(examples, self._groups_with(filtered.keep), self._groups_with(~filtered.unscored))
+        if self._epochs is not None:
+            self._recorder.total("prompts/epoch", self._epochs())
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))

@@ -1,6 +1,6 @@
 """Measures a model: accuracy and pass@k with their intervals, from samples that a reward function scores::
 
-    prompts ──► sampler ──► reward ──► records (one line per problem) ──► figures ──► table, plot
+    prompts ──► sampler ──► reward ──► samples (one line per problem) ──► figures ──► table, plot
 
 The command is `python -m dash_trl.evaluation` (docs/howto/evaluate.md); in a program `evaluate` measures a loaded
 model.
@@ -13,18 +13,14 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.evaluation.command import EvaluationArguments, evaluate_models
     from dash_trl.evaluation.figures import bootstrap_interval, figures_of, pass_at_k
-    from dash_trl.evaluation.records import Records
-    from dash_trl.evaluation.reward import Reward, accuracy, evaluate
-    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler
-    from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, open_sampler
+    from dash_trl.evaluation.reward import Reward, evaluate
+    from dash_trl.evaluation.samplers import LocalSampler, SampledCompletion, Sampler, ServerSampler, open_sampler
     from dash_trl.evaluation.tasks import Task
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.evaluation.checkpoint import TOY, Checkpoint
-    from dash_trl.evaluation.command import main
+    from dash_trl.evaluation.command import command_parser, main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
-    from dash_trl.evaluation.sampler import prompt_ids
-    from dash_trl.evaluation.samplers import check_shapes
-    from dash_trl.evaluation.tasks import TaskArguments, command_parser, hash_of, model_of
+    from dash_trl.evaluation.samplers import prompt_ids
 
 __getattr__, __dir__, __all__ = lazy(__name__)

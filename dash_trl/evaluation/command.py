@@ -8,48 +8,78 @@
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2   # or use servers: all models must have one shape
     python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
-Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. To continue an interrupted
-command, run it again: it samples only what is missing. For more see docs/howto/evaluate.md.
+Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png, and replaces earlier files
+of these names. For more see docs/howto/evaluate.md.
 """
 
+import argparse
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from datasets import Dataset
 from tqdm.auto import tqdm
+from transformers import HfArgumentParser
 
-from dash_trl.evaluation.checkpoint import Checkpoint
-from dash_trl.evaluation.figures import comparison, differences, figures_of, remarks, table
-from dash_trl.evaluation.records import Records
+from dash_trl.evaluation.checkpoint import TOY, Checkpoint
+from dash_trl.evaluation.figures import comparison, differences, figures_of, remark, table
 from dash_trl.evaluation.reward import Reward, scored_samples
-from dash_trl.evaluation.sampler import Draw
-from dash_trl.evaluation.samplers import check_shapes
-from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_of, model_of
+from dash_trl.evaluation.samplers import BATCH_SIZE, MAX_COMPLETION_LENGTH, Draw, open_sampler
+from dash_trl.evaluation.tasks import Task
 from dash_trl.monitoring import plot_pass_at_k
+from dash_trl.sampling import WEIGHT_DIR
+from dash_trl.toy import toy_model
 
 logger = logging.getLogger(__name__)
+TOY_LENGTH = 64  # in tokens
 SHOWN = 500  # characters of a prompt that the command prints
 
 
 @dataclass
-class EvaluationArguments(TaskArguments):
-    """Flags of the command: those of `TaskArguments`, and flags for samples, pass@k and the folder of results."""
+class EvaluationArguments(Task):
+    """Flags of the command: those of `Task`, and flags for samples, pass@k and the folder of results."""
 
     num_samples: int = field(default=16, metadata={"help": "Number of completions of each problem."})
     k: list[int] | None = field(
         default=None,
         metadata={"help": "Values of k for pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."},
     )
+    temperature: float = field(
+        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
+    )
+    max_completion_length: int | None = field(
+        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
+    use_vllm: bool = field(
+        default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
+    )
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(given := self.chat_template_kwargs, str):
+            try:
+                self.chat_template_kwargs = dict(json.loads(given))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
+                    "'{\"enable_thinking\": false}'."
+                ) from error
         Draw(self.num_samples, self.temperature, 1, self.seed)  # raises now if the settings contradict each other
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
@@ -58,20 +88,44 @@ class EvaluationArguments(TaskArguments):
                 f"problem. Add --num_samples {self.k[-1]}, or ask for other k."
             )
 
+    def task(self, models: Sequence[str]) -> Self:
+        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
 
-@dataclass(frozen=True)
-class Job:
-    """What is needed to measure one model: the problems with prompts for its tokenizer, and the file of its samples."""
-
-    label: str
-    checkpoint: Checkpoint
-    problems: Dataset
-    records: Records
+        Raises:
+            ValueError: if no dataset is given and the toy model is not among the models.
+        """
+        if self.dataset_name is not None:
+            return self
+        if TOY not in models:
+            raise ValueError(
+                f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
+                f"--dataset_config main), a local path, or {TOY}."
+            )
+        return replace(self, dataset_name=TOY)
 
     @property
-    def left(self) -> bool:
-        """Whether samples are missing in the file."""
-        return len(self.records.rows) < len(self.problems)
+    def length(self) -> int:
+        """The limit of tokens for a completion."""
+        return self.max_completion_length or (TOY_LENGTH if self.is_toy else MAX_COMPLETION_LENGTH)
+
+
+def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
+    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
+
+    Args:
+        arguments: the dataclass of the flags.
+        module: the usage line shows the command `python -m <module>`.
+        description: text of the help.
+    """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    return HfArgumentParser(
+        arguments,
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -96,58 +150,37 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     Raises:
         ValueError: if a model, dataset, reward function or server does not exist or cannot be used.
     """
-    task = arguments.task(models)
+    arguments, ks = arguments.task(models), arguments.k or []
     folder = Path(arguments.output_dir)
-    ks = arguments.k or []
-    with ExitStack() as stack:
-        reward = stack.enter_context(task.reward())
-        jobs = list(_jobs(models, task, arguments, folder, stack))
-        for job in jobs:
-            reward.check_columns(job.problems.column_names)
-        if arguments.vllm_server_urls and any(job.left for job in jobs):
-            check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
+    results: dict[str, dict[str, Any]] = {}
+    compared: list[str] = []
+    with arguments.reward() as reward:
+        found = [Checkpoint(toy_model() if model == TOY else model) for model in models]
+        jobs = dict(zip(labels(models), found, strict=True))
+        problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
+        reward.check_columns(problems[0].column_names)
         # The user sees a wrong template here. In the figures it only looks like a weak model.
-        print(f"first prompt: {shown(jobs[0].problems[0]['prompt'])}")
-        results, compared = {}, []
-        first: list[Any] | None = None
-        for job in jobs:
-            if job.left:
-                _sample(job, reward, arguments, arguments.length(task), folder)
-            rows = [job.records.rows[index]["samples"] for index in range(len(job.problems))]
-            figures = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
-            if first is None:
-                first = rows
+        print(f"first prompt: {str(problems[0][0]['prompt'])[:SHOWN]!r}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for (label, checkpoint), rows in zip(jobs.items(), problems, strict=True):
+            samples = _sample(label, checkpoint, rows, reward, arguments)
+            figures = {"model": checkpoint.name, **figures_of(samples, ks, seed=arguments.seed)}
+            if not results:
+                first, first_label = samples, label
             else:
-                found = differences(rows, first, ks, seed=arguments.seed)
-                figures["difference"] = {"from": jobs[0].label, **found}
-                compared.append(comparison(job.label, jobs[0].label, found))
-            results[job.label] = figures
-            (folder / f"{job.label}.json").write_text(
-                json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
-            )
-            for remark in remarks(job.label, figures):
-                logger.warning(remark)
+                difference = differences(samples, first, ks, seed=arguments.seed)
+                figures["difference"] = {"from": first_label, **difference}
+                compared.append(comparison(label, first_label, difference))
+            results[label] = figures
+            settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
+            (folder / f"{label}.json").write_text(f"{settings}\n")
+            if said := remark(label, figures):
+                logger.warning(said)
     print("\n".join(["", table(results, ks), *([""] if compared else []), *compared]))
-    print(f"\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
-    print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=Path(str(task.dataset_name)).name)}")
+    print(f"\nsamples: {', '.join(str(folder / f'{label}.jsonl') for label in results)}")
+    title = Path(str(arguments.dataset_name)).name
+    print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=title)}")
     return results
-
-
-def _jobs(
-    models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
-) -> Iterator[Job]:
-    """Yields a job for each model, after checking the model and opening the file of its samples."""
-    shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
-    checkpoints = [Checkpoint(model_of(model)) for model in models]
-    for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
-        problems = task.problems(chat=checkpoint.tokenizer.chat_template is not None)
-        settings = {
-            "model": os.path.normpath(model),
-            "weights": checkpoint.fingerprint,
-            **shared,
-            "problems": hash_of(problems),
-        }
-        yield Job(label, checkpoint, problems, stack.enter_context(Records(folder / f"{label}.jsonl", settings)))
 
 
 def labels(models: Sequence[str]) -> list[str]:
@@ -168,29 +201,38 @@ def labels(models: Sequence[str]) -> list[str]:
     raise ValueError(f"The models {list(models)} are the same: name each once.")
 
 
-def shown(prompt: str | list[dict[str, Any]]) -> str:
-    """Returns a prompt, or the last message of a conversation, as one line: its first `SHOWN` characters."""
-    return repr((prompt if isinstance(prompt, str) else prompt[-1]["content"])[:SHOWN])
+def _sample(
+    label: str, checkpoint: Checkpoint, problems: Dataset, reward: Reward, arguments: EvaluationArguments
+) -> list[list[dict[str, Any]]]:
+    """Samples and scores problems, and writes each problem to the file as soon as it is done.
 
-
-def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:
-    """Samples and scores the problems that are missing in the file of a model's samples."""
-    done = set(job.records.rows)
+    Returns:
+        The samples of each problem.
+    """
+    folder = Path(arguments.output_dir)
+    samples: dict[int, list[dict[str, Any]]] = {}
     with (
-        arguments.open_sampler(job.checkpoint, folder) as sampler,
-        tqdm(total=len(job.problems), initial=len(done), desc=job.label, unit="problem") as bar,
+        open_sampler(
+            checkpoint,
+            use_vllm=arguments.use_vllm,
+            server_urls=arguments.vllm_server_urls or (),
+            batch_size=arguments.per_device_eval_batch_size,
+            weight_dir=folder / WEIGHT_DIR,
+        ) as sampler,
+        (folder / f"{label}.jsonl").open("w", encoding="utf-8") as file,
     ):
-        for index, row in scored_samples(
+        file.write(json.dumps({"settings": {"model": checkpoint.name, **asdict(arguments)}}) + "\n")
+        done = scored_samples(
             sampler,
-            job.problems,
+            problems,
             reward,
             num_samples=arguments.num_samples,
             temperature=arguments.temperature,
-            max_completion_length=length,
+            max_completion_length=arguments.length,
             seed=arguments.seed,
-            done=done,
             chat_template_kwargs=arguments.chat_template_kwargs,
-        ):
-            job.records.add(index, row)
-            bar.update()
-    job.records.sort()
+        )
+        for index, row in tqdm(done, total=len(problems), desc=label, unit="problem"):
+            file.write(json.dumps({"index": index, **row}, ensure_ascii=False) + "\n")
+            samples[index] = row["samples"]
+    return [samples[index] for index in range(len(problems))]

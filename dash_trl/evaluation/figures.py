@@ -113,27 +113,25 @@ def figures_of_rewards(
     counts = [_counts(row) for row in rewards]
     known = [(n, c) for n, c in counts if n > 0]
     samples, total = sum(map(len, rewards)), sum(n for n, _ in known)
-    accuracy = interval = None
-    if known:
-        accuracy = sum(c for _, c in known) / total
-        interval = list(bootstrap_interval([c for _, c in known], [n for n, _ in known], seed=seed))
-    pass_at: dict[str, list[float | None]] = {}
-    for k in ks:
-        estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        pass_at[str(k)] = [None] * 3
-        if estimates:
-            pass_at[str(k)] = [sum(estimates) / len(estimates), *bootstrap_interval(estimates, seed=seed)]
+    accuracy, *interval = _estimate([c for _, c in known], [n for n, _ in known], seed)
     failed = (samples - total) / samples if samples else 0.0
     return {
         "accuracy": accuracy,
-        "accuracy_interval": interval,
-        "pass_at": pass_at,
+        "accuracy_interval": interval if known else None,
+        "pass_at": {str(k): _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], None, seed) for k in ks},
         "left_out": {str(k): sum(n < k for n, _ in counts) for k in ks},
         "problems": len(rewards),
         "samples": samples,
         "failed": failed,
         "marked": failed > MARKED_ABOVE,
     }
+
+
+def _estimate(values: Sequence[float], weights: Sequence[float] | None, seed: int) -> list[Any]:
+    """Returns Σ values / Σ weights and the ends of its interval (see `bootstrap_interval`); three None if empty."""
+    if not values:
+        return [None] * 3
+    return [sum(values) / sum(weights or [1] * len(values)), *bootstrap_interval(values, weights, seed=seed)]
 
 
 def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
@@ -180,7 +178,7 @@ def differences(
     ks: Sequence[int],
     *,
     seed: int = 0,
-) -> dict[str, list[float] | None]:
+) -> dict[str, list[Any]]:
     """Computes how much better a model is than another model on the same problems.
 
     The models are compared problem by problem. The difficulty of a problem influences both models and cancels in the
@@ -194,25 +192,22 @@ def differences(
         ks: values of k for pass@k.
         seed: seed of the resampling for intervals.
     Returns:
-        "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. None
-        in place of the list = no problem is left.
+        "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. Three
+        None = no problem is left.
     """
 
     def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
         counts = [_counts([sample["reward"] for sample in row]) for row in found]
         return [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
 
-    result: dict[str, list[float] | None] = {}
+    result = {}
     for name, k in (("accuracy", 1), *((f"pass@{k}", k) for k in ks)):
         pairs = zip(estimates(rows, k), estimates(others, k), strict=True)
-        of_problems = [one - other for one, other in pairs if one is not None and other is not None]
-        result[name] = None
-        if of_problems:
-            result[name] = [sum(of_problems) / len(of_problems), *bootstrap_interval(of_problems, seed=seed)]
+        result[name] = _estimate([a - b for a, b in pairs if a is not None and b is not None], None, seed)
     return result
 
 
-def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -> str:
+def comparison(name: str, other: str, found: Mapping[str, list[Any]]) -> str:
     """Returns the result of `differences` as one line of text, in percentage points.
 
     Args:
@@ -221,31 +216,27 @@ def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -
         found: the result of `differences`.
     """
     cells = [
-        f"{what} {100 * one[0]:+.1f} [{100 * one[1]:+.1f}, {100 * one[2]:+.1f}]" for what, one in found.items() if one
+        f"{what} {100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+        for what, (mean, low, high) in found.items()
+        if mean is not None
     ]
     return f"{name} − {other}, paired by problem: {'  '.join(cells)}"
 
 
-def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """Returns warnings about the figures of a model: failed rewards, and problems that are left out.
+def remark(name: str, figures: Mapping[str, Any]) -> str:
+    """Returns a warning about failed rewards of a model, or an empty text.
 
     Args:
         name: name of the model.
         figures: the result of `figures_of`.
     """
-    said = []
-    if figures["marked"]:
-        said.append(
-            f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
-            "neither as right nor as wrong."
-        )
-    for k, problems in figures["left_out"].items():
-        if problems:
-            said.append(
-                f"{name}: pass@{k} leaves out {problems} of {figures['problems']} problems, which have fewer than {k} "
-                "scored samples."
-            )
-    return said
+    left_out = ", ".join(f"pass@{k} leaves out {count}" for k, count in figures["left_out"].items() if count)
+    if not left_out:
+        return ""
+    return (
+        f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
+        f"neither as right nor as wrong. Of {figures['problems']} problems, {left_out} with too few scored samples."
+    )
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
@@ -258,8 +249,7 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
     rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
     for name, figures in models.items():
         mark = MARK if figures["marked"] else ""
-        cells = [(figures["accuracy"], *(figures["accuracy_interval"] or (None, None)))]
-        cells += [tuple(figures["pass_at"][str(k)]) for k in ks]
+        cells = [[figures["accuracy"], *(figures["accuracy_interval"] or [0, 0])], *figures["pass_at"].values()]
         rows.append(
             [
                 name,
@@ -273,7 +263,5 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _cell(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None or low is None or high is None:
-        return "–"
-    return f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+def _cell(value: float | None, low: float, high: float) -> str:
+    return "–" if value is None else f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

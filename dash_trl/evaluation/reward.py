@@ -1,10 +1,8 @@
 """Scores samples with one reward function, problem by problem.
 
-`evaluate` and `accuracy` measure a loaded model, for example in a training script.
+`evaluate` measures a loaded model, for example in a training script.
 """
 
-import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,15 +10,10 @@ from typing import Any
 from transformers import TrainerState
 
 from dash_trl.evaluation.figures import figures_of
-from dash_trl.evaluation.sampler import SampledCompletion, Sampler
-from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler
+from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledCompletion, Sampler
 from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, raise_mistakes, unpack
 
-logger = logging.getLogger(__name__)
-
 PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a program in the sandbox may take a minute
-# An evaluation ends if the reward function raised an exception on all samples of this number of problems in a row.
-BROKEN_AFTER = 10
 
 
 class Reward(AbstractContextManager["Reward"]):
@@ -46,7 +39,6 @@ class Reward(AbstractContextManager["Reward"]):
             )
         (self._function,) = found
         self._team = RewardTeam(found)  # so that other functions of the same runner are not called
-        self._raised = 0  # number of problems in a row for which the function raised on every sample
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
@@ -63,8 +55,6 @@ class Reward(AbstractContextManager["Reward"]):
             A list with one reward per sample; None = the function failed (an exception, None, NaN, ±inf).
         Raises:
             ValueError: if the function does not return a list of numbers.
-            RuntimeError: if the function raised exceptions on all samples of `BROKEN_AFTER` problems in a row; the last
-                exception is the cause.
         """
         chat = not isinstance(row["prompt"], str)
         self._team.join(group_size=len(samples))  # a trainer may have used the function since the last call
@@ -74,25 +64,15 @@ class Reward(AbstractContextManager["Reward"]):
             completion_ids=[one.token_ids for one in samples],
             **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
             trainer_state=TrainerState(),
-            log_extra=_not_logged,
-            log_metric=_not_logged,
+            log_extra=lambda *_: None,
+            log_metric=lambda *_: None,
         )
         raise_mistakes([self._function])
-        self._raised = self._raised + 1 if all(self._function.raised) else 0
-        if self._raised == BROKEN_AFTER:
-            raise RuntimeError(
-                f"The reward function '{self._function.name}' raised on every sample of {BROKEN_AFTER} problems in a "
-                f"row; at last it {self._function.failure}. Correct it."
-            ) from self._function.error
         return rewards
 
     def __exit__(self, *exception: object) -> None:
         for runner in self._own:
             runner.close()
-
-
-def _not_logged(*arguments: Any) -> None:
-    """Does nothing. It takes the place of TRL's `log_extra` and `log_metric`."""
 
 
 def scored_samples(
@@ -152,11 +132,3 @@ def evaluate(
             reward.check_columns(list(dataset[0]))
         rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
     return figures_of([row["samples"] for row in rows.values()], k)
-
-
-def accuracy(model: Any, tokenizer: Any, dataset: Any, reward_func: Any, **sampling: Any) -> float:
-    """Returns the accuracy of `evaluate`, or NaN if all rewards failed. Logs a warning if some rewards failed."""
-    figures = evaluate(model, tokenizer, dataset, reward_func, **sampling)
-    if figures["failed"]:
-        logger.warning("%.1f %% of the rewards failed and are left out of the accuracy.", 100 * figures["failed"])
-    return math.nan if figures["accuracy"] is None else figures["accuracy"]

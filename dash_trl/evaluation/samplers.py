@@ -1,32 +1,147 @@
-"""The samplers: transformers' `generate`, vLLM in this process, and vLLM servers. `open_sampler` chooses one."""
+"""Samplers turn prompts into decoded completions, by transformers' `generate` or by vLLM servers::
 
+    sample(prompts) ──► token ids ──► _draw: transformers | vLLM servers ──► (index, its completions)
+
+Samples come from the model's own distribution at the given temperature. As in TRL, top-k, top-p and repetition
+penalties of the model's `generation_config` are switched off. `open_sampler` chooses a sampler.
+
+Letters: P prompts, S samples of each.
+"""
+
+import hashlib
 import math
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dash_trl.evaluation.checkpoint import TOY, Checkpoint
-from dash_trl.evaluation.sampler import Draw, Drawn, Sampler, end_tokens
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
-from dash_trl.serve import CPU_CACHE_GIB, CPU_SEQUENCES, visible_gpus
+from dash_trl.serve import Servers, visible_gpus
 from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
 
 BATCH_SIZE = 64
-BACKENDS = ("transformers", "vllm")
+MAX_COMPLETION_LENGTH = 2048  # in tokens, as in the paper
+
+Prompt = str | list[dict[str, str]]
+Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """One completion.
+
+    Attributes:
+        text: the text, without special tokens.
+        token_ids: the token ids, up to and including the first end token.
+        truncated: True = the completion reached `max_completion_length` without an end token.
+    """
+
+    text: str
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Settings for drawing completions.
+
+    Args:
+        num_samples: S, number of completions of each prompt.
+        temperature: sampling temperature; 0 = greedy decoding, with one sample.
+        max_completion_length: limit of a completion in tokens.
+        seed: seed of all random numbers.
+    Raises:
+        ValueError: if the settings contradict each other.
+    """
+
+    num_samples: int
+    temperature: float
+    max_completion_length: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.num_samples < 1 or (self.temperature == 0 and self.num_samples > 1):
+            raise ValueError(
+                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
+                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
+            )
+
+    def stream(self, number: int) -> int:
+        """Returns a seed of a batch or request, by its number. Hashed, so nearby seeds or numbers are independent."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
+
+
+class Sampler(ABC):
+    """Samples completions from a model.
+
+    Args:
+        tokenizer: the tokenizer of the model. It needs a chat template if prompts are conversations.
+        generation_config: the model's. Its end tokens and the tokenizer's end a completion, as in TRL.
+    """
+
+    def __init__(self, tokenizer: Any, generation_config: Any):
+        self.tokenizer = tokenizer
+        declared = generation_config.eos_token_id
+        ends = declared if isinstance(declared, list) else [declared]
+        self.end_tokens = list(dict.fromkeys(one for one in [*ends, tokenizer.eos_token_id] if one is not None))
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int = 1,
+        temperature: float = 1.0,
+        max_completion_length: int = MAX_COMPLETION_LENGTH,
+        seed: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, list[SampledCompletion]]]:
+        """Samples completions of prompts. Prompts are returned in the order in which they are done.
+
+        Args:
+            prompts: P texts or conversations.
+            num_samples: S, number of completions of each prompt.
+            temperature: sampling temperature; 0 = greedy decoding, with one sample.
+            max_completion_length: limit of a completion in tokens.
+            seed: seed of all random numbers.
+            chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`. Pass those of
+                training (TRL's option of this name), or the model gets other prompts than in training.
+        Returns:
+            An iterator over pairs: the index of a prompt, and the S completions of this prompt.
+        """
+        ids = [prompt_ids(prompt, self.tokenizer, chat_template_kwargs) for prompt in prompts]
+        drawn = self._draw(ids, Draw(num_samples, temperature, max_completion_length, seed))
+        return ((index, self._decoded(rows)) for index, rows in drawn)
+
+    def _decoded(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
+        return [
+            SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
+            for text, ids in zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), rows, strict=True)
+        ]
+
+    @abstractmethod
+    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
+        """Yields each prompt when it is done: its index, and the token ids of its completions."""
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """Returns the token ids of a prompt. The chat template formats a prompt that is a conversation."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    settings = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
+    return tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
 
 
 class LocalSampler(Sampler):
-    """Samples by transformers' `generate`, in batches of fixed composition.
+    """Samples by transformers' `generate`, S rows per prompt, in batches of `batch_size` rows with their own seeds.
 
-    The rows of all prompts, S rows per prompt, are cut in order into batches of `batch_size` rows. Each batch has its
-    own seed. So a resumed run draws only those batches that contain missing prompts, and gets the same rows as an
-    uninterrupted run. Between two batches, the model's mode and the global random state are as before.
+    Between two batches, the model's mode and the global random state are as before.
 
     Args:
         model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`).
@@ -35,32 +150,26 @@ class LocalSampler(Sampler):
     """
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
-        super().__init__(tokenizer, end_tokens(model.generation_config, tokenizer))
+        super().__init__(tokenizer, model.generation_config)
         self.model = model
         self.batch_size = batch_size
 
-    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        rows = [index for index in range(len(prompts)) for _ in range(draw.num_samples)]
-        drawn: dict[int, list[list[int]]] = {index: [] for index in left}
+    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
+        rows = [prompt for prompt in prompts for _ in range(draw.num_samples)]
+        drawn: list[list[int]] = []
+        index = 0
         for number, start in enumerate(range(0, len(rows), self.batch_size)):
-            batch = rows[start : start + self.batch_size]
-            if left.isdisjoint(batch):
-                continue
-            longest = replace(draw, max_completion_length=max(map(draw.room, batch)))
-            for index, ids in zip(batch, self._generate([prompts[i] for i in batch], longest, number), strict=True):
-                if index in left:
-                    drawn[index].append(ids[: draw.room(index)])
-                    if len(drawn[index]) == draw.num_samples:
-                        yield index, drawn.pop(index)
+            drawn += self._generate(rows[start : start + self.batch_size], draw, number)
+            while len(drawn) >= draw.num_samples:
+                yield index, drawn[: draw.num_samples]
+                drawn = drawn[draw.num_samples :]
+                index += 1
 
     def _generate(self, batch: list[list[int]], draw: Draw, number: int) -> list[list[int]]:
-        tokenizer, ends = self.tokenizer, self.end_tokens
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+        ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         # Neutral values must be given: generate() takes missing ones from the model's generation_config.
         sampling = {"do_sample": True, "temperature": draw.temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
-        if draw.temperature == 0:
-            sampling = {"do_sample": False}
-        width, device = max(map(len, batch)), self.model.device
         # Saves the random state of all devices, since manual_seed changes all of them.
         rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
         with evaluating(self.model), rng, torch.no_grad():
@@ -74,66 +183,10 @@ class LocalSampler(Sampler):
                 repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=ends,
-                **sampling,
+                **(sampling if draw.temperature > 0 else {"do_sample": False}),
             )
         rows = generated[:, width:].tolist()
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)] for ids in rows]
-
-
-class VLLMSampler(Sampler):
-    """Samples by vLLM in this process. All prompts enter the engine at once, each with its own seed."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
-        from vllm import LLM
-
-        gpus = visible_gpus()
-        options: dict[str, Any] = {}
-        if gpus:
-            config = checkpoint.config.get_text_config()
-            heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
-            options["tensor_parallel_size"] = math.gcd(len(gpus), *heads)
-        else:  # with the options of `dash_trl.serve` for a server without a GPU
-            options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
-            options["enable_chunked_prefill"] = False  # together with seeds it would crash the engine (`takes_seeds`)
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)  # read by the engine's process
-        with tempfile.TemporaryDirectory(prefix="dash_trl_merged_") as merged:
-            path = checkpoint.base
-            if checkpoint.is_adapter:
-                checkpoint.load("auto").save_pretrained(merged)
-                checkpoint.tokenizer.save_pretrained(merged)
-                path = merged
-            self._llm: Any = LLM(path, disable_log_stats=True, **options)
-
-    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
-        waiting = {str(index) for index in left}
-        for index in sorted(left):
-            parameters = SamplingParams(
-                n=draw.num_samples,
-                temperature=draw.temperature,
-                max_tokens=draw.room(index),
-                seed=draw.stream(index),
-                stop_token_ids=self.end_tokens,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                detokenize=False,
-            )
-            engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompts[index]), parameters)
-        try:
-            while waiting:
-                for output in engine.step():
-                    if output.finished:
-                        waiting.discard(output.request_id)
-                        yield int(output.request_id), [list(one.token_ids) for one in output.outputs]
-        finally:
-            if waiting:
-                engine.abort_request(list(waiting))
-
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
 
 
 class ServerSampler(Sampler):
@@ -144,7 +197,7 @@ class ServerSampler(Sampler):
 
     Args:
         checkpoint: the model.
-        urls: servers with models of the checkpoint's shape. They get its weights and keep them.
+        pool: servers with models of the checkpoint's shape. They get its weights and keep them.
         weight_dir: see `open_sampler`.
     Raises:
         ValueError: see `check_servers` and `load_checkpoint`.
@@ -152,23 +205,16 @@ class ServerSampler(Sampler):
         WeightMismatch: see `load_checkpoint`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, urls: Sequence[str], *, weight_dir: str | Path | None = None):
-        super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
-        self.pool = ServerPool(urls)
-        dtype = check_servers(self.pool, checkpoint.config, checkpoint.name)
-        self._takes_seeds = takes_seeds(self.pool)
-        self._temporary = tempfile.TemporaryDirectory(prefix="dash_trl_weights_")
-        try:
-            folder = self._temporary.name if weight_dir is None else weight_dir
-            load_checkpoint(self.pool, checkpoint.load(dtype), len(self.tokenizer), folder)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
+        super().__init__(checkpoint.tokenizer, checkpoint.generation_config)
+        self.pool = pool
+        dtype = check_servers(pool, checkpoint.config, checkpoint.name)
+        self._takes_seeds = takes_seeds(pool)
+        load_checkpoint(pool, checkpoint.load(dtype), len(self.tokenizer), weight_dir)
 
-    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        indices = sorted(left)
+    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
         jobs = []
-        for index in indices:
+        for index, prompt in enumerate(prompts):
             sampling = {
                 # Neutral values for options that a server would otherwise take from the model's generation_config.
                 "top_p": 1.0,
@@ -178,40 +224,27 @@ class ServerSampler(Sampler):
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
                 "temperature": draw.temperature,
-                "max_tokens": draw.room(index),
+                "max_tokens": draw.max_completion_length,
                 "stop_token_ids": self.end_tokens,
                 **({"seed": draw.stream(index)} if self._takes_seeds else {}),
             }
-            jobs += self.pool.completions([(prompts[index], draw.num_samples)], sampling)
-        for number, job in enumerate(jobs):
-            job.number = number
-        for number, completions in self.pool.as_completed(jobs):
-            yield indices[number], [completion.token_ids for completion in completions]
-
-    def close(self) -> None:
-        self.pool.cancel()
-        self._temporary.cleanup()
+            (job,) = self.pool.completions([(prompt, draw.num_samples)], sampling)
+            job.number = index
+            jobs.append(job)
+        for index, completions in self.pool.as_completed(jobs):
+            yield index, [completion.token_ids for completion in completions]
 
 
-def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:
-    """Checks that servers can load the weights of each of these models. Raises the errors of `check_servers`.
-
-    It needs only the configs of the models, so it finds errors before any weights are loaded.
-    """
-    pool = ServerPool(urls)
-    for checkpoint in checkpoints:
-        check_servers(pool, checkpoint.config, checkpoint.name)
-
-
+@contextmanager
 def open_sampler(
     model: str | Path | Checkpoint,
     *,
-    backend: str = "transformers",
+    use_vllm: bool = False,
     server_urls: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
     weight_dir: str | Path | None = None,
-) -> Sampler:
-    """Loads a model and returns a sampler of it, which is a context manager::
+) -> Iterator[Sampler]:
+    """Context manager that loads a model and gives a sampler of it::
 
         with open_sampler("Qwen/Qwen2.5-0.5B-Instruct", server_urls=["http://127.0.0.1:8000"]) as sampler:
             for index, samples in sampler.sample(prompts, num_samples=16, max_completion_length=1024):
@@ -219,23 +252,31 @@ def open_sampler(
 
     Args:
         model: a directory, a hub name, the directory of a LoRA adapter, "toy", or a `Checkpoint`.
-        backend: "transformers", or "vllm" within this process.
-        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from instead of a backend. If they have other
-            weights of the same shape, they get the model's weights and keep them.
-        batch_size: number of rows that transformers samples together; it has no effect on the other samplers.
+        use_vllm: True = start vLLM servers on all visible GPUs, and stop them on exit.
+        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from. If they have other weights of the same
+            shape, they get the model's weights and keep them.
+        batch_size: number of rows that transformers samples together; it has no effect on servers.
         weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
             temporary directory on this machine.
     Raises:
-        ValueError: if the model or backend does not exist, or servers have a model of another shape.
+        ValueError: if the model does not exist, or servers have a model of another shape.
         PoolError: see `ServerSampler`.
         WeightMismatch: see `ServerSampler`.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or give server_urls.")
     if not isinstance(model, Checkpoint):
         model = Checkpoint(toy_model() if model == TOY else str(model))
-    if server_urls:
-        return ServerSampler(model, server_urls, weight_dir=weight_dir)
-    if backend == "vllm":
-        return VLLMSampler(model)
-    return LocalSampler(model.load_here(), model.tokenizer, batch_size)
+    with ExitStack() as stack:
+        if use_vllm and not server_urls:
+            config, gpus = model.config.get_text_config(), len(visible_gpus())
+            heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
+            count = max(1, gpus // max(1, math.gcd(gpus, *heads)))  # vLLM splits a model only by whole heads
+            servers = stack.enter_context(Servers(model.base, count))
+            servers.wait_until_ready()
+            server_urls = servers.urls
+        if not server_urls:
+            yield LocalSampler(model.load_here(), model.tokenizer, batch_size)
+            return
+        folder = weight_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="dash_trl_weights_"))
+        pool = ServerPool(server_urls)
+        stack.callback(pool.cancel)
+        yield ServerSampler(model, pool, folder)

@@ -1,4 +1,4 @@
-"""The flags that all commands for measuring models share: the problems, the reward function, and the sampler.
+"""`Task`: the flags for problems and their reward function, which the commands for training and for measuring share.
 
 The columns of the dataset determine the reward function::
 
@@ -7,29 +7,17 @@ The columns of the dataset determine the reward function::
     toy ──► the problems of the tiny model of `dash_trl.toy`
 """
 
-import argparse
-import hashlib
-import json
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Self
 
 from datasets import Dataset
-from transformers import HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
-from dash_trl.evaluation.checkpoint import TOY, Checkpoint
+from dash_trl.evaluation.checkpoint import TOY
 from dash_trl.evaluation.reward import Reward
-from dash_trl.evaluation.sampler import MAX_COMPLETION_LENGTH, Sampler
-from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
-from dash_trl.sampling import WEIGHT_DIR
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
-
-TOY_LENGTH = 64  # in tokens
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
 
 @dataclass
@@ -44,7 +32,7 @@ class Task:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, OlympiadBench, MBPP+, HumanEval+, or what has "
+            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, MBPP+, or what has "
             f"their columns; or {TOY}, the default of the toy model."
         },
     )
@@ -122,131 +110,3 @@ class Task:
         if self.has_tests:
             return Reward(CodeReward())
         return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
-
-    def reward_settings(self) -> dict[str, Any]:
-        """Returns the settings that scores depend on, except the problems, as JSON values."""
-        if self.reward_path is None:
-            return {"reward": None}
-        digest = hashlib.sha256(Path(self.reward_path).expanduser().read_bytes()).hexdigest()[:16]
-        return {"reward": f"{self.reward_path}:{self.reward_name}", "reward_file": digest}
-
-
-@dataclass
-class TaskArguments(Task):
-    """A task, and the options of the sampler."""
-
-    temperature: float = field(
-        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
-    )
-    max_completion_length: int | None = field(
-        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
-    )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
-    use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
-    vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
-    )
-    per_device_eval_batch_size: int = field(
-        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(given := self.chat_template_kwargs, str):
-            try:
-                self.chat_template_kwargs = dict(json.loads(given))
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
-                    "'{\"enable_thinking\": false}'."
-                ) from error
-
-    @property
-    def backend(self) -> str:
-        return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
-
-    def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
-
-        Raises:
-            ValueError: if no dataset is given and the toy model is not among the models.
-        """
-        if self.dataset_name is not None:
-            return self
-        if TOY not in models:
-            raise ValueError(
-                f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
-                f"--dataset_config main), a local path, or {TOY}."
-            )
-        return replace(self, dataset_name=TOY)
-
-    def length(self, task: Task) -> int:
-        """Returns the limit of tokens for a completion."""
-        return self.max_completion_length or (TOY_LENGTH if task.is_toy else MAX_COMPLETION_LENGTH)
-
-    def settings(self, task: Task) -> dict[str, Any]:
-        """Returns all settings that samples and rewards depend on, except model and problems, as JSON values."""
-        return {
-            "dataset_name": task.dataset_name,
-            "dataset_config": self.dataset_config,
-            "dataset_test_split": self.dataset_test_split,
-            "prompt_template": self.prompt_template,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "sampler": self.backend,
-            **({"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}),
-            **({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}),
-            "max_completion_length": self.length(task),
-            **task.reward_settings(),
-        }
-
-    def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> Sampler:
-        """Returns the sampler that these arguments choose.
-
-        Args:
-            checkpoint: the model.
-            folder: the directory of the results; weights for servers are written there.
-        """
-        return open_sampler(
-            checkpoint,
-            backend="vllm" if self.use_vllm else "transformers",
-            server_urls=self.vllm_server_urls or (),
-            batch_size=self.per_device_eval_batch_size,
-            weight_dir=folder / WEIGHT_DIR,
-        )
-
-
-def model_of(name: str) -> str:
-    """Returns the name of a model. For "toy", makes the toy model if it does not exist, and returns its directory."""
-    return toy_model() if name == TOY else name
-
-
-def hash_of(problems: Dataset) -> str:
-    """Returns a hash of all problems, to detect that a dataset has changed under the same name."""
-    digest = hashlib.sha256()
-    for row in problems:
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()[:16]
-
-
-def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
-    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
-
-    Args:
-        arguments: the dataclass of the flags.
-        module: the usage line shows the command `python -m <module>`.
-        description: text of the help.
-    """
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
-    return HfArgumentParser(
-        arguments,
-        prog=f"python -m {module}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )

@@ -95,15 +95,9 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
     Attributes:
         limit: number of seconds, or `None`.
         seconds: number of seconds of training so far.
-    Raises:
-        ValueError: if `limit` is not above 0.
     """
 
     def __init__(self, limit: float | None = None, *, clock: Callable[[], float] = time.monotonic):
-        if limit is not None and not limit > 0:  # refuses NaN, too
-            raise ValueError(
-                f"time_limit={limit} leaves no time to train in. Give the seconds of training, or leave it out."
-            )
         self.limit, self.seconds = limit, 0.0
         self._clock = clock
         self._counted_at: float | None = None

@@ -5,8 +5,8 @@
     completion ──► find_program ──► sandbox: one process for the program, one for its tests ──► 1.0 | 0.0, share passed
 
 There are two kinds of tests: a script with asserts that calls functions of the program; and, for a program that reads
-standard input, a pair of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP,
-HumanEval, APPS and other datasets. Programs are untrusted: they run within the limits of `dash_trl.sandbox.Sandbox`.
+standard input, a pair of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP.
+Programs are untrusted: they run within the limits of `dash_trl.sandbox.Sandbox`.
 
 A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds the limits of
 CPU time or memory, or sleeps until its wall time is over. If the program did not cause the failure (the machine was too

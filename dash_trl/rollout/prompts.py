@@ -1,7 +1,7 @@
 """`EpochOrder` reproduces the order of the prompts in any epoch. `PromptReader` reads ahead in this order."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -23,19 +23,11 @@ class EpochOrder(Sampler):
     Args:
         sampler: TRL's sampler.
         epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
-        chosen: function that takes an epoch and returns the indices of its prompts, in order. Their number is a
-            multiple of the prompts in a generation batch. If it returns `None`, the order is TRL's.
     """
 
-    def __init__(
-        self,
-        sampler: RepeatSampler,
-        epoch: Callable[[], int],
-        chosen: Callable[[int], Sequence[int] | None] = lambda epoch: None,
-    ):
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
         self.sampler = sampler
         self.epoch = epoch
-        self.chosen = chosen
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -49,38 +41,14 @@ class EpochOrder(Sampler):
         self.epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[int]:
-        if (prompts := self.chosen(self.epoch())) is not None:
-            return self._repeated(prompts)
         if self.sampler.shuffle and self.sampler.seed is not None:
             self.sampler.generator.manual_seed(self.sampler.seed)
             for _ in range(self.epoch()):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
         return iter(self.sampler)
 
-    def _repeated(self, prompts: Sequence[int]) -> Iterator[int]:
-        size = self.sampler.batch_size
-        for first in range(0, len(prompts), size):
-            for _ in range(self.sampler.repeat_count):
-                for prompt in prompts[first : first + size]:
-                    yield from [prompt] * self.sampler.mini_repeat_count
-
     def __len__(self) -> int:
         return len(self.sampler)
-
-
-def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
-    """Return the order in which TRL's sampler visits the prompts of an epoch.
-
-    Args:
-        prompts: number of prompts.
-        epoch: number of the epoch, from 0.
-        seed: seed of TRL's sampler; `None` = the prompts are not shuffled.
-    """
-    if seed is None:
-        return list(range(prompts))
-    generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(prompts, generator=generator) for _ in range(epoch + 1)]
-    return orders[-1].tolist()
 
 
 def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:

@@ -5,7 +5,7 @@
 
 With dynamic sampling, a window begins with its first prompts, and takes more prompts in each further round. A
 `PromptReader` gives every window the prompts of one generation batch. A queue replaces the reader if a window's number
-of prompts depends on the samples (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
+of prompts depends on the samples (`max_num_gen_batches`).
 
 Letters: G rows of a group.
 """
@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
-
-from dash_trl.rollout.history import PromptHistory
 
 Rows = list[dict[str, Any]]  # rows of the dataset, see `dash_trl.rollout.prompts`
 Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's prompts of the epoch, from 0
@@ -52,9 +50,6 @@ class PromptQueue:
         first: function that returns the number of this rank's prompts with which the next window begins.
         open_epoch: function that takes an epoch and a number k of generation batches. It returns an iterator over the
             epoch without its first k generation batches, which yields each generation batch `window_batches` times.
-        history: decides which prompts an epoch skips. `None`: no prompt is skipped.
-        rank: index of this rank.
-        ranks: number of ranks.
     Attributes:
         place: place of the next prompt, see `Place`.
         epoch: set by the trainer as for a `PromptReader`; a queue does not use it.
@@ -72,13 +67,8 @@ class PromptQueue:
         ahead: int,
         first: Callable[[], int],
         open_epoch: Callable[[int, int], Iterator[Rows]],
-        history: PromptHistory | None = None,
-        rank: int = 0,
-        ranks: int = 1,
     ):
         self.place: Place = (0, 0)
-        self.history = history
-        self._rank, self._ranks = rank, ranks
         self._num_generations, self._prompts = num_generations, prompts
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
@@ -131,32 +121,14 @@ class PromptQueue:
         """Number of epochs whose prompts were all handed out."""
         return self.place[0]
 
-    def numbers(self, rows: QueuedRows) -> list[int]:
-        """Return the index in the dataset of each prompt of `rows`. The history identifies prompts by this index.
-
-        Args:
-            rows: the return value of `take`.
-        """
-        assert self.history is not None, "only a run with a history asks for numbers"
-        found = []
-        for epoch, number in rows.places:
-            batch, place = divmod(number, self._prompts)
-            found.append(self.history.prompts(epoch)[(batch * self._ranks + self._rank) * self._prompts + place])
-        return found
-
     def close(self) -> None:
         """Drop what was read, and release the dataloader's workers."""
         self._windows, self._to_read_again, self._source = {}, {}, None
         self._read.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the next place, the places of the windows' prompts, and the history."""
-        windows = {window: rows.places for window, rows in self._windows.items()}
-        history = None
-        if self.history is not None:
-            self.history.forget(min([self.place, *(place for places in windows.values() for place in places)])[0])
-            history = self.history.state_dict()
-        return {"place": self.place, "windows": windows, "history": history}
+        """Return the state for a checkpoint: the next place, and the places of the windows' prompts."""
+        return {"place": self.place, "windows": {window: rows.places for window, rows in self._windows.items()}}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the state of a checkpoint.
@@ -169,8 +141,6 @@ class PromptQueue:
         """
         assert state is not None, "the checkpoint is of a run with a queue, see `Shapes`"
         self.close()
-        if self.history is not None:
-            self.history.load_state_dict(state["history"])
         self.place = tuple(state["place"])
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 

@@ -33,7 +33,6 @@ class Shapes:
         vllm_importance_sampling: True = a window has importance-sampling ratios.
         sampler_is_old: True = the old log-probs of a window are the sampler's.
         queues_prompts: True = a `PromptQueue` hands out the prompts.
-        skips_prompts: True = epochs may skip prompts.
     """
 
     processes: int
@@ -48,7 +47,6 @@ class Shapes:
     vllm_importance_sampling: bool
     sampler_is_old: bool
     queues_prompts: bool = False  # the default is for checkpoints that are older than `PromptQueue`
-    skips_prompts: bool = False
 
     @classmethod
     def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
@@ -68,7 +66,6 @@ class Shapes:
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": corrected,
             "sampler_is_old": sampler_is_old,
-            "skips_prompts": args.max_skipped_epochs > 0,
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 
@@ -142,7 +139,8 @@ class SavedRun:
         if state is None:
             return None
         window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
-        return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
+        shapes = {name: value for name, value in state["shapes"].items() if name != "skips_prompts"}  # an old option
+        return cls(**{**state, "shapes": Shapes(**shapes), "window": window})
 
 
 STATES = "callback_states.pt"  # the states of callbacks, in one file for all ranks
@@ -253,7 +251,7 @@ def why_a_new_window(
         return reason
     if now.queues_prompts:
         raise ValueError(
-            f"{reason}. With max_num_gen_batches or max_skipped_epochs, Transformers cannot tell which prompts were "
+            f"{reason}. With max_num_gen_batches, Transformers cannot tell which prompts were "
             "used. Resume with the values of the checkpoint, or pass ignore_data_skip=True to begin with the first "
             "prompt."
         )

@@ -39,32 +39,12 @@ def key_header(url: str) -> dict[str, str]:
 
 
 def own_key() -> str:
-    """Return the key for servers that this process starts; create the key file if it is missing.
-
-    Raises:
-        ValueError: if the file cannot be created or read, is empty, or other users may know its key.
-    """
-    key = os.environ.get(API_KEY)
-    if key:
+    """Return the key for servers that this process starts; create the key file if it is missing."""
+    if key := os.environ.get(API_KEY):
         return key
-    path = key_file()
-    try:
-        if not path.exists():
-            _make(path)
-        with path.open() as file:
-            status, key = os.fstat(file.fileno()), file.read().strip()
-    except OSError as error:
-        raise ValueError(
-            f"The servers' key cannot be stored in {path} ({error}). Set the environment variable {API_KEY} for the "
-            "servers and the trainer."
-        ) from error
-    if not key or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ValueError(
-            f"{path} is empty, belongs to another user, or can be read by other users (mode "
-            f"{status.st_mode & 0o777:o}, user {status.st_uid}). Delete it to get a new key, or set the environment "
-            f"variable {API_KEY} for the servers and the trainer."
-        )
-    return key
+    if not key_file().exists():
+        _make(key_file())
+    return key_file().read_text().strip()
 
 
 def _make(path: Path) -> None:

@@ -60,10 +60,6 @@ class ProcessTool:
                 f"ProcessTool({function!r}) needs an ordinary function: a coroutine function runs in an event loop of "
                 "the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
             )
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout} lets no call finish: give more than 0 seconds.")
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ValueError(f"max_concurrency={max_concurrency} lets no call run: give 1 or more.")
         # A function that cannot be pickled raises here. Otherwise, each call would only give the policy an error.
         pack(function)
         functools.update_wrapper(self, function)

@@ -226,8 +226,6 @@ def toy_model(
         settings: settings of the warm-up. Each set of settings has its own model in the cache.
         progress: whether to show a progress bar.
         lessons: the task that the model learns.
-    Raises:
-        ValueError: if the cache directory is not writable.
     """
 
     def make(folder: Path) -> None:
@@ -258,8 +256,6 @@ def cached_model(
         settings: settings of the model, which JSON can represent. Their hash is the end of the directory's name.
         make: function that writes the model into a given directory.
         cache_dir: see `toy_model`.
-    Raises:
-        ValueError: if the cache directory is not writable.
     """
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
@@ -267,15 +263,9 @@ def cached_model(
     if final.is_dir():
         return str(final)
     with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(final.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
-        except OSError as error:
-            raise ValueError(
-                f"The toy model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
-                "XDG_CACHE_HOME to a writable directory."
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = stack.enter_context(final.with_suffix(".lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         if not final.is_dir():
             unfinished = final.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)

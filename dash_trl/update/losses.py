@@ -4,7 +4,6 @@ The losses for such rollouts are `OFF_POLICY_LOSSES`. TRL's code computes them w
 Each is a sum over loss tokens::
 
     aipo              −(1/N) Σ min(π/μ, δ) Â                                                        δ: aipo_delta
-    aipo, detached    −(1/N) Σ sg(min(π/μ, δ)) Â log π                                              sg: no gradient
     decoupled_ppo     −(1/N) Σ min(π_prox/μ, c) min(u Â, clip(u, 1 − ε, 1 + ε_high) Â),  u = π/π_prox
                                                                    c: vllm_importance_sampling_clip_max
 
@@ -13,9 +12,8 @@ window, and under the weights that are trained. Â is the advantage. N is the nu
 divides; with `filter_denominator="kept"`, N counts only the loss tokens of survivors.
 
 AIPO comes from LlamaRL (arXiv 2505.24034); here it is per token and without KL and entropy terms, as in PRIME-RL. The
-gradient also passes through the minimum: a token with π/μ above δ has the gradient 0, whatever the sign of Â. In the
-detached form, a token with π/μ above δ has the gradient δ Â ∇log π, as in PipelineRL and TRL's `cispo`. Decoupled PPO
-comes from AReaL (arXiv 2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
+gradient also passes through the minimum: a token with π/μ above δ has the gradient 0, whatever the sign of Â. Decoupled
+PPO comes from AReaL (arXiv 2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
 
 The trainer computes a loss for each pass. Packing changes the number of passes of an optimizer step, and the rows of
 each pass. `loss_scale` and `regularizer_weight` return the weight of each pass, with which the optimizer step does not
@@ -44,24 +42,23 @@ OFF_POLICY_LOSSES = ("aipo", "decoupled_ppo")
 NO_LOG_PROB = -9999.0
 
 # TRL averages the losses of `ROW_MEAN_LOSSES` over the rows of a micro-batch, and bnpo over the tokens of a
-# micro-batch. The other losses (dapo, cispo, vespo, and ours, which are computed as dapo or cispo) divide by the tokens
+# micro-batch. The other losses (dapo, cispo, vespo, and ours, which are computed as dapo) divide by the tokens
 # of the whole generation batch, which does not depend on packing.
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 TOKEN_MEAN_LOSSES = ("bnpo",)
 
 
-def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, Any]:
+def trl_settings(loss_type: str, *, delta: float) -> dict[str, Any]:
     """Return the attributes of a `GRPOTrainer` with which TRL computes one of our losses.
 
     aipo is TRL's `dapo` with log μ in place of the old log-probs, so that r = π/μ. In TRL's formula
     min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1) Â), both terms are then min(r, δ) Â. So the outer minimum, which
-    depends on the sign of Â, has no effect. The detached form is TRL's `cispo`. Decoupled PPO is TRL's `dapo` with
-    TRL's importance sampling correction, whose ratio is π_prox/μ.
+    depends on the sign of Â, has no effect. Decoupled PPO is TRL's `dapo` with TRL's importance sampling correction,
+    whose ratio is π_prox/μ.
 
     Args:
         loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
         delta: δ of aipo, the upper bound of π/μ.
-        detached: True = use the detached form of aipo.
     Returns:
         Name of the attribute → value; empty for TRL's own losses. `delta` is an attribute of the trainer's `args`.
     """
@@ -70,10 +67,8 @@ def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, A
         return {"loss_type": "dapo", **correction}
     if loss_type != "aipo":
         return {}
-    aipo = {"vllm_importance_sampling_correction": False}
-    if detached:
-        return {**aipo, "loss_type": "cispo", "epsilon_high": delta}
-    return {**aipo, "loss_type": "dapo", "epsilon_low": 1.0, "epsilon_high": delta - 1.0, "delta": delta}
+    bounds = {"epsilon_low": 1.0, "epsilon_high": delta - 1.0, "delta": delta}
+    return {"vllm_importance_sampling_correction": False, "loss_type": "dapo", **bounds}
 
 
 def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class Method:
         code: True = on programs, False = on mathematics.
         stopped_by: a method. Its training time is the time limit of this method.
         traces: True = the model learns from a teacher's solutions.
-        seconds: time of one toy run on two idle cores, with start and measurements. `run.py` estimates with it.
     """
 
     script: str | None
@@ -37,7 +36,6 @@ class Method:
     code: bool = False
     stopped_by: str | None = None
     traces: bool = False
-    seconds: float = 0.0
 
 
 STEPS, CODE_STEPS = 40, 20  # optimizer steps of the toy runs, over which the learning rate falls to 0
@@ -64,23 +62,23 @@ PAPER_TRACES = {
 }
 
 METHODS = {
-    TRACES: Method("traces", {"temperature": 0.7}, seconds=75),
+    TRACES: Method("traces", {"temperature": 0.7}),
     "base": Method(None),
-    "sft_h": Method("sft", seconds=35),
-    "sft_m": Method("sft", traces=True, seconds=35),
-    "grpo": Method("train_math", GRPO, seconds=70),
-    "no_gf": Method("train_math", NO_GF, seconds=50),
-    "dash": Method("train_math", DASH, seconds=50),
-    "no_kl": Method("train_math", {**DASH, "beta": 0.0}, seconds=45),
-    "multi": Method("train_math", {**DASH, **MULTI}, stopped_by="dash", seconds=50),
-    "mini": Method("train_math", {**DASH, **MINI}, stopped_by="dash", seconds=50),
-    "no_gf_rows4": Method("train_math", {**NO_GF, **ROWS_4}, seconds=50),
-    "dash_rows4": Method("train_math", {**DASH, **ROWS_4}, seconds=50),
+    "sft_h": Method("sft"),
+    "sft_m": Method("sft", traces=True),
+    "grpo": Method("train_math", GRPO),
+    "no_gf": Method("train_math", NO_GF),
+    "dash": Method("train_math", DASH),
+    "no_kl": Method("train_math", {**DASH, "beta": 0.0}),
+    "multi": Method("train_math", {**DASH, **MULTI}, stopped_by="dash"),
+    "mini": Method("train_math", {**DASH, **MINI}, stopped_by="dash"),
+    "no_gf_rows4": Method("train_math", {**NO_GF, **ROWS_4}),
+    "dash_rows4": Method("train_math", {**DASH, **ROWS_4}),
     "base_code": Method(None, code=True),
-    "sft_h_code": Method("sft", {"dataset_name": "toy_code"}, code=True, seconds=30),
-    "grpo_code": Method("train_code", {**GRPO, **ON_CODE}, code=True, seconds=65),
-    "no_gf_code": Method("train_code", {**NO_GF, **ON_CODE}, code=True, seconds=50),
-    "dash_code": Method("train_code", {**DASH, **ON_CODE}, code=True, seconds=50),
+    "sft_h_code": Method("sft", {"dataset_name": "toy_code"}, code=True),
+    "grpo_code": Method("train_code", {**GRPO, **ON_CODE}, code=True),
+    "no_gf_code": Method("train_code", {**NO_GF, **ON_CODE}, code=True),
+    "dash_code": Method("train_code", {**DASH, **ON_CODE}, code=True),
 }
 
 
@@ -94,13 +92,11 @@ class Evaluation:
     Attributes:
         paper: flags at the paper's scale.
         toy: flags at the toy scale.
-        seconds: time for one toy model.
         problems: a file that `problems.py` writes. It replaces the dataset at the toy scale.
     """
 
     paper: dict[str, Any]
     toy: dict[str, Any]
-    seconds: float
     problems: str | None = None
 
 
@@ -113,23 +109,19 @@ EVALUATIONS = {
     "in": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MATH},
         {"dataset_name": "toy", **MATH, "temperature": 1.0},
-        seconds=5,
     ),
     "out": Evaluation(
         {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
         {**MATH, "temperature": 1.0, "dataset_test_split": "train", **ARITHMETIC},
-        seconds=5,
         problems="toy_shifted.jsonl",
     ),
     "many": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MANY, "temperature": TEMPERATURE},
         {"dataset_name": "toy", "num_samples": 16, "k": (1, 2, 4, 8, 16), "temperature": 1.0},
-        seconds=20,
     ),
     "code": Evaluation(
         {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
         {**CODE, "temperature": 1.0, "dataset_test_split": "train[:114]", "max_completion_length": 24},
-        seconds=12,
         problems="toy_code.jsonl",
     ),
 }

@@ -2,11 +2,10 @@
 
 The way of the values::
 
-    values of the seeds ──► Cell: mean, 95 % interval ──► rows of text ──► Markdown, CSV beside the paper's figures
+    values of the seeds ──► Cell: mean, 95 % interval ──► rows of text ──► Markdown, beside the paper's figures
     logs of the seeds ──► curves
 """
 
-import csv
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -111,19 +110,6 @@ def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> 
     of = "the toy model; the paper's figures are of Qwen2.5-0.5B" if toy else "Qwen2.5"
     title = f"### {name.replace('table', 'Table ')}. {table.title} ({of})\n"
     return "\n".join([title, *(f"| {' | '.join(line)} |" for line in lines), *(f"\n{note}" for note in said), ""])
-
-
-def write_csv(name: str, find: Find, file: Path, *, toy: bool) -> None:
-    """Writes one line per number: ours and the paper's, in the paper's unit (times of the toy model: in seconds)."""
-    with file.open("w", newline="") as lines:
-        writer = csv.writer(lines, lineterminator="\n")
-        writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
-        for row in rows_of(name, toy=toy):
-            for column, paper in zip(TABLES[name].columns, row.paper, strict=True):
-                cell = find(row, column)
-                own = [""] * 4 if cell is None else [cell.value, cell.low, cell.high, cell.runs]
-                size, title = ("toy", column.toy) if toy else (row.size, column.title)
-                writer.writerow([row.label, size, title, *own, paper])
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -6,19 +6,17 @@
     python examples/paper/run.py table3 --scale paper --dry_run     # prints the GPUs for Qwen2.5, and the commands
     python examples/paper/run.py table3 --scale paper
 
-Before each table, the script prints how long the missing work takes or, at the paper's scale, which GPUs it needs. To
-continue an interrupted command, run it again. A training continues from its last checkpoint, or starts anew if there is
-none. Finished runs are not repeated, even if they were made for another table. experiments.py lists the runs, the
+To continue an interrupted command, run it again. A training continues from its last checkpoint, or starts anew if there
+is none. Finished runs are not repeated, even if they were made for another table. experiments.py lists the runs, the
 tables and the paper's numbers. OUTPUT_DIR contains:
 
-    table3.md, table3.csv, figure1.png, …
+    table3.md, figure1.png, …
     runs/<run>/                                   models and metrics.jsonl
     evaluation/<problems>/<run>.json, .jsonl      results and samples; command.json has the command without models
     logs/
 """
 
 import argparse
-import fcntl
 import json
 import os
 import shlex
@@ -27,7 +25,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -64,9 +61,7 @@ METRICS = "metrics.jsonl"  # the log of a training
 TOY_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
 SAVED_EVERY = 0.1  # share of a run's steps between two checkpoints at the paper's scale
 TAIL_LINES = 25  # number of log lines that the error of a failed program shows
-START_SECONDS = 12.0  # until a program begins to work, for the estimate
 SERVER_SECONDS = 900.0  # time limit until the servers are ready
-SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHUP: "Stopped"}
 
 
 @dataclass(frozen=True)
@@ -189,12 +184,6 @@ class Scale:
             evaluations += [(kind, found)] if self.toy and found else [(kind, [one]) for one in found]
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
-    def seconds_left(self, tables: Sequence[str]) -> float:
-        """Estimates the seconds of the missing work at the toy scale, from the times in `experiments`."""
-        runs, evaluations = self.left(tables)
-        seconds = [START_SECONDS + EVALUATIONS[kind].seconds * len(models) for kind, models in evaluations]
-        return sum(METHODS[run.method].seconds for run in runs) + sum(seconds)
-
     def gpus_needed(self, tables: Sequence[str]) -> int:
         """Returns the largest number of GPUs that a missing training takes."""
         return max([sum(self.gpus(run)) for run in self.left(tables)[0]], default=1)
@@ -227,25 +216,9 @@ def check_same(file: Path, command: Sequence[str]) -> None:
         )
 
 
-def checkpoint_of(home: Path) -> Path | None:
-    """Returns the last complete checkpoint, or None; trainer_state.json is written last."""
-    found = [path.parent for path in home.glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """Locks the folder. If this process is killed, the programs that it has started keep the lock until they end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"Another run.py, or a program that a killed one started, is still working in {folder}: wait for it, "
-                "end it, or choose another --output_dir."
-            ) from error
-        yield lock.fileno()
+def has_checkpoint(home: Path) -> bool:
+    """Whether a run has a complete checkpoint; trainer_state.json is written last."""
+    return any(home.glob("checkpoint-*/trainer_state.json"))
 
 
 # ------------------------------------------------------------------------------------------------------ the work
@@ -256,22 +229,14 @@ class Work:
 
     Args:
         scale: files and commands of the runs.
-        lock: descriptor of the lock file, which the programs inherit.
         gpus: names of GPUs as in CUDA_VISIBLE_DEVICES, for the paper's scale.
     """
 
-    def __init__(self, scale: Scale, lock: int, gpus: Sequence[str] = ()):
-        self.scale, self._lock, self._gpus = scale, lock, gpus
+    def __init__(self, scale: Scale, gpus: Sequence[str] = ()):
+        self.scale, self._gpus = scale, gpus
         self._logs = scale.folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._programs: list[Command] = []
-        self._starting, self._signal = False, 0
-
-    def end(self, number: int, frame: Any = None) -> None:
-        """Handles a signal: exits. If a program is just being started, exits only after it can be stopped."""
-        self._signal = number
-        if not self._starting:
-            sys.exit(f"{SIGNALS[number]}. Run the same command again to continue.")
 
     def stop(self) -> None:
         """Ends all started programs, with their children."""
@@ -285,11 +250,11 @@ class Work:
         check_same(home / "run.json", command)
         if is_done(home):
             return
-        checkpoint, more = checkpoint_of(home), []
-        if checkpoint is not None:
+        more: list[str] = []
+        if has_checkpoint(home):
             check_same(home / "begun.json", command)
-            more = ["--resume_from_checkpoint", str(checkpoint)]
-        elif run.method != TRACES:  # examples/traces.py itself continues an interrupted run
+            more = ["--resume_from_checkpoint", "true"]
+        else:
             self._clear(home)
         home.mkdir(parents=True, exist_ok=True)
         (home / "begun.json").write_text(json.dumps(command))
@@ -335,11 +300,7 @@ class Work:
         if self.scale.toy:
             environment |= {key: os.environ.get(key, value) for key, value in TOY_ENVIRONMENT.items()}
         log = self._logs / f"{name}.log"
-        self._starting = True
-        self._programs.append(Command(command, environment=environment, log=log, pass_fds=(self._lock,)))
-        self._starting = False
-        if self._signal:
-            self.end(self._signal)
+        self._programs.append(Command(command, environment=environment, log=log))
         return self._programs[-1]
 
     def _serve(self, run: Run, gpus: Sequence[str]) -> list[str]:
@@ -381,11 +342,9 @@ def write(scale: Scale, table: str) -> list[Path]:
         times = per_seed(scale, row, column)
         return report.over_seeds(times) if times else None
 
-    said = [*notes(scale), *paired(scale, table), *pass_at_k_notes(scale, table)]
-    text = report.markdown(table, find, toy=scale.toy, notes=said)
-    files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
+    text = report.markdown(table, find, toy=scale.toy, notes=[*notes(scale), *paired(scale, table)])
+    files = [scale.folder / f"{table}.md"]
     files[0].write_text(text)
-    report.write_csv(table, find, files[1], toy=scale.toy)
     for name, figure in FIGURES.items():
         if figure.table == table and figure.evaluation is not None:
             files.append(plot_pass_at_k(pass_at_k_lines(scale, figure), scale.folder / f"{name}.png"))
@@ -443,19 +402,6 @@ def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
     return lines
 
 
-def pass_at_k_notes(scale: Scale, table: str) -> list[str]:
-    """Returns a sentence for each line of the table's figures of pass@k: its numbers in percent, with intervals."""
-    said = []
-    for figure in (one for one in FIGURES.values() if one.table == table and one.evaluation is not None):
-        for label, line in pass_at_k_lines(scale, figure).items():
-            cells = [
-                f"{k}: {100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-                for k, (value, low, high) in line["pass_at"].items()
-            ]
-            said.append(f"pass@k (%), {label}: {', '.join(cells)}.")
-    return said
-
-
 def notes(scale: Scale) -> list[str]:
     """Returns the sentences below a table, about its intervals."""
     seeds = ", ".join(map(str, scale.seeds))
@@ -469,14 +415,12 @@ def notes(scale: Scale) -> list[str]:
 
 
 def needs(scale: Scale, tables: Sequence[str]) -> str:
-    """Describes the missing work: its time at the toy scale; GPUs and the paper's hours at the paper's scale."""
+    """Describes the missing work: its GPUs and the paper's hours at the paper's scale."""
     runs, evaluations = scale.left(tables)
     models = sum(len(several) for _, several in evaluations)
     count = f"{len(runs)} trainings and {models} evaluations of a model are missing"
     if scale.toy:
-        seconds = scale.seconds_left(tables)
-        about = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f"{count}: about {about} on 2 idle CPU cores."
+        return f"{count}."
     hours = [paper_hours(run.method, run.size) for run in runs]
     known = [one for one in hours if one is not None]
     return (
@@ -490,8 +434,8 @@ def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
     """Yields the commands of the missing work, as lines for a shell."""
     runs, evaluations = scale.left(tables)
     for run in runs:
-        checkpoint, command = checkpoint_of(scale.home(run)), scale.command(run)
-        yield f"# {scale.home(run).name}" + ("" if checkpoint is None else f", from {checkpoint}")
+        command = scale.command(run)
+        yield f"# {scale.home(run).name}{', from its last checkpoint' if has_checkpoint(scale.home(run)) else ''}"
         training, sampling = scale.gpus(run)
         gpus = [str(number) for number in range(training + sampling)]
         if sampling:
@@ -530,7 +474,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 3 4; at the paper's scale 42")
     parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, as a test")
-    parser.add_argument("--dry_run", action="store_true", help="print the time or GPUs, and the commands; run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the GPUs and the commands; run nothing")
     arguments = parser.parse_args(argv)
     tables = list(TABLES) if "all" in arguments.tables else [name for name in TABLES if name in arguments.tables]
     seeds = list(dict.fromkeys(arguments.seeds or SEEDS[arguments.scale]))
@@ -544,17 +488,14 @@ def main(argv: Sequence[str]) -> None:
         print(needs(scale, tables), *commands(scale, tables), sep="\n")
         return
     gpus = [] if scale.toy else check_gpus(scale.gpus_needed(tables))
-    with locked(scale.folder) as lock:
-        work = Work(scale, lock, gpus)
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave that
-                signal.signal(number, work.end)
-        try:
-            for number, table in enumerate(tables):
-                print(needs(scale, tables[number:]), flush=True)
-                work.make(table)
-        finally:
-            work.stop()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped. Run the same command again to continue."))
+    work = Work(scale, gpus)
+    try:
+        for number, table in enumerate(tables):
+            print(needs(scale, tables[number:]), flush=True)
+            work.make(table)
+    finally:
+        work.stop()
 
 
 def check_gpus(needed: int) -> list[str]:

@@ -29,10 +29,6 @@ from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.proof import Perturbation, check_probe, model_log_probs, of_all_weights, probe_tokens
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
-# KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
-# 0.31). Without a connector, the name is None. The option "spec_name" can add storage that is not emptied.
-EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
-
 
 def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
     """Check that the weights of a model fit into the servers' models.
@@ -46,20 +42,10 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
         Dtype of the servers' weights.
 
     Raises:
-        ValueError: if a server holds a model of another shape, if the servers have different dtypes, or if a server has
-            a prefix cache that vLLM does not empty.
+        ValueError: if a server holds a model of another shape.
         PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
-    for url, vllm in pool.ask_all(lambda server: server.config()).items():
-        transfer = vllm.get("kv_transfer_config") or {}
-        connector = transfer.get("kv_connector")
-        if connector not in EMPTIED or "spec_name" in transfer.get("kv_connector_extra_config", {}):
-            raise ValueError(
-                f"{url} uses the KV connector {connector}, whose cache may keep prefixes of old weights after a weight "
-                "sync. Start the server without --kv-transfer-config. --kv-offloading-size can be used with vLLM's own "
-                "backend."
-            )
     reports = pool.ask_all(lambda server: server.weight_report())
     own = model_shape(config.get_text_config())
     for url, report in reports.items():
@@ -72,10 +58,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
                 f"same shape can be loaded in place. Start servers for this model: python -m dash_trl.serve {name}"
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
-    dtypes = {url: report.dtype for url, report in reports.items()}
-    if len(set(dtypes.values())) > 1:
-        raise ValueError(f"The servers run in different dtypes ({dtypes}). Start all servers with the same dtype.")
-    return getattr(torch, next(iter(dtypes.values())))
+    return getattr(torch, next(iter(reports.values())).dtype)
 
 
 class WeightSync:
