@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 from packaging.specifiers import SpecifierSet
 
-from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError
+from dash_trl.sandbox import Sandbox
 from dash_trl.versions import bounds, fits, installed
 
 NEEDED = ("torch", "trl", "transformers", "accelerate", "datasets", "math-verify")
@@ -144,9 +144,8 @@ def _has_vllm_program() -> bool:
 
 def _sandbox() -> tuple[str | None, str]:
     try:
-        with Sandbox(count=1) as sandbox:
-            return sandbox.kind, ""
-    except SandboxError as error:
+        return Sandbox().kind, ""
+    except ValueError as error:
         return None, str(error)
 
 
@@ -246,8 +245,7 @@ def _programs(machine: Machine) -> Finding:
     what = "programs in a sandbox (CodeReward)"
     if machine.sandbox is None:
         return Finding(what, "no", machine.no_sandbox)
-    holds = f"confined by {machine.sandbox}. Enforced limits: {', '.join(PROTECTS[machine.sandbox])}"
-    return Finding(what, "yes" if machine.sandbox == "namespaces" else "but", holds)
+    return Finding(what, "yes", f"confined by bubblewrap, with {machine.sandbox} of their own")
 
 
 def _packages(machine: Machine) -> Iterator[Finding]:

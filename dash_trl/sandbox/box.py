@@ -5,17 +5,14 @@
     run(program, tests) ──► bwrap ──► checker: pid 1 of namespaces of its own ──► solution: the program's process
                         ◄── Verdict ──┘ compares ◄──────────── values ────────────┘
 
-`checker.py` is the program of the two confined processes. bubblewrap (`bwrap`) gives them namespaces for processes, files,
-network, IPC and the host name, and for users if the trainer is an ordinary user. The root folder contains Python, its
-packages and the system's libraries, and is read-only. Only /tmp and /dev/shm are writable; both are in memory and have a
-limited size. If the trainer is root, the processes have the id of a user that does not exist, and no capabilities.
-`bwrap` and all processes in its namespaces are killed when the thread that called `run` ends, also if the trainer is
-killed by SIGKILL.
+`checker.py` is the program of the two confined processes. bubblewrap (`bwrap`) gives them namespaces for processes,
+files, network, IPC and the host name, and for users if the trainer is an ordinary user. The root folder is read-only,
+and contains Python, its packages and the system's libraries. Only /tmp and /dev/shm are writable; both are in memory
+and have a limited size. If the trainer is root, the processes have the id of a user that does not exist, and no
+capabilities. When the thread that called `run` ends, the kernel kills `bwrap` and all processes in its namespaces, also
+if the trainer is killed by SIGKILL.
 """
 
-from __future__ import annotations
-
-import functools
 import json
 import logging
 import math
@@ -29,11 +26,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
@@ -42,28 +37,10 @@ from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
 
-CPU_SECONDS = 4  # CPU time of a process of the program; the slowest correct solution of MBPP+ takes 0.3 s
-WALL_SECONDS = 60.0  # many times the CPU time, so that a busy machine does not make a right answer wrong
-MEMORY = 1 << 30  # bytes of address space of each of a program's processes
-PROCESSES = 8  # threads in addition to the first, and child processes
-DISK = 64 << 20  # bytes of all files, which are in memory
-OPEN_FILES = 64
-START_SECONDS = 60.0  # for the start of Python
 # Fraction of wall time. A program that runs out of wall time, but waited for a CPU during less than this fraction, has
 # failed. Otherwise the machine is too busy, and the program is not scored.
 IDLE = 0.5
-DEEPEST = 4  # bwrap, checker, solution, and the program that reads standard input
-TASK_FOLDER = "/tmp/program"  # the program's folder with namespaces; /tmp itself may contain the Python environment
-KINDS = ("namespaces", "rlimits")
-NO_NAMESPACES = (
-    "The sandbox for programs (bubblewrap) cannot make namespaces on this machine. Allow them: on Ubuntu 24.04 and newer "
-    "by `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or by an AppArmor profile for bwrap with `userns,`; on "
-    "Debian by `sysctl kernel.unprivileged_userns_clone=1`; in Docker by `--cap-add SYS_ADMIN --security-opt "
-    "seccomp=unconfined --security-opt apparmor=unconfined` and the user root. Or run the programs elsewhere: "
-    "CodeReward(SandboxFusion(url)). Or only limit their resources, if you trust the programs: "
-    "CodeReward(Sandbox(isolation='rlimits'))."
-)
-
+PYTHON = [os.path.realpath(sys.executable), "-P", "-s", "-S"]  # the program that runs it is named by its arguments
 # All environment variables that a program gets; the trainer's may contain secrets. PYTHONHASHSEED makes the order of
 # sets the same in each run.
 ENVIRONMENT = {
@@ -76,12 +53,20 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-PYTHON = os.path.realpath(sys.executable)
 # System folders and files that a program may read.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
-# With "namespaces" and as root, ids of users in this range belong to no user: systemd, too, takes short-lived users from
-# it. Each run has its own, because the kernel counts processes by user.
+TASK_FOLDER = "/tmp/program"  # the program's folder with namespaces; /tmp itself may contain the Python environment
+# If the trainer is root, each run has a user id of this range, because the kernel counts processes by user. They belong
+# to no user; systemd, too, takes ids for a short time from this range.
 USERS = range(61184, 65520)
+NO_NAMESPACES = (
+    "The sandbox for programs (bubblewrap) cannot make namespaces on this machine. Allow them: on Ubuntu 24.04 and "
+    "newer by `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or by an AppArmor profile for bwrap with "
+    "`userns,`; on Debian by `sysctl kernel.unprivileged_userns_clone=1`; in Docker by `--cap-add SYS_ADMIN "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, as root. Or run the programs elsewhere: "
+    "CodeReward(SandboxFusion(url)). Or only limit their resources, if you trust the programs: "
+    "CodeReward(Sandbox(isolation='rlimits')). What was tried: "
+)
 
 
 # ------------------------------------------------------------------------------------------------------- system calls
@@ -183,15 +168,20 @@ class Sandbox:
     """Runs untrusted programs against tests, each program in processes of its own. Any thread may call `run`.
 
     Args:
-        cpu_seconds: limit of CPU time for each process of a program, in seconds.
-        wall_seconds: limit of wall time for one program with all its tests, in seconds.
+        cpu_seconds: limit of CPU time for each process of a program, in seconds. The slowest correct solution of MBPP+
+            takes 0.3 s.
+        wall_seconds: limit of wall time for one program with all its tests, in seconds. It should be many times the CPU
+            time, because on a busy machine a program waits for a CPU.
         memory: limit of address space for each process of a program, in bytes.
         processes: limit of the number of a program's threads and child processes, not counting its first thread.
-        disk: limit of the size of all files of a program together, in bytes.
-        count: largest number of programs at once; None: this process's share of the CPUs.
+        disk: limit of the size of a program's files, which are in memory, in bytes.
+        count: number of programs that `CodeReward` runs at once; None: this process's share of the CPUs.
         isolation: "namespaces": a program can only use its own files and processes, and no network. "rlimits": only CPU
-            time, memory, and the size and number of open files are limited, for programs that you trust. None:
-            "namespaces".
+            time, memory, wall time, and the size and number of open files are limited, for programs that you trust.
+            None: "namespaces".
+
+    Attributes:
+        kind: the kind of isolation.
 
     Raises:
         ValueError: if an argument is invalid, or this machine does not allow namespaces.
@@ -200,33 +190,23 @@ class Sandbox:
     def __init__(
         self,
         *,
-        cpu_seconds: int = CPU_SECONDS,
-        wall_seconds: float = WALL_SECONDS,
-        memory: int = MEMORY,
-        processes: int = PROCESSES,
-        disk: int = DISK,
+        cpu_seconds: int = 4,
+        wall_seconds: float = 60.0,
+        memory: int = 1 << 30,
+        processes: int = 8,
+        disk: int = 64 << 20,
         count: int | None = None,
         isolation: str | None = None,
     ):
-        self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if isolation not in (None, *KINDS):
-            raise ValueError(f"isolation={isolation!r} is unknown. Choose one of {list(KINDS)}.")
+        if isolation not in (None, "namespaces", "rlimits"):
+            raise ValueError(f"isolation={isolation!r} is unknown. Choose 'namespaces' or 'rlimits'.")
         if not wall_seconds > cpu_seconds > 0:
-            raise ValueError(
-                f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds!r}, and many times as much "
-                "on a busy machine: a program that runs out of wall time because it had to wait for a CPU is not scored."
-            )
+            raise ValueError(f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds!r}.")
         self.kind = isolation or "namespaces"
-        self.wall_seconds, self.disk = wall_seconds, disk
-        self.limits = {
-            "RLIMIT_CPU": cpu_seconds,
-            "RLIMIT_AS": memory,
-            "RLIMIT_FSIZE": disk,
-            "RLIMIT_NOFILE": OPEN_FILES,
-            "RLIMIT_CORE": 0,
-        }
-        self.count = count or default_workers()
-        self._slots = threading.BoundedSemaphore(self.count)
+        self.wall_seconds, self.disk, self.count = wall_seconds, disk, count or default_workers()
+        self.limits = {"RLIMIT_CPU": cpu_seconds, "RLIMIT_AS": memory, "RLIMIT_FSIZE": disk, "RLIMIT_NOFILE": 64}
+        self.limits["RLIMIT_CORE"] = 0
+        self._bwrap: str | None = None
         if self.kind == "rlimits":
             logger.warning(
                 "The sandbox only limits resources (isolation='rlimits'): programs can use the network, and read and "
@@ -234,7 +214,7 @@ class Sandbox:
             )
         else:
             self.limits["RLIMIT_NPROC"] = processes + 2  # the checker and the solution's first thread
-            self._bwrap = self._find_bubblewrap()
+            self._find_bubblewrap()
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
         """Run a program against tests, see `ProgramSandbox.run`.
@@ -250,46 +230,43 @@ class Sandbox:
 
         Raises:
             UnfitTests: if a script is not valid Python, passes the program a value that cannot be sent to the program's
-                process, or never calls the program; or if an input or output is too large.
+                process, or never calls the program.
             TimeoutError: if the program took longer than `wall_seconds`, and a busy machine may be the cause. If the
                 program only slept, it gets a verdict instead: it has failed.
             SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """
-        nonce, before = secrets.token_hex(16), oom_kills()
+        nonce, killed = secrets.token_hex(16), oom_kills()
         job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
-        with self._slots, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            with self._started(folder) as process:
-                try:
-                    is_ready = process.stdout.readline() == b"ready\n"  # the start of the sandbox does not count
-                    output, errors = process.communicate(json.dumps(job).encode(), self.wall_seconds)
-                except subprocess.TimeoutExpired:
-                    reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
-                    if waited(process.pid) < IDLE * self.wall_seconds:
-                        return Verdict(0, len(tests), f"{reason}: they wait for something", math.nan)
-                    raise TimeoutError(f"{reason}: the machine is busy") from None
-                finally:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as process:
+            try:
+                process.stdout.readline()  # type: ignore[union-attr]  # "ready": the start does not count as wall time
+                output, errors = process.communicate(json.dumps(job).encode(), self.wall_seconds)
+            except subprocess.TimeoutExpired:
+                reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
+                if waited(process.pid) < IDLE * self.wall_seconds:
+                    return Verdict(0, len(tests), f"{reason}: they wait for something", math.nan)
+                raise TimeoutError(f"{reason}: the machine is busy") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         verdict = read_verdict(output.decode(), nonce, len(tests))
-        if not is_ready or verdict is None or process.returncode == -signal.SIGKILL:
+        if verdict is None or process.returncode == -signal.SIGKILL:
             raise SandboxError(f"the program could not be run (exit code {process.returncode}): {errors.decode()}")
-        if oom_kills() > before and not verdict.right:
+        if oom_kills() > killed and not verdict.right:
             raise SandboxError("the machine ran out of memory while the program ran")
         return verdict
 
     def _started(self, folder: str) -> subprocess.Popen[bytes]:
-        """Start the checker, which waits for a job. Its folder is `folder`, but /tmp with namespaces."""
-        user = secrets.choice(USERS) if self.kind == "namespaces" and os.geteuid() == 0 else None
-        python = [PYTHON, "-P", "-s", "-S"]
+        """Start the checker, which waits for a job. Without namespaces, it runs in `folder`."""
+        user = secrets.choice(USERS) if self._bwrap and os.geteuid() == 0 else None
         settings = json.dumps([self.limits, user])
+        command = [*PYTHON, checker.__file__, settings]
         with tempfile.TemporaryFile() as rules:
-            if self.kind == "rlimits":
-                command = [*python, checker.__file__, settings]
-            else:
+            if self._bwrap:
                 rules.write(call_filter(platform.machine()))
                 rules.seek(0)
                 confined = [self._bwrap, *options(self.disk), "--seccomp", str(rules.fileno()), "--"]
-                command = [*confined, *python, "/checker.py", settings]
+                command = [*confined, *PYTHON, "/checker.py", settings]
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -301,38 +278,32 @@ class Sandbox:
                 start_new_session=True,
             )
 
-    def _find_bubblewrap(self) -> str:
-        """Return the first `bwrap` with which a program runs.
+    def _find_bubblewrap(self) -> None:
+        """Find the first `bwrap` with which a program runs.
 
         Raises:
             ValueError: if there is none.
         """
-        causes = {}
-        for self._bwrap in bubblewraps():
+        failures = []
+        for path in bubblewraps():
+            self._bwrap = path
             try:
-                verdict = self.run("def f(x): return x", ["assert f(1) == 1"])
-                if verdict.right:
-                    return self._bwrap
-                causes[self._bwrap] = verdict.reason
+                self.run("def f(x): return x", ["assert f(1) == 1"])
+                return
             except SandboxError as error:
-                causes[self._bwrap] = str(error)
-        raise ValueError(f"{NO_NAMESPACES} Tried: {causes or 'no bwrap is installed for this machine'}.")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Sandbox, **self.arguments), ()
+                failures.append(f"{path}: {error}")
+        raise ValueError(NO_NAMESPACES + ("; ".join(failures) or "no bwrap is installed for this machine"))
 
 
 def waited(process: int) -> float:
     """Return for how many seconds a process, its first child, and so on, were ready to run, but had no CPU.
 
-    If the kernel does not tell, the machine counts as busy.
-
     Args:
-        process: id of the process.
+        process: id of `bwrap`, whose descendants are the checker, the solution, and a program that reads its input.
     """
     seconds = 0.0
     with suppress(IndexError, OSError):
-        for _ in range(DEEPEST):
+        for _ in range(4):
             seconds += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
             process = int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
     return seconds

@@ -77,10 +77,12 @@ def read_verdict(output: str, nonce: str, count: int) -> Verdict | None:
         UnfitTests: if the tests cannot score any program.
     """
     lines = [line.removeprefix(nonce) for line in output.split("\n")[:-1] if line.startswith(nonce)]
-    if len(lines) < 2:
+    if not lines:
+        return None
+    if not lines[-1]:
         reason = "the tests took too much CPU time or memory with what the program gave them"
-        return Verdict(0, count, reason, float("nan")) if lines else None
-    answer = json.loads(lines[1])
+        return Verdict(0, count, reason, float("nan"))
+    answer = json.loads(lines[-1])
     if unfit := answer.pop("unfit"):
         raise UnfitTests(f"these tests cannot score a program: {unfit}")
     return Verdict(**answer)

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
@@ -28,13 +28,9 @@ from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, read_ve
 MOST_SENT = 32 << 20  # limit of a request, in bytes
 MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
 PATIENCE = 60.0  # seconds to wait for the server in addition to the program's time limit
-TRIES = 4  # number of tries after which a temporary error is raised; the pauses are 1, 2 and 4 s
+TRIES = 4  # number of tries; the pauses are 1, 2 and 4 s
 
 CODE = Path(checker.__file__).read_text(encoding="utf-8")
-
-
-class Unavailable(SandboxError):
-    """The server failed, but another request may succeed."""
 
 
 class SandboxFusion:
@@ -98,7 +94,10 @@ class SandboxFusion:
         body = json.dumps({**request, "stdin": json.dumps(job)}).encode()
         if len(body) > MOST_SENT:
             raise UnfitTests(f"the tests make a request of {len(body):,} bytes, and the limit is {MOST_SENT:,}")
-        result = self._ask(body)
+        try:
+            result = self._ask(body)
+        except Exception as error:
+            raise SandboxError(f"{self.url} gave no result: {type(error).__name__}: {error}") from error
         if result["status"] == "TimeLimitExceeded":
             return Verdict(0, len(tests), f"more than {self.seconds:g} s", math.nan)
         verdict = read_verdict(result["stdout"], nonce, len(tests))
@@ -106,23 +105,15 @@ class SandboxFusion:
             raise SandboxError(f"{self.url} did not run the tests: {json.dumps(result):.1000}")
         return verdict
 
-    @retry(
-        retry=retry_if_exception_type(Unavailable),
-        stop=stop_after_attempt(TRIES),
-        wait=wait_exponential(),
-        reraise=True,
-    )
+    # After a time-out, another try would take as long.
+    @retry(retry=retry_if_not_exception_type(TimeoutError), stop=stop_after_attempt(TRIES), wait=wait_exponential(), reraise=True)
     def _ask(self, body: bytes) -> dict[str, Any]:
         """Send a request, and return the result of the program's run."""
-        request = Request(self.url, body, {"Content-Type": "application/json", **self.headers})
-        try:
-            with build_opener(ProxyHandler({})).open(request, timeout=self.seconds + PATIENCE) as response:
-                answer = json.loads(response.read(MOST_READ))
-            if answer["status"] not in ("Success", "Failed"):
-                raise ValueError(f"{answer!r:.500}")
-            return dict(answer["run_result"])
-        except Exception as error:
-            code = getattr(error, "code", 500)  # an HTTP status
-            is_final = isinstance(error, TimeoutError) or code < 500 and code not in (408, 429)
-            kind = SandboxError if is_final else Unavailable
-            raise kind(f"{self.url} gave no answer: {type(error).__name__}: {error}") from error
+        request = Request(self.url, body, {"Content-Type": "application/json"})
+        for name, value in self.headers.items():
+            request.add_unredirected_header(name, value)  # it may be a key, and another server must not get it
+        with build_opener(ProxyHandler({})).open(request, timeout=self.seconds + PATIENCE) as response:
+            answer = json.loads(response.read(MOST_READ))
+        if answer["status"] not in ("Success", "Failed"):
+            raise ValueError(f"{answer!r:.500}")
+        return dict(answer["run_result"])
