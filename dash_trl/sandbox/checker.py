@@ -225,11 +225,12 @@ class Solution:
         except Exception as error:  # it has ended, or its answer is malformed
             self.end(f"it was killed, or its answer cannot be read or has more than {MAX_ANSWER:,} bytes ({error})")
             raise SolutionError(self.ended) from None
+        raised: Exception = SolutionError(f"{name}: {message}")
         known = getattr(builtins, name, None)
         if isinstance(known, type) and issubclass(known, Exception) and known is not StopIteration:
-            with suppress(TypeError):
-                raise known(message)
-        raise SolutionError(f"{name}: {message}")
+            with suppress(TypeError):  # UnicodeDecodeError needs five arguments
+                raised = known(message)
+        raise raised
 
     def end(self, reason: str) -> None:
         """End the process of the solution, and note its CPU time and why it ended.

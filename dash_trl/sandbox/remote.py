@@ -106,7 +106,12 @@ class SandboxFusion:
         return verdict
 
     # After a time-out, another try would take as long.
-    @retry(retry=retry_if_not_exception_type(TimeoutError), stop=stop_after_attempt(TRIES), wait=wait_exponential(), reraise=True)
+    @retry(
+        retry=retry_if_not_exception_type(TimeoutError),
+        stop=stop_after_attempt(TRIES),
+        wait=wait_exponential(),
+        reraise=True,
+    )
     def _ask(self, body: bytes) -> dict[str, Any]:
         """Send a request, and return the result of the program's run."""
         request = Request(self.url, body, {"Content-Type": "application/json"})
