@@ -365,6 +365,7 @@ WRONG = [
     ("def f(x): return []", f"{CLOSE}(f(1), [2.5])"),
     ("def f(x): return 0", f"{CLOSE}(f(1), [0.0, 0.0])"),
     ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
+    ("import numpy\ndef f(x): return numpy.array([[]])", "assert (f(1) == 2.5).all()"),
     ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
     ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
     ("f = 5", "assert f(1) == 5"),

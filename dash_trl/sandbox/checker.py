@@ -41,6 +41,9 @@ Test = str | tuple[str, str]  # a script with asserts, or a pair of standard inp
 
 MAX_ANSWER = 8 << 20  # limit of a value or an output of the program, in bytes of JSON
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+# Exceptions of a program that its tests get as `SolutionError`: after the first one, `all(map(f, inputs))` would be
+# true, and the others need more than a message.
+NOT_RAISED = (StopIteration, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 
 class Unfit(BaseException):
@@ -74,8 +77,18 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "values": (type({}.values()), lambda value: [*value], lambda values: dict(enumerate(values)).values()),
     "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
     "iterator": (ITERATORS, lambda value: [*value], iter),
-    "array": ((), list, lambda values: importlib.import_module("numpy").array(values)),
+    "array": ((), list, lambda values: array_of(values)),
 }
+
+
+def array_of(values: list[Any]) -> Any:
+    """Convert a list to an array of numpy. An empty list stays a list: numpy compares an empty array with anything.
+
+    Args:
+        values: the list, which may be nested.
+    """
+    array = importlib.import_module("numpy").array(values)
+    return array if array.size else values
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -209,9 +222,8 @@ class Solution:
         Raises:
             Exception: the exception of the program. If its class is not built in, the nearest built-in base class is
                 raised, with the same message.
-            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), that needs more than a
-                message, or that is StopIteration, after which `all(map(f, inputs))` would be true. Also if the solution
-                has ended.
+            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), or one of `NOT_RAISED`.
+                Also if the solution has ended.
             Unfit: if an argument cannot be sent.
         """
         self.requests += 1
@@ -225,12 +237,10 @@ class Solution:
         except Exception as error:  # it has ended, or its answer is malformed
             self.end(f"it was killed, or its answer cannot be read or has more than {MAX_ANSWER:,} bytes ({error})")
             raise SolutionError(self.ended) from None
-        raised: Exception = SolutionError(f"{name}: {message}")
         known = getattr(builtins, name, None)
-        if isinstance(known, type) and issubclass(known, Exception) and known is not StopIteration:
-            with suppress(TypeError):  # UnicodeDecodeError needs five arguments
-                raised = known(message)
-        raise raised
+        if isinstance(known, type) and issubclass(known, Exception) and known not in NOT_RAISED:
+            raise known(message)
+        raise SolutionError(f"{name}: {message}")
 
     def end(self, reason: str) -> None:
         """End the process of the solution, and note its CPU time and why it ended.
