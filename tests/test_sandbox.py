@@ -1,7 +1,6 @@
 """The sandbox: each attack is contained and scored as failed, and what is no fault of a program is not scored."""
 
 import os
-import pickle
 import select
 import socket
 import subprocess
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dash_trl import CodeReward
-from dash_trl.sandbox import Sandbox, SandboxError, UnfitTests
+from dash_trl.sandbox import Sandbox, SandboxError
 from dash_trl.sandbox.box import ENVIRONMENT
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 
@@ -447,10 +445,3 @@ def test_what_is_right():
 def test_the_reason_can_be_written_to_a_log(box):
     verdict = box.run("def f(x): raise ValueError('\\ud800é')", ["assert f(1)"])
     assert verdict.reason == "ValueError: \\ud800é"
-
-
-def test_tests_that_score_no_program_are_unfit_and_a_copy_runs(box):
-    own_class = "class Node: pass\nassert f(Node()) == 1"
-    for test, reason in [("assert f(", "SyntaxError"), ("assert 1 == 1", "never call"), (own_class, "of type 'Node'")]:
-        with pytest.raises(UnfitTests, match=reason):
-            CodeReward(pickle.loads(pickle.dumps(box)))(f"```python\n{RIGHT}\n```", [test])
