@@ -311,4 +311,6 @@ def waited(process: int) -> float:
 
 def oom_kills() -> int:
     """Return how many processes the kernel has killed because memory was short, on this machine since its start."""
-    return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    with suppress(OSError, IndexError):  # this kernel does not tell
+        return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
+    return 0
