@@ -2,10 +2,9 @@
 
     python benchmarks/code_reward.py --json code_reward.json          # about 4 minutes on 2 cores
 
-Each of the 378 solutions is scored by its own tests, and by the tests of the next problem; for these, its function gets
-the name that they call. The benchmark also measures the cost of the sandbox. It runs one-line programs with one test,
-and starts Python twice per program for comparison, as a sandbox without a waiting process would do. It also measures
-the CPU time of the solutions.
+Each of the 378 solutions is scored by its own tests, and by the tests of the next problem; for these, its function
+gets the name that they call. The benchmark also measures the cost of the sandbox, by one-line programs, and the
+CPU time of the solutions.
 
 Programs that return a constant or their first argument should get the reward 0. Each is scored by the tests of every
 problem, and by the comparison function of the hub's MBPP+ with the same inputs. `constant_passes` counts the programs
@@ -14,9 +13,6 @@ the solution returns the same values.
 """
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,18 +80,12 @@ def constant_passes(box: Sandbox, solution: str, problem: dict[str, Any]) -> tup
     return right, wrong
 
 
-def start_python_twice(_: int) -> None:
-    for _ in range(2):
-        subprocess.run([os.path.realpath(sys.executable), "-I", "-S", "-c", "import ast, json, random"], check=True)
-
-
 def main(data: Path, workers: int) -> dict[str, Any]:
     problems = list(load_code_dataset(data, split="all", prompt_template="plain", completion=True))
     codes = [one["completion"] for one in problems]
     count = len(problems)
-    with CodeReward() as reward, ThreadPoolExecutor(workers) as pool:
-        box = reward.sandbox
-        kind, start = harness.timed(lambda: box.kind)
+    box, start = harness.timed(Sandbox)
+    with CodeReward(box) as reward, ThreadPoolExecutor(workers) as pool:
 
         def score(code: int, problem: int) -> float:
             name, own = problems[problem]["entry_point"], problems[code]["entry_point"]
@@ -108,9 +98,8 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         other, other_rate = per_second(pool, lambda i: score(i, (i + 1) % count), count)
         cpu = [box.run(codes[i], problems[i]["tests"], problems[i]["entry_point"]).cpu_seconds for i in range(count)]
         constants = list(pool.map(lambda i: constant_passes(box, codes[i], problems[i]), range(count)))
-        _, twice = per_second(pool, start_python_twice, TRIALS)
     figures = {
-        "isolation": kind,
+        "isolation": box.kind,
         "start_s": start,
         "solutions": count,
         "pass_own_tests": own.count(1.0),
@@ -120,12 +109,11 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         "solutions_per_s": rate,
         "other_tests_per_s": other_rate,
         "one_line_per_s": trivial,
-        "python_twice_per_s": twice,
         "sandbox_share": rate / trivial,
         "cpu_mean_s": sum(cpu) / count,
         "cpu_most_s": max(cpu),
     }
-    harness.say(f"isolation {kind}", figures)
+    harness.say(f"isolation {box.kind}", figures)
     return figures
 
 
@@ -134,5 +122,5 @@ if __name__ == "__main__":
         main,
         __doc__,
         data={"type": Path, "default": DATA, "help": "the folder of MBPP+"},
-        workers={"type": int, "default": 4, "help": "threads that send programs; the sandbox has a process per CPU"},
+        workers={"type": int, "default": 2, "help": "threads that run programs, one per CPU"},
     )

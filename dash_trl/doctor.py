@@ -48,8 +48,7 @@ def servers() -> str:
 def sandbox() -> str:
     from dash_trl.sandbox import Sandbox
 
-    with Sandbox(count=1) as one:
-        return f"confined by {one.kind}"
+    return f"confined by {Sandbox().kind}"
 
 
 PARTS = {"training": training, "GPUs": gpus, "vLLM servers": servers, "programs in a sandbox (CodeReward)": sandbox}

@@ -226,23 +226,33 @@ def f(x): os.abort()
 """)
 
 OUTWARD = programs("""
+## the memory of its tests
+import os
+def f(x): return x + bool(open(f'/proc/{os.getppid()}/mem', 'rb'))
+## the files of its tests
+import os
+def f(x): return x + bool(os.listdir(f'/proc/{os.getppid()}/fd'))
+## its tests traced
+import ctypes, os
+def f(x): return x + 1 if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0 else 0
+## the keys of the user's session
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).syscall(250, 0, -3, 0) > 0 else 0
+## memory that no limit counts
+import os
+def f(x): return x + 1 if os.memfd_create('x') else 0
+## sockets by io_uring
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).syscall(425, 8, bytes(120)) > 0 else 0
+## a new root folder
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0 else 0
 ## a fork bomb
 import os
 def f(x):
     while True:
         try: os.fork()
         except OSError: pass
-## a child
-import os
-def f(x):
-    if os.fork() == 0: os._exit(0)
-    os.wait()
-    return x + 1
-## a program of the system
-import subprocess
-def f(x):
-    subprocess.run(['true'])
-    return x + 1
 ## a hundred children
 import os, time
 def f(x):
@@ -269,11 +279,6 @@ import socket
 def f(x):
     socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
     return x + 1
-## its parent killed
-import os, signal
-def f(x):
-    os.kill(os.getppid(), signal.SIGKILL)
-    return x + 1 if os.getppid() else 0
 ## every process killed
 import os, signal
 def f(x):
@@ -312,14 +317,6 @@ def f(x):
 import ctypes
 def f(x):
     return x + 1 if ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0 else 0
-## the memory of its tests
-import os
-def f(x):
-    for pid in filter(str.isdigit, os.listdir('/proc')):
-        try:
-            words = open(f'/proc/{pid}/cmdline', 'rb').read()
-            if b'"isolation": "rlimits"' in words and int(pid) != os.getpid(): return x + bool(open(f'/proc/{pid}/mem'))
-        except OSError: pass
 ## the trainer's limits lowered
 import resource
 def f(x):
@@ -352,15 +349,18 @@ def f(x):
 
 # By which a program would choose to have no score instead of 0.
 UNSCORED = programs("""
+## SIGKILL of its tests
+import os
+def f(x): os.kill(os.getppid(), 9)
+## its tests stopped
+import os
+def f(x): os.kill(os.getppid(), 19)
+## a lower priority
+import os
+def f(x): return x + 1 if os.nice(19) else 0
 ## SIGKILL of itself
 import os
 def f(x): os.kill(os.getpid(), 9)
-## a name that its supervisor takes for a number of threads
-import ctypes, time
-def f(x):
-    ctypes.CDLL(None).prctl(15, b'Threads: x')
-    time.sleep(0.3)
-    return 0
 ## an answer that its tests cannot read, nor say why
 import os
 def f(x):
@@ -378,11 +378,6 @@ def f(x): signal.raise_signal(9)
 import resource
 def f(x):
     resource.setrlimit(resource.RLIMIT_CPU, (0, 0))
-    while True: pass
-## SIGKILL by its own limit, by its number
-import os, resource
-def f(x):
-    resource.prlimit(os.getpid(), resource.RLIMIT_CPU, (0, 0))
     while True: pass
 ## SIGKILL by a timer
 import ctypes, struct, time
@@ -461,27 +456,13 @@ def f(x):
     os.chroot('.')
     return x + 1
 """)
-# Files, threads and CPU time of children beyond the limits of the tests, and a daemon.
+# Files and threads beyond the limits of the tests, and a daemon.
 LEFT_BEHIND = programs("""
 ## a hundred threads
 import threading, time
 def f(x):
     threading.stack_size(32768)
     for _ in range(100): threading.Thread(target=time.sleep, args=(600,)).start()
-    time.sleep(600)
-    return x + 1
-## a hundred threads behind a name
-import ctypes, threading, time
-def f(x):
-    ctypes.CDLL(None).prctl(15, b'Threads: 1')
-    threading.stack_size(32768)
-    for _ in range(100): threading.Thread(target=time.sleep, args=(600,)).start()
-    time.sleep(600)
-    return x + 1
-## ten thousand files
-import time
-def f(x):
-    for i in range(10000): open(str(i), 'w').close()
     time.sleep(600)
     return x + 1
 ## large files deleted while they are open
@@ -519,23 +500,6 @@ def f(x):
         os.close(file)
     time.sleep(600)
     return x + 1
-## large files deleted while they are open, when its first thread has ended
-import ctypes, os, threading, time
-def hold():
-    held = []
-    for _ in range(40):
-        held.append(open('deleted', 'wb', buffering=0))
-        os.remove('deleted')
-        held[-1].write(b'x' * (1 << 20))
-    time.sleep(600)
-    text = b'["value", 2, null]'
-    for n in range(3, 64):
-        try: os.write(n, len(text).to_bytes(4, 'big') + text)
-        except OSError: pass
-    time.sleep(600)
-def f(x):
-    threading.Thread(target=hold).start()
-    ctypes.CDLL(None).syscall(60, 0)
 ## large files behind a name that is too long
 import os, time
 def f(x):
@@ -566,6 +530,14 @@ def f(x):
 def f(x):
     for i in range(1000): open(f'file{i}', 'wb').write(b'x' * (1 << 20))
     return x + 1
+## the shared memory filled
+def f(x):
+    for i in range(1000): open(f'/dev/shm/{i}', 'wb').write(b'x' * (1 << 20))
+    return x + 1
+## the folder of devices filled
+def f(x):
+    open('/dev/file', 'w').write('x')
+    return x + 1
 ## a daemon
 import os, time
 def f(x):
@@ -581,27 +553,4 @@ if os.fork() == 0:
     os.setsid()
     time.sleep(600)
 os._exit(0)
-""")
-# Where it may have children.
-CHILDREN = programs("""
-## CPU time of children one after the other
-import os, time
-def f(x):
-    for _ in range(40):
-        if os.fork() == 0:
-            while time.process_time() < 0.1: pass
-            os._exit(0)
-        os.wait()
-    return x + 1
-## CPU time of children that nobody waits for
-import os, signal, time
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-def f(x):
-    for _ in range(40):
-        if os.fork() == 0:
-            while time.process_time() < 0.2: pass
-            os._exit(0)
-        try: os.wait()
-        except ChildProcessError: pass
-    return x + 1
 """)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,13 +58,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     assert request["language"] == "python" and isinstance(request["code"], str)
     result: dict[str, Any] = {"status": "Finished", "execution_time": 0.1, "stderr": ""}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", request["code"]],
-            input=request.get("stdin") or "",
-            capture_output=True,
-            text=True,
-            timeout=request.get("run_timeout", 10),
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, "-c", request["code"]],
+                input=request.get("stdin") or "",
+                capture_output=True,
+                text=True,
+                timeout=request.get("run_timeout", 10),
+                cwd=folder,
+            )
         result |= {"return_code": done.returncode, "stdout": done.stdout[: 1 << 20], "stderr": done.stderr[: 1 << 20]}
     except subprocess.TimeoutExpired:
         result |= {"status": "TimeLimitExceeded", "return_code": None, "stdout": ""}

@@ -1,9 +1,6 @@
 """The code reward: which program of a completion is run, what crosses between it and its tests, and how they count."""
 
 import pickle
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -150,42 +147,32 @@ def test_tests_that_score_no_program_are_an_error(reward):
         ("assert f(1) ==", UnfitTests, "SyntaxError"),
         ("assert 1 == 1", UnfitTests, "never call anything of the program"),
         ("def check(candidate):\n    assert candidate(1) == 2", UnfitTests, "never call anything of the program"),
-        ("class Node: pass\nassert f(Node()) == 1", UnfitTests, "an argument of type 'Node'"),
+        ("class Node: pass\nassert f(Node()) == 1", UnfitTests, "a value of type 'Node'"),
     ]:
         with pytest.raises(error, match=reason):
             reward(fenced(RIGHT), tests)
 
 
 def test_what_counts_as_a_test(reward):
+    """Each script is one."""
     for tests, passed, failed in [
-        ("assert f(1) == 2\nassert f(1) == 0\nassert f(2) == 3", 2, 1),
-        ("for x in range(5):\n    assert f(x) == x + 1", 5, 0),
-        ("for x in range(5):\n    y = f(x)\n    assert y != 3\n    assert y > 0", 4, 1),
-        ("for x in (1, 'a', 2):\n    y = f(x)\n    assert y", 2, 1),
-        ("def check(f):\n    assert f(1) == 2\n    assert f(2) == 2\ncheck(f)", 1, 1),
-        ("if f(1) != 2: raise AssertionError", 1, 0),
-        ("if f(1) == 2: raise AssertionError", 0, 1),
-        ("assert f(1) == 2\nraise ValueError", 1, 1),
-        ("assert g(1) == 2", 0, 1),
-        ("try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", 1, 0),
-        ("import sys\nassert f(1) == 2\nsys.exit(0)", 1, 0),
-        ("import sys\nassert f(1) == 2\nsys.exit(1)", 1, 1),
+        (["assert f(1) == 2\nassert f(1) == 0", "assert f(2) == 3"], 1, 1),
+        (["for x in range(5):\n    y = f(x)\n    assert y > 0", "assert f('a') == 2", "assert g(1) == 2"], 1, 2),
+        (["def check(f):\n    assert f(1) == 2\ncheck(f)"], 1, 0),
+        (["if f(1) != 2: raise AssertionError", "if f(1) == 2: raise AssertionError"], 1, 1),
+        (["try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass"], 1, 0),
+        (["import sys\nassert f(1) == 2\nsys.exit(1)"], 0, 1),
     ]:
-        verdict = reward.sandbox.run(RIGHT, [tests])
+        verdict = reward.sandbox.run(RIGHT, tests)
         assert (verdict.passed, verdict.failed, verdict.right) == (passed, failed, not failed), tests
 
 
 VALUES = """
-None; True; 0; -5; 2**53 + 1; -2**70; 10**400; 0.1; 1e300; -0.0; float('inf'); 1j; complex(float('inf'), -0.0)
+None; True; 0; -5; 2**53 + 1; -2**70; 10**5000; 0.1; 1e300; -0.0; float('inf'); 1j; complex(float('inf'), -0.0)
 ''; 'é\\n\\ud800'; b'\\0\\xff'; bytearray(b'ab'); []; [1, [2.5, None]]; (); (1,); ((1, 2), [3]); set(); {1, 'a'}
-frozenset({(1, 2)}); {}; {1: 'a', (1, 2): {3: [4]}}; range(3); range(5, -7, -2); ...; int; ValueError
-Counter('abca'); OrderedDict([(2, 1), (1, 2)]); deque([1, 2]); Decimal('1.10'); Fraction(1, 3)
-date(2020, 2, 29); datetime(2020, 1, 1, 12, 30, tzinfo=timezone.utc); time(1, 2); timedelta(days=-1, microseconds=5)
+frozenset({(1, 2)}); {}; {1: 'a', (1, 2): {3: [4]}}; range(3); range(5, -7, -2); deque([1, 2])
 """
-IMPORTS = (
-    "from collections import *\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
-    "from datetime import date, datetime, time, timedelta, timezone\n"
-)
+IMPORTS = "import sys\nfrom collections import *\nsys.set_int_max_str_digits(0)\n"
 
 
 def test_values_cross_both_ways(reward):
@@ -212,10 +199,6 @@ assert list(f(3)) == [3, 2, 1]
 def f(x): return map(str, x)
 ---
 assert set(f([1, 2])) == {'1', '2'}
-## iterators in a list
-def f(x): return [map(str, x)]
----
-assert list(f([1, 2])[0]) == ['1', '2']
 ## a match
 import re
 def f(x): return re.match('a', x)
@@ -226,26 +209,6 @@ assert f('ab').group() == 'a'
 def f(x): return lambda y: x + y
 ---
 assert f(1)(2) == 3
-## a function of the test's
-def f(g, x): return g(x) + 1
----
-assert f(lambda y: 2 * y, 5) == 11
-## an iterator of the test's
-def f(g): return [*g]
----
-assert f(iter([1, 2])) == [1, 2]
-## changed arguments
-def f(x): x.append(4); x[0][0] = 9
----
-x = y = [[1], 2]
-first = x[0]
-f(x)
-assert y == [[9], 2, 4] and first == [9]
-## changed arguments by name
-def f(*, x, **k): x.update(k); return len(k)
----
-d = {1: 2}
-assert f(x=d, y=3) == 1 and d == {1: 2, 'y': 3}
 ## a named tuple
 from collections import namedtuple
 P = namedtuple('P', 'a b')
@@ -264,25 +227,24 @@ class S(str): pass
 def f(): return [S('a')]
 ---
 assert f() == ['a']
-## a defaultdict
-from collections import defaultdict
-def f(): return defaultdict(list, a=[1])
----
-assert f() == {'a': [1]}
 ## an instance and its attributes
 class A:
     def __init__(self, x): self.x = x
     def g(self): return self.x
 ---
 a = A(3)
-a.x += 1
-assert a.g() == 4
-## an instance's text and length
-class A:
-    def __str__(self): return 'me'
-    def __len__(self): return 7
+assert a.g() == 3 and a.x == 3
+## arguments that stay as they were
+def f(x): x.append(4); x[0][0] = 9
 ---
-assert str(A()) == 'me' and len(A()) == 7
+x = [[1], 2]
+f(x)
+assert x == [[1], 2]
+## a dictionary of its own kind
+from collections import Counter, defaultdict
+def f(): return defaultdict(list, a=[1]), Counter('ab')
+---
+assert f() == ({'a': [1]}, {'a': 1, 'b': 1})
 ## an instance passed back
 class A: pass
 def f(a): return isinstance(a, A)
@@ -301,10 +263,6 @@ try:
 except KeyError:
     ok = True
 assert ok
-## a name of Python's own
-def sum(a): return 7
----
-assert sum([1]) == 7
 ## an array
 import numpy as np
 def f(x): return np.array(x) * 2.5
@@ -358,11 +316,6 @@ assert f(1)[1](0) == 0
 def f(self, one, number, operation): return [self, one, number, operation]
 ---
 assert f(operation=1, number=2, one=3, self=4) == [4, 3, 2, 1]
-## a part of an iterator, and the rest
-def f(): return iter([1, 2, 3])
----
-rest = f()
-assert next(iter(rest)) == 1 and list(zip(rest, 'ab')) == [(2, 'a'), (3, 'b')] and list(iter(rest)) == []
 ## a main block
 if __name__ == '__main__':
     input()
@@ -376,115 +329,33 @@ def test_what_programs_and_tests_exchange(reward):
     """As above the line, a program; below it, what holds of it."""
     for name, text in EXCHANGED.items():
         program, test = text.split("---\n")
-        verdict = reward.sandbox.run(program, [test], "sum")
+        verdict = reward.sandbox.run(program, [test])
         assert verdict.right, (name, verdict)
-
-
-def test_what_a_programs_type_makes_is_wrong_and_its_tests_are_fit(reward):
-    """The tests made it by calling what they got. Without the program's type, they are at fault."""
-    rows = [("def x(): return object", "x()()"), ("x = [memoryview]", "x[0](b'')"), ("x = {1: object}", "[x[1]()]")]
-    for program, call in rows:
-        verdict = reward.sandbox.run(f"{program}\ndef h(y): return 3", [f"assert h({call}) == 3"])
-        assert not verdict.right and "SolutionError: an argument of type" in verdict.reason, program
-        with pytest.raises(UnfitTests, match="an argument of type 'object'"):
-            reward.sandbox.run(f"{program}\ndef h(y): return 3", ["assert h(object()) == 3"])
-
-
-def test_a_tests_function_leads_the_program_nowhere(reward):
-    """It may be called. Its attributes (`__globals__`) or a generator's (`gi_frame`) would tell what is expected."""
-    names = ("__globals__", "__code__", "gi_frame", "__self__")
-    program = (
-        f"def f(g): return [name for name in {names} if getattr(g, name, None) is not None and name != '__class__']"
-    )
-    assert reward.sandbox.run(program, ["want = 3\ndef g(): return 3\nassert f(g) == []"]).right
-    # The same asked of the protocol itself.
-    program = (
-        "def f(g):\n    try: return bool(g._peer_.ask(g._number_, 'attribute', '__globals__'))\n"
-        "    except Exception as error: return False"
-    )
-    assert reward.sandbox.run(program, ["want = 3\ndef g(): return 3\nassert f(g) is False"]).right
 
 
 def test_a_set_has_the_same_order_in_every_sandbox():
     program = "import random\ndef f(): return str([list({'a', 'b', 'c', 'd', 'e'}), random.random()])\n"
     program += "def g(x): raise ValueError(x)"
-    reasons = set()
-    for _ in range(2):
-        with Sandbox() as box:
-            reasons.add(box.run(program, ["g(f())"]).reason)
+    reasons = {Sandbox().run(program, ["g(f())"]).reason for _ in range(2)}
     assert len(reasons) == 1 and "ValueError: [[" in reasons.pop()
 
 
-# --------------------------------------------------------------------------------------------------- limits, settings
-
-
-def test_settings_that_cannot_be():
-    for settings, message in [
-        ({"cpu_seconds": 0}, "cpu_seconds=0 must be an integer of at least 1"),
-        ({"cpu_seconds": -1}, "cpu_seconds=-1"),
-        ({"cpu_seconds": 0.5}, "cpu_seconds=0.5"),
-        ({"memory": -1}, "memory=-1"),
-        ({"disk": 0}, "disk=0"),
-        ({"processes": -1}, "processes=-1 must be an integer of at least 0"),
-        ({"count": 0}, "count=0"),
-        ({"wall_seconds": 2}, "wall_seconds=2 must be more than cpu_seconds=4"),
-        ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
-        ({"isolation": "landlock", "children": True}, "children=True needs isolation='namespaces', not 'landlock'"),
-        ({"isolation": "docker"}, "isolation='docker' is unknown. Choose one of .'namespaces', 'landlock', 'rlimits'."),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Sandbox(**settings)
-
-
-def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
-    """As in a container that has one user only."""
-    code = f"import sys; sys.path[:0] = {sys.path!r}\n{WEAKER}"
-    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.stdout.splitlines() == ["landlock True"] * 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert "confined by landlock, because" in line and "number of threads (looked at every 0.05 s)" in line
-
-
-WEAKER = """
-from dash_trl.sandbox import Sandbox
-for _ in range(2):
-    with Sandbox() as box:
-        print(box.kind, box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
-"""
-
-
-def test_it_may_be_copied_closed_and_called_again_and_from_many_threads():
-    """A copy, as in another process, has a sandbox of its own."""
-    before = threading.active_count()
-    one = CodeReward(Sandbox(cpu_seconds=3, count=2))
-    assert one(fenced(RIGHT), TESTS)[0] == 1.0
-    with pickle.loads(pickle.dumps(one)) as other:
-        assert other.sandbox.settings == one.sandbox.settings and other(fenced(RIGHT), TESTS)[0] == 1.0
-    one.close()
-    with ThreadPoolExecutor(6) as pool:
+def test_it_may_be_copied_and_called_from_many_threads():
+    one = pickle.loads(pickle.dumps(CodeReward(Sandbox(cpu_seconds=3, count=2))))
+    assert one.max_concurrency == 2
+    with one, ThreadPoolExecutor(6) as pool:
         scores = pool.map(lambda i: one(fenced(f"def f(x): return x + {i % 2}"), TESTS)[0], range(24))
         assert list(scores) == [float(i % 2) for i in range(24)]
-    one.close()
-    assert threading.active_count() <= before
 
 
 def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
-    closed = []
-
-    class Closed(Sandbox):
-        def close(self):
-            closed.append(True)
-            super().close()
-
-    with Reward(CodeReward(Closed())) as judged:
+    with Reward(CodeReward()) as judged:
 
         def scores(program: str, tests: list[str]) -> list[float | None]:
             return judged.scores({"prompt": "", "tests": tests}, [SampledCompletion(fenced(program), [], False)])
 
         assert [scores(RIGHT, TESTS), scores("def f(x): return x", TESTS)] == [[1.0], [0.0]]
         assert scores(RIGHT, ["never Python ("]) == [None]
-    assert closed, "the runner was not closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+

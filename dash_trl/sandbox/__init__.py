@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests, Verdict
+    from dash_trl.sandbox.box import Sandbox
     from dash_trl.sandbox.checker import Test, same_output
-    from dash_trl.sandbox.protocol import ProgramSandbox
+    from dash_trl.sandbox.protocol import ProgramSandbox, SandboxError, UnfitTests, Verdict
     from dash_trl.sandbox.remote import SandboxFusion
-
-if TYPE_CHECKING:  # imported by other folders of the package, not public
-    from dash_trl.sandbox.box import PROTECTS
 
 __getattr__, __dir__, __all__ = lazy(__name__)

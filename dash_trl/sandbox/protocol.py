@@ -1,10 +1,41 @@
-"""Interface of a sandbox for `CodeReward`."""
+"""Interface of a sandbox for `CodeReward`: what it is given, what it answers, and how the checker's answer is read."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from dash_trl.sandbox.box import Verdict
 from dash_trl.sandbox.checker import Test
+
+
+class SandboxError(RuntimeError):
+    """A program could not be confined or its tests could not be run, so there is no verdict about it."""
+
+
+class UnfitTests(ValueError):
+    """The tests themselves are wrong, so that they cannot score any program."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a program on its tests.
+
+    Attributes:
+        passed: number of tests that passed.
+        failed: number of tests that failed.
+        reason: reason of the first failure; None if all tests passed.
+        cpu_seconds: CPU time of the program, in seconds; NaN if unknown.
+    """
+
+    passed: int
+    failed: int
+    reason: str | None
+    cpu_seconds: float
+
+    @property
+    def right(self) -> bool:
+        """Whether there were tests and all of them passed."""
+        return self.failed == 0 and self.passed > 0
 
 
 class ProgramSandbox(Protocol):
@@ -25,6 +56,33 @@ class ProgramSandbox(Protocol):
             program: Python source code.
             tests: scripts, or pairs of an input and the expected output, see `Test`. The program's output passes if
                 `same_output` finds it equal to the expected output.
-            entry_point: name of the function that the scripts call; None if it is not known.
+            entry_point: name of the function that the scripts call; None if it is not known. It is needed only if
+                Python itself has a function or a module of this name, such as `sum` or `code`.
         """
         ...
+
+
+def read_verdict(output: str, nonce: str, count: int) -> Verdict | None:
+    """Read the checker's output, see `checker.py`.
+
+    Args:
+        output: the checker's output.
+        nonce: the job's nonce.
+        count: number of tests.
+
+    Returns:
+        The verdict; None if the checker ended before the program had begun.
+
+    Raises:
+        UnfitTests: if the tests cannot score any program.
+    """
+    lines = [line.removeprefix(nonce) for line in output.split("\n")[:-1] if line.startswith(nonce)]
+    if not lines:
+        return None
+    if not lines[-1]:
+        reason = "the tests took too much CPU time or memory with what the program gave them"
+        return Verdict(0, count, reason, float("nan"))
+    answer = json.loads(lines[-1])
+    if unfit := answer.pop("unfit"):
+        raise UnfitTests(f"these tests cannot score a program: {unfit}")
+    return Verdict(**answer)
