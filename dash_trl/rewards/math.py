@@ -66,10 +66,15 @@ def score_answer(completion: str, gold: str) -> float:
         return float(label[1] == chosen[1])
     if is_words(bare):
         return float(as_words(text) == as_words(bare))
+    if "=" not in bare:
+        text = _last_member(text)
+    if _INTEGER.fullmatch(text) and _INTEGER.fullmatch(bare):
+        return float(int(text) == int(bare))
+    from math_verify import verify
+
     known = read_gold(bare)
-    if prose and (_WORDS.search(text) or not _read(text)):
-        return float(_verify(known, _read(prose, in_prose=True)))
-    return float(_verify(known, _read(text)) or _ends_with(known, text))
+    found = [] if prose and _WORDS.search(text) else _read(text)
+    return float(verify(known, found or _read(prose, in_prose=True), allow_set_relation_comp=True))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have the same gold answer
@@ -94,19 +99,11 @@ def read_gold(bare: str) -> list[Any]:
     return expressions
 
 
-def _ends_with(known: list[Any], answer: str) -> bool:
-    """Returns whether the last member of a chain such as ``f(2) = 3 + 2 = 5`` equals a gold answer without "="."""
-    from math_verify.grader import is_relation
-
+def _last_member(answer: str) -> str:
+    """Returns the last member of a chain such as ``f(2) = 3 + 2 = 5``; the whole answer if it is no chain."""
     *others, last = _EQUALS.split(answer)
     is_list = _SEPARATOR.search(re.sub(r"\([^()]*\)", "", "".join(others)))
-    return bool(others) and not is_list and not any(map(is_relation, known)) and _verify(known, _read(last))
-
-
-def _verify(known: list[Any], expressions: list[Any]) -> bool:
-    from math_verify import verify
-
-    return bool(verify(known, expressions, allow_set_relation_comp=True))
+    return answer if is_list else last.strip()
 
 
 def _read(answer: str, in_prose: bool = False) -> list[Any]:
@@ -131,6 +128,7 @@ def _without_units() -> Any:
 
 
 _WORDS = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}")  # words, not commands such as \frac or \begin{pmatrix}
+_INTEGER = re.compile(r"-?\d{1,15}")  # is compared without math-verify, which takes a millisecond
 _EQUALS = re.compile(r"(?<![<>!:])=")
 _SEPARATOR = re.compile(r"[,;]|(?<![a-zA-Z])(?:or|and)(?![a-zA-Z])")  # of a list
 # The label of a choice, (B) or B. or \textbf{(B)}, and no second label: "(A) or (B)" chooses nothing. A mark and a

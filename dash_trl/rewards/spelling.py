@@ -25,7 +25,7 @@ def normalize_answer(answer: str) -> str:
         The same answer in LaTeX.
     """
     answer = re.sub(r"(?<!\\)\$|\*\*", "", _to_latex(answer))
-    for pattern, spelling in _SPELLINGS:
+    for pattern, spelling in _SPELLINGS if re.search("[a-zA-Z]", answer) else ():
         answer = pattern.sub(spelling, answer)
     answer = _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), answer)
     answer = _LARGE.sub(lambda one: f"{Decimal(one[1]).scaleb(_THOUSANDS[one[2]]):f}", answer)
