@@ -5,8 +5,6 @@ import math
 import os
 import pickle
 import random
-import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,7 +13,7 @@ import pytest
 
 from benchmarks.math_reward import DATA, FILES, in_box, run
 from dash_trl.rewards import MathAccuracyReward
-from dash_trl.workers import OutOfWork, default_workers, run_within
+from dash_trl.workers import default_workers
 from tests.math_cases import RIGHT, UNSCORED, WRONG
 
 needs_data = pytest.mark.skipif(
@@ -49,42 +47,20 @@ def reward():
 
 
 TABLES = ((RIGHT, 1.0), (WRONG, 0.0), (UNSCORED, math.nan))
-# More work than the limit, in the answer or in the gold answer.
-HARD = [
-    (in_box("9^{9^9}"), "5x", 0.0),
-    (in_box("2^{2^{40}} = 5"), "5", 0.0),
-    (in_box("3"), "9^{9^9}", math.nan),
-]
+HARD = (in_box("9^{9^9}"), "5x", 0.0)  # math-verify gives up after 5 s
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
 
 
 def test_the_scores_of_answers(reward):
-    """Also of degenerate ones: work is limited row by row, and a gold answer that is too much work is unscored."""
-    table = [(*row, score) for cases, score in TABLES for rows in cases.values() for row in rows] + HARD
+    """Also of degenerate ones: work is limited row by row, and too much work is a wrong answer."""
+    table = [(*row, score) for cases, score in TABLES for rows in cases.values() for row in rows] + [HARD]
     random.Random(0).shuffle(table)
     completions, golds, scores = zip(*table, strict=True)
     found = list(map(str, reward(completions, golds)))
     rows = zip(completions, golds, found, map(str, scores), strict=True)
     assert [(one[:80], gold[:80], score) for one, gold, score, wanted in rows if score != wanted] == []
-
-
-def test_a_limit_of_work_is_one_of_cpu_time():
-    """What another process does, as on a busy machine, is no work; the limit holds against `except Exception`."""
-
-    def stubborn() -> None:
-        while True:
-            try:
-                sum(range(1_000))
-            except Exception:
-                pass
-
-    work = [sys.executable, "-S", "-c", "import time\nwhile time.process_time() < 0.3: pass"]
-    assert run_within(0.2, subprocess.call, work) == 0
-    with pytest.raises(OutOfWork, match=r"more than 0\.2 s of CPU time"):
-        run_within(0.2, stubborn)
-    assert run_within(10, sum, [1, 2]) == 3 and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 @needs_data

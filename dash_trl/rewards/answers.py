@@ -5,39 +5,32 @@ r"""Finds the final answer in the text of a completion. It compares no answers; 
     completion ──► final_text ──► find_answer ──► Answer
                    (no thoughts)  boxes, else "#### ...", else "answer is ...", else a formula at the end, else prose
 
-Every function takes time linear in the length of the text, also for a degenerate completion that repeats itself. An
-answer that is longer than `MAX_ANSWER_CHARS` or nested deeper than `MAX_DEPTH` counts as no answer.
+Every function takes time linear in the length of the text, also for a degenerate completion that repeats itself.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from dash_trl.rewards.spelling import UNITS, join_numbers, normalize_answer, split_list, split_units, squeeze, to_latex
+from dash_trl.rewards.spelling import normalize_answer
 
 # Number of characters at the end of a completion that are read if it has neither a box nor `####`. The number is small,
 # because math-verify's patterns take quadratic time in degenerate text.
 TAIL_CHARS = 2_000
 # math-verify takes half a second to read an answer of this length. The longest answer of MATH-500 has 53 characters.
 MAX_ANSWER_CHARS = 1_000
-# Levels of nested brackets. math-verify takes 1.3 s for 20 levels and 8 s for 60. MATH-500's deepest answer has 2.
-MAX_DEPTH = 16
 
 Span = tuple[int, int, str]  # start, end, content
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The final answer of a completion.
 
     Attributes:
         text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
-            list "5, 7". A list is right only if the list equals the gold answer, or if each of its members does. Empty
-            if the completion has no answer.
-        prose: the text around the answer. If `text` has words, or math-verify cannot read it, math-verify searches
-            `prose` for the answer instead. For a line `#### …`, `prose` is "answer is …", so that math-verify finds the
-            number in the line. Empty if `text` comes from boxes or formulas, or is a list of numbers among words.
+            list "5, 7", which equals neither of them. Empty if the completion has no answer.
+        prose: the sentence in which math-verify searches for the answer if `text` is no formula. Empty if the answer is
+            a box or a formula.
     """
 
     text: str = ""
@@ -69,11 +62,12 @@ def find_answer(completion: str) -> Answer:
     2. the last line ``#### ...``;
     3. the text after the last "answer is" or "answer:";
     4. a formula at the end;
-    5. the last sentence; if it has no number, the last `TAIL_CHARS` characters of the completion.
+    5. the last sentence.
 
-    Boxes or formulas with only "and", "or", commas or spaces between them count together as a list. So a completion
-    cannot give two answers and get a reward for the right one. If the completion has a box that is never closed, and no
-    complete box, the answer was cut off, and the completion has no answer.
+    Boxes or formulas with only "and", "or", commas or spaces between them count together as a list, and so do numbers
+    with "or" between them. So a completion cannot give two answers and get a reward for the right one. If the
+    completion has a box that is never closed, and no complete box, the answer was cut off, and the completion has no
+    answer.
 
     Args:
         completion: the text of a completion.
@@ -84,29 +78,23 @@ def find_answer(completion: str) -> Answer:
     text = final_text(completion)
     boxes, is_cut_off = _scan_boxes(text)
     if boxes or is_cut_off:
-        return _side_by_side(_runs(text, boxes)[-1] if boxes else [])
+        return Answer(_as_list(_runs(text, boxes)[-1] if boxes else []))
     line = last_hashes(text)
     if line is not None:
-        return _in_clause(line, f"answer is {line}", _OR_AND)
-    tail = text[-TAIL_CHARS:]
-    if len(text) > TAIL_CHARS:  # begin at a line if possible, because half a formula may look like another formula
-        tail = tail[tail.find("\n") + 1 :]
-    announced = [*re.finditer(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+", tail)]
+        return _in_sentence(line[:MAX_ANSWER_CHARS], f"answer is {line[:MAX_ANSWER_CHARS]}", _OR)
+    tail = text[-TAIL_CHARS:].rstrip(" \t\n.*")
+    *_, announced = [None, *_ANNOUNCED.finditer(tail)]
+    rest = tail[announced.end() :] if announced else tail
+    formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
+    for run in _runs(rest, formulas):
+        if run[0][0] == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[run[-1][1] :]):
+            return Answer(_as_list(run))
+    sentences = [one[:MAX_ANSWER_CHARS] for one in _END.split(rest) if one.strip()] or [""]
     if announced:
-        rest = tail[announced[-1].end() :]
-        runs = _runs(rest, list(_formulas(rest)))
-        if runs and runs[0][0][0] == 0:
-            return _side_by_side(runs[0])
-        clause = _EXPLAINED.match(rest) or _CLAUSE.match(rest)
-        return _in_clause(clause[0] if clause else "", tail[announced[-1].start() :], _OR_AND)
-    runs = _runs(tail, list(_formulas(tail)))
-    if runs and not tail[runs[-1][-1][1] :].strip(" \t\n.*"):
-        return _side_by_side(runs[-1])
-    last_sentence = next(
-        (sentence for sentence in reversed(re.split(r"[.;!?](?!\d)|\n", tail)) if sentence.strip()), ""
-    )
-    # math-verify prefers a number after the word "answer", so it gets earlier sentences only if the last has no number.
-    return _in_clause(last_sentence, last_sentence if re.search(r"\d", last_sentence) else tail, _OR)
+        return _in_sentence(sentences[0], f"answer is {sentences[0]}", _OR)
+    # The last sentence may have no number: "She has 18 eggs left. I hope this helps!"
+    prose = next((one for one in reversed(sentences) if re.search(r"\d", one)), "")
+    return _in_sentence(sentences[-1], prose, _OR_IN_CLAUSE)
 
 
 def last_boxed(text: str) -> str | None:
@@ -131,11 +119,8 @@ def last_hashes(text: str) -> str | None:
     Returns:
         The text after `####` in the last line that has such text; None if no line has it.
     """
-    for rest in reversed(text.split("####")[1:]):
-        line = rest.lstrip("# \t").partition("\n")[0].strip()
-        if line:
-            return line
-    return None
+    lines = (rest.lstrip("# \t").partition("\n")[0].strip() for rest in reversed(text.split("####")[1:]))
+    return next(filter(None, lines), None)
 
 
 def gold_text(gold: str) -> str:
@@ -148,8 +133,7 @@ def gold_text(gold: str) -> str:
         The answer in the spelling of `normalize_answer`: here ``72``.
     """
     boxes = _scan_boxes(gold)[0]
-    in_boxes = ", ".join(dict.fromkeys(content for _, _, content in _runs(gold, boxes)[-1])) if boxes else ""
-    return normalize_answer(last_hashes(gold) or in_boxes or gold)
+    return normalize_answer(last_hashes(gold) or (_as_list(_runs(gold, boxes)[-1]) if boxes else gold))
 
 
 def _scan_boxes(text: str) -> tuple[list[Span], bool]:
@@ -172,17 +156,6 @@ def _scan_boxes(text: str) -> tuple[list[Span], bool]:
     return boxes, any(opened["box"] for opened in stack)
 
 
-def _formulas(text: str) -> Iterator[Span]:
-    r"""Yields every ``$...$``, ``$$...$$``, ``\(...\)`` and ``\[...\]``, with a percent sign or unit that follows."""
-    for found in _FORMULA.finditer(text):
-        content = "".join(group for group in found.group(2, 3, 4, 5) if group)
-        behind = found["behind"]
-        if behind and (not behind.isalpha() or behind.casefold() in UNITS):
-            yield found.start(), found.end(), f"{content} {behind}"
-        else:
-            yield found.start(), found.end("formula"), content
-
-
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
     """Groups boxes or formulas into runs: adjacent spans with only "and", "or", commas or spaces between them."""
     runs: list[list[Span]] = []
@@ -194,58 +167,25 @@ def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
     return runs
 
 
-def _side_by_side(run: Sequence[Span]) -> Answer:
+def _as_list(run: Sequence[Span]) -> str:
     """Returns the answers of a run as one list; a repeated answer counts once."""
-    contents = list(dict.fromkeys(content for _, _, content in run))
-    if not is_readable(", ".join(contents)):
-        return Answer()
-    return Answer(", ".join({squeeze(answer): answer for answer in map(normalize_answer, contents)}.values()))
+    contents = list(dict.fromkeys(content for *_, content in run))
+    if sum(map(len, contents)) > MAX_ANSWER_CHARS:
+        return ""
+    return ", ".join({answer.replace(" ", ""): answer for answer in map(normalize_answer, contents)}.values())
 
 
-def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
-    """Returns the answer of a clause.
-
-    If the clause has words, and `joint` separates several different numbers in it, `text` of the answer is the list of
-    these numbers. Otherwise `text` is the whole clause, and `prose` is given with it.
+def _in_sentence(sentence: str, prose: str, joint: re.Pattern[str]) -> Answer:
+    """Returns the answer in a sentence: the sentence itself, or the numbers in it with "or" between them.
 
     Args:
-        clause: the text of the clause.
+        sentence: the text of the sentence.
         prose: see `Answer`.
-        joint: pattern of the words between two answers.
+        joint: pattern of the "or" between two answers.
     """
-    if not is_readable(clause):
-        return Answer()
-    answer = normalize_answer(clause.rstrip("! "))
-    places = [_NUMBER.findall(place) for place in joint.split(clause)]
+    places = [_NUMBER.findall(place) for place in joint.split(sentence)]
     offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
-    if len(offered) > 1 and has_words(answer):
-        return Answer(", ".join(offered))
-    return Answer(answer, prose=join_numbers(to_latex(prose[:TAIL_CHARS])))
-
-
-def has_words(answer: str) -> bool:
-    """Returns whether an answer has words other than "or", "and", LaTeX commands and units.
-
-    Args:
-        answer: an answer in the spelling of `normalize_answer`.
-
-    Returns:
-        True for "72 since", False for "x = 5 km".
-    """
-    return any(re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", split_units(member)[0]) for member in split_list(answer))
-
-
-def is_readable(answer: str) -> bool:
-    """Returns whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
-
-    Args:
-        answer: any text.
-
-    Returns:
-        False if the answer is too long, or its brackets are nested too deep.
-    """
-    depths = accumulate(1 if bracket in "([{" else -1 for bracket in re.findall(r"[()\[\]{}]", answer))
-    return len(answer) <= MAX_ANSWER_CHARS and max(depths, default=0) <= MAX_DEPTH
+    return Answer(", ".join(offered)) if len(offered) > 1 else Answer(normalize_answer(sentence), prose)
 
 
 _BOX_TOKEN = re.compile(
@@ -255,17 +195,10 @@ _JOINT = re.compile(
     r"(?:[\s$,;&~*]|\\[()\[\] ,;:!]|\\q?quad(?![a-zA-Z])|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
     r"|\b(?:and|or|either|maybe|perhaps|possibly)\b)*+"
 )
-_FORMULA = re.compile(
-    r"(?P<formula>(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]))"
-    r"(?:\s*(?P<behind>\\?%|[a-zA-Z]+(?=\s*(?:[.;!*]|$))))?",
-    re.DOTALL,
-)
-_CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
-# A number at the beginning, before a reason or a list of its parts in brackets. The numbers of these are no answers.
-_EXPLAINED = re.compile(
-    r"(?!.*\bor\b)[-+]?\\?\$?\d[\d.,]*"
-    r"(?:(?= +(?:because|since)\b)|(?: +[a-zA-Z]+){1,3}(?= \(\d[^()]*\)\**(?:[.\n]|\Z)))"
-)
-_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # an "or" in the last clause of a sentence, so no comma follows the "or"
-_OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
+_ANNOUNCED = re.compile(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+")
+_FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
+_END = re.compile(r"[.;!?](?!\d)|\n")  # the end of a sentence
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+# An "or" in the last clause of a sentence, so no comma follows it. In "1/4 mile, or 440 yards", it gives no choice.
+_OR = re.compile(r"\bor\b(?!.*,(?!\d))")
+_OR_IN_CLAUSE = re.compile(r"(?<!, )\bor\b(?!.*,(?!\d))")
