@@ -20,7 +20,6 @@ from tests.tiny import log_probs
 NAN = float("nan")
 # fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
 SPOILED = {
-    "null index": {"index": None},
     "written NaN": {
         "logprobs": {"token_logprobs": [NAN, -1.5]},
         "prompt_logprobs": [None, {"2": {"logprob": NAN}}, {"3": {"logprob": -0.75}}],
@@ -77,7 +76,6 @@ class Fake:
         }
         self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
-        self.location: str | None = None  # if set, requests are redirected to it
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
         self.well.set()
         self.hold.set()
@@ -123,8 +121,6 @@ class Fake:
             def _send(self, status, body, length=None):
                 try:
                     self.send_response(status)
-                    if fake.location is not None:
-                        self.send_header("Location", fake.location)
                     self.send_header("Content-Length", str(len(body) if length is None else length))
                     self.end_headers()
                     self.wfile.write(body)
@@ -171,7 +167,7 @@ class Fake:
             self.load(request["kwargs"]["weights_path"])
         checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
         report = {"checksums": checksums, **self.report}
-        results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [report])
+        results = [{"checksums": {}}] if self.fault == "no report" else [report]
         return 200, json.dumps({"results": results, "success": True}).encode()
 
     def next_fault(self, first):
@@ -195,20 +191,14 @@ class Fake:
             }
             for i in reversed(range(n))  # their order is not promised
         ]
-        if fault in ("500", "429", "400", "401", "307"):
+        if fault in ("500", "429", "400", "401"):
             return send(int(fault), b'{"error": "told to"}')
         if fault == "NaN":
             return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
             self.ended.wait()
-        if fault == "not JSON":
-            return send(200, b"<html>proxy</html>")
         if fault == "too few choices":
             choices = choices[:-1]
-        if fault == "too many choices":
-            choices.append({**choices[0], "index": n})
-        if fault == "null choice":
-            choices[0] = None
         if fault in SPOILED:
             choices[0] |= SPOILED[fault]
         whole = json.dumps({"choices": choices}).encode()
