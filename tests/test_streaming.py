@@ -9,9 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHTrainer, RewardRunner
-from dash_trl.rewards import EarlyRewards, RewardTeam
-from dash_trl.sampling import ServerPool
-from tests.fake_server import factory, is_idle, settle
+from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
 from tests.tiny import parameters, prompts, relative_difference, said, save_tiny_model
 from tests.vllm_run import wait_until
@@ -199,44 +197,6 @@ def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model,
     assert caplog.text.count("thrown away") == 1
 
 
-def test_who_cannot_take_a_result_leaves_no_work(server):
-    fake, end = server(), threading.Event()
-    fake.before = lambda number: end.wait(SECONDS) if number == 2 else None
-    pool = ServerPool([fake.url])
-    pool.wait_until_ready()
-    jobs = pool.completions([([token, 5], 1) for token in range(2)], {"max_tokens": 2})
-
-    def refuse(number: int, result: Any) -> None:
-        raise ValueError("not this one")
-
-    with pytest.raises(ValueError, match="not this one"):
-        pool.collect(pool.submit(jobs, order=0, seen=refuse))
-    assert is_idle(pool)
-    end.set()
-
-
-def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, tmp_path, server):
-    """While window 0 is trained on, the rewards of window 1 have begun, and the first waits until the run has ended."""
-    reward, watch, trainers = Reward(most=ROWS), NextIsSampled(), []
-
-    def interrupt(window: int) -> None:
-        reward.wait_for(ROWS + 1)
-        raise KeyboardInterrupt
-
-    watch.wait = interrupt
-    settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": True}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tiny_model, tmp_path, [server()], 1, reward=reward, max_concurrency=1, **settings)
-    assert nothing_in_work(trainers[0])
-    watch.wait, reward.most = (lambda window: None), math.inf
-    reward.go_on.set()
-    trainers[0].train()
-    assert trainers[0].state.global_step == 3
-    assert len(reward.rows) == ROWS + 1 + 3 * ROWS
-    logged = [log["rewards/Reward/mean"] for log in trainers[0].state.log_history if "rewards/Reward/mean" in log]
-    assert len(logged) == 3 and not any(map(math.isnan, logged))
-
-
 def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_path, server, caplog):
     class Marked(DASHTrainer):
         def _calculate_rewards(self, inputs, *known):
@@ -245,15 +205,3 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
     _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=2)
     assert [row["answer"] for row in reward.rows] == [-1] * 2 * ROWS
     assert "Marked overrides _calculate_rewards" in said(caplog)
-
-
-def test_a_group_may_come_in_parts_and_in_any_order():
-    with RewardRunner(lambda completion, number: float(number)) as runner:
-        early = EarlyRewards(RewardTeam(runner.own), 4, wanted=True)
-        early.begin(7, [{"prompt": "p", "number": number} for number in range(6)])
-        for first in (4, 2, 0):
-            early.take(7, first, ["p", "p"], [[first], [first + 1]], ["", ""])
-        request = early.claim(7)
-        request.wait()
-        assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert not early and early.claim(7) is None
