@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, RewardRunner
 from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import parameters, prompts, relative_difference, said, save_tiny_model
+from tests.tiny import parameters, prompts, relative_difference, said
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -104,16 +104,8 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
     assert len(reward.rows) == 2 * ROWS
 
 
-def chat_model(directory: Any) -> str:
-    save_tiny_model(directory)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    return str(directory)
-
-
 SETTINGS: list[dict[str, Any]] = [
-    {"chat": True, "level": 2},
+    {"level": 2},
     {"level": 1, "reward_pipeline": True, "servers": ({"fault": "500", "times": 3}, {})},
 ]
 
@@ -122,15 +114,12 @@ SETTINGS: list[dict[str, Any]] = [
 def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, server):
     """Bit for bit, or to rounding, where the pipeline makes other passes; prompts come in equal pairs."""
     settings = {"max_steps": 2, "shuffle_dataset": False, **settings}
-    texts: list[Any] = [text for text in prompts(8)["prompt"] for _ in range(2)]
-    model = tiny_model
-    if settings.pop("chat", False):
-        model, texts = chat_model(tmp_path / "model"), [[{"role": "user", "content": text}] for text in texts]
+    texts = [text for text in prompts(8)["prompt"] for _ in range(2)]
     settings["dataset"] = Dataset.from_dict({"prompt": texts, "answer": list(range(16))})
     options = settings.pop("servers", ({},))
     together = {**settings, "reward_pipeline": False}
-    plain, _ = trained(model, tmp_path, [server()], trainer_class=Unstreamed, **together)
-    streamed, reward = trained(model, tmp_path, [server(**one) for one in options], **settings)
+    plain, _ = trained(tiny_model, tmp_path, [server()], trainer_class=Unstreamed, **together)
+    streamed, reward = trained(tiny_model, tmp_path, [server(**one) for one in options], **settings)
 
     asked = [(row["prompt"], row["completion"], row["completion_ids"]) for row in reward.rows]
     assert sorted(map(repr, asked)) == sorted(map(repr, plain.sampled)) and len(asked) == 2 * ROWS
@@ -138,7 +127,7 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert (streamed.vllm_generation.pool.retried > 0) == (len(options) > 1)
     assert list(streamed._logs["rewards"]["Reward"]) == list(plain._logs["rewards"]["Reward"])
     assert list(streamed._logs["completion"]) == list(plain._logs["completion"])
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     difference, size = relative_difference(start, parameters(plain.model), parameters(streamed.model))
     assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
 
@@ -166,32 +155,19 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
 
 
 class EndsTheFirstEpoch(NextIsSampled):
-    """Calls of rewards wait until window 2 has been sampled."""
-
-    def __init__(self, reward: Reward):
-        super().__init__()
-        self.reward = reward
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        if len(self.windows) == 3:
-            self.reward.most = math.inf
-            self.reward.go_on.set()
-
     def on_step_end(self, args, state, control, **kwargs):
         control.should_epoch_stop = state.global_step == 2
 
 
 def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, server, caplog):
-    """A callback ends the epoch: the next one's prompts come, as without async_level, and no more rows are scored."""
+    """A callback ends the epoch: the next one's prompts come, as without async_level."""
     orders = []
     for level in (0, 2):
-        reward = Reward(most=2 * ROWS)
-        watch = EndsTheFirstEpoch(reward)
-        settings = {"max_steps": 4, "dataset": prompts(12), "max_concurrency": 1}  # 3 windows of an epoch
-        trainer, _ = trained(tiny_model, tmp_path, [server()], level, watch=watch, reward=reward, **settings)
+        watch = EndsTheFirstEpoch()
+        settings = {"max_steps": 4, "dataset": prompts(12)}  # 3 windows of an epoch
+        trainer, _ = trained(tiny_model, tmp_path, [server()], level, watch=watch, **settings)
         orders.append([window.prompts for window in watch.windows])
-        assert nothing_in_work(trainer) and len(reward.rows) - 4 * ROWS in (0, min(level, 1)), level
+        assert nothing_in_work(trainer)
     assert orders[0] == orders[1] and len(orders[0]) == 4
     assert caplog.text.count("Window 2 has other prompts than were read ahead for it") == 1
     assert caplog.text.count("thrown away") == 1
