@@ -123,6 +123,7 @@ class Fake:
             def _send(self, status, body, length=None):
                 try:
                     self.send_response(status)
+                    self.send_header("Location", f"{fake.url}/elsewhere")  # for the status of a redirect
                     self.send_header("Content-Length", str(len(body) if length is None else length))
                     self.end_headers()
                     self.wfile.write(body)
@@ -198,7 +199,7 @@ class Fake:
             }
             for i in reversed(range(n))  # their order is not promised
         ]
-        if fault in ("500", "429", "400", "401"):
+        if fault in ("500", "429", "400", "401", "307"):
             return send(int(fault), b'{"error": "told to"}')
         if fault == "NaN":
             return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())

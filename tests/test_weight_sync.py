@@ -153,7 +153,8 @@ def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplo
     snapshot = unlocked.write(parameters().items(), 1)
     assert f"remove {unlocked.run}." in caplog.text and versions(tmp_path) == sorted([*left, snapshot.path])
     monkeypatch.undo()
-    own = FileWeights(tmp_path, torch.float32).write(parameters().items(), 1)  # of a run with a lock it can be known
+    locked = FileWeights(tmp_path, torch.float32)
+    own = locked.write(parameters().items(), 1)  # of runs with a lock it can be known
     assert versions(tmp_path) == sorted([snapshot.path, own.path])
 
 
