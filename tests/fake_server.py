@@ -54,7 +54,7 @@ class Fake:
 
     Attributes:
         held: the weights that it was given: name → tensor.
-        changed: the numbers of elements that it was told to change.
+        elements: the numbers of elements that it was told to change.
         loads: for each time that it was given weights, the number of prompts that were answered well before.
         well, hold: events; while they are cleared, no look and no prompt is answered.
     """
@@ -76,7 +76,7 @@ class Fake:
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
             "weight_transfer_config": None,
         }
-        self.held, self.loads, self.changed, self.model, self.lock = {}, [], [], None, threading.Lock()
+        self.held, self.loads, self.elements, self.model, self.lock = {}, [], [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
         self.well.set()
@@ -172,7 +172,7 @@ class Fake:
             for one in unpack(request["kwargs"]["head"], request["kwargs"]["body"]):
                 held = self.held.setdefault(one.name, torch.zeros(one.shape))
                 held.view(one.values.dtype).view(-1)[one.positions] = one.values
-                self.changed.append(len(one.values))
+                self.elements.append(len(one.values))
         checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
         report = {"checksums": checksums, **self.report}
         results = [{"checksums": {}}] if self.fault == "no report" else [report]

@@ -165,10 +165,10 @@ def test_a_difference_is_what_changed_and_all_of_it_where_a_server_holds_others(
     def sent(*places: int) -> list[int]:
         """Changes these elements and sends the weights; returns how many elements each message names."""
         value.view(-1)[list(places)] += 1.0
-        fake.changed.clear()
+        fake.elements.clear()
         snapshot, errors = weights.send([("w", value)], fake.asked["/pause?mode=keep"], pool.on_each)
         assert errors == {fake.url: None} and torch.equal(fake.held["w"], value) and fake.tag == snapshot.tag
-        return fake.changed
+        return fake.elements
 
     assert sent() == [100] and sent(3, 70) == [2] and sent() == [] and sent(*range(60)) == [100]
     fake.tag = "default"  # it was restarted
