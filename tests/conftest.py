@@ -31,7 +31,7 @@ torch.set_num_threads(1)  # the tests' models are so small that a second thread 
 
 # What a case uses is read off its fixtures, the most expensive first. A case without any of these has to be quick.
 USES = {
-    "servers": {"vllm_server", "vllm_servers", "job_with_vllm_servers"},
+    "servers": {"vllm_servers", "job_with_vllm_servers"},
     "processes": {"launch", "python", "ray_cluster"},
     "training": {"tiny_model", "model", "small_model", "moe", "toy"},
 }

@@ -11,16 +11,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dash_trl.sampling import tensor_checksum
+from dash_trl.sampling import tensor_checksum, unpack
 from tests.tiny import log_probs
 
 NAN = float("nan")
 # fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
 SPOILED = {
-    "null index": {"index": None},
     "written NaN": {
         "logprobs": {"token_logprobs": [NAN, -1.5]},
         "prompt_logprobs": [None, {"2": {"logprob": NAN}}, {"3": {"logprob": -0.75}}],
@@ -54,6 +54,7 @@ class Fake:
 
     Attributes:
         held: the weights that it was given: name → tensor.
+        elements: the numbers of elements that it was told to change.
         loads: for each time that it was given weights, the number of prompts that were answered well before.
         well, hold: events; while they are cleared, no look and no prompt is answered.
     """
@@ -75,9 +76,8 @@ class Fake:
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
             "weight_transfer_config": None,
         }
-        self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
+        self.held, self.loads, self.elements, self.model, self.lock = {}, [], [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
-        self.location: str | None = None  # if set, requests are redirected to it
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
         self.well.set()
         self.hold.set()
@@ -123,8 +123,7 @@ class Fake:
             def _send(self, status, body, length=None):
                 try:
                     self.send_response(status)
-                    if fake.location is not None:
-                        self.send_header("Location", fake.location)
+                    self.send_header("Location", f"{fake.url}/elsewhere")  # for the status of a redirect
                     self.send_header("Content-Length", str(len(body) if length is None else length))
                     self.end_headers()
                     self.wfile.write(body)
@@ -169,9 +168,14 @@ class Fake:
             return 500, json.dumps({"error": {"message": NO_EXTENSION}}).encode()
         if request.get("method") == "reload_weights" and self.fault != "other weights":
             self.load(request["kwargs"]["weights_path"])
+        if request.get("method") == "dash_load_differences":
+            for one in unpack(request["kwargs"]["head"], request["kwargs"]["body"]):
+                held = self.held.setdefault(one.name, torch.zeros(one.shape))
+                held.view(one.values.dtype).view(-1)[one.positions] = one.values
+                self.elements.append(len(one.values))
         checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
         report = {"checksums": checksums, **self.report}
-        results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [report])
+        results = [{"checksums": {}}] if self.fault == "no report" else [report]
         return 200, json.dumps({"results": results, "success": True}).encode()
 
     def next_fault(self, first):
@@ -201,14 +205,8 @@ class Fake:
             return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
             self.ended.wait()
-        if fault == "not JSON":
-            return send(200, b"<html>proxy</html>")
         if fault == "too few choices":
             choices = choices[:-1]
-        if fault == "too many choices":
-            choices.append({**choices[0], "index": n})
-        if fault == "null choice":
-            choices[0] = None
         if fault in SPOILED:
             choices[0] |= SPOILED[fault]
         whole = json.dumps({"choices": choices}).encode()

@@ -1,10 +1,9 @@
-"""Within a vLLM server of the tests: tokens that take their time or wait, while a file exists, and a record of calls.
+"""Within a vLLM server of the tests: tokens that take their time or wait, while a file exists.
 
-vllm serve … --logits-processors tests.slow_tokens:SlowTokens --middleware tests.slow_tokens.CallRecorder
+vllm serve … --logits-processors tests.slow_tokens:SlowTokens
 """
 
 import os
-import re
 import time
 from typing import Any
 
@@ -33,21 +32,3 @@ class SlowTokens(LogitsProcessor):
         while os.path.exists(self.hold):
             time.sleep(SECONDS)
         return logits
-
-
-class CallRecorder:
-    """Writes the methods of the workers that are called into the file `calls-<port>`, a line each."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def recorded() -> Any:
-            message = await receive()
-            method = re.match(rb'{"method": "(\w+)"', message.get("body", b""))
-            if method:
-                with open(os.path.join(os.environ[FOLDER], f"calls-{scope['server'][1]}"), "ab") as file:
-                    file.write(method[1] + b"\n")
-            return message
-
-        await self.app(scope, recorded if scope.get("path") == "/collective_rpc" else receive, send)

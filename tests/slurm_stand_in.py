@@ -24,9 +24,9 @@ def install(folder: Path) -> None:
     folder.mkdir()
     for name in ("srun", "scontrol"):
         command = folder / name
-        command.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n")
-        with command.open("a") as file:
-            file.write(f"from tests.slurm_stand_in import {name}\nsys.exit({name}(sys.argv[1:]))\n")
+        paths = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        run = f"from tests.slurm_stand_in import {name}\nsys.exit({name}(sys.argv[1:]))\n"
+        command.write_text(f"#!{sys.executable}\n{paths}{run}")
         command.chmod(0o755)
 
 
@@ -77,13 +77,9 @@ def begin(name: str, rank: int, command: list[str], options: dict[str, str]) -> 
 
 def end(job: str, nodes: list[str]) -> None:
     """SIGTERM to all processes of the nodes, and SIGKILL to those that are left."""
-    deadline = time.monotonic() + KILL_SECONDS
-    left = [process for node in nodes for process in processes(job, node)]
-    for process in left:
-        with suppress(psutil.Error):
-            process.terminate()
-    psutil.wait_procs(left, max(0.0, deadline - time.monotonic()))
-    for node in nodes:
-        for process in processes(job, node):
+    for stop in (psutil.Process.terminate, psutil.Process.kill):
+        left = [process for node in nodes for process in processes(job, node)]
+        for process in left:
             with suppress(psutil.Error):
-                process.kill()
+                stop(process)
+        psutil.wait_procs(left, KILL_SECONDS)

@@ -284,7 +284,6 @@ def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice():
 
 
 def test_shards_of_another_number_of_processes_are_refused():
-    """`test_multi_node.py` does so on two nodes under ZeRO-3."""
     saved = SavedRun(replace(SHAPES, processes=2), position=(0, 8), step=4, skipped_steps=0, window=None)
     check_shards(saved, 2, "c")
     check_shards(None, 1, "c")

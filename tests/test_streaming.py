@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, RewardRunner
-from dash_trl.rewards import EarlyRewards, RewardTeam
-from dash_trl.sampling import ServerPool
-from tests.fake_server import factory, is_idle, settle
+from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import parameters, prompts, relative_difference, said, save_tiny_model
+from tests.tiny import parameters, prompts, relative_difference, said
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -106,16 +104,8 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
     assert len(reward.rows) == 2 * ROWS
 
 
-def chat_model(directory: Any) -> str:
-    save_tiny_model(directory)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    return str(directory)
-
-
 SETTINGS: list[dict[str, Any]] = [
-    {"chat": True, "level": 2},
+    {"level": 2},
     {"level": 1, "reward_pipeline": True, "servers": ({"fault": "500", "times": 3}, {})},
 ]
 
@@ -124,15 +114,12 @@ SETTINGS: list[dict[str, Any]] = [
 def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, server):
     """Bit for bit, or to rounding, where the pipeline makes other passes; prompts come in equal pairs."""
     settings = {"max_steps": 2, "shuffle_dataset": False, **settings}
-    texts: list[Any] = [text for text in prompts(8)["prompt"] for _ in range(2)]
-    model = tiny_model
-    if settings.pop("chat", False):
-        model, texts = chat_model(tmp_path / "model"), [[{"role": "user", "content": text}] for text in texts]
+    texts = [text for text in prompts(8)["prompt"] for _ in range(2)]
     settings["dataset"] = Dataset.from_dict({"prompt": texts, "answer": list(range(16))})
     options = settings.pop("servers", ({},))
     together = {**settings, "reward_pipeline": False}
-    plain, _ = trained(model, tmp_path, [server()], trainer_class=Unstreamed, **together)
-    streamed, reward = trained(model, tmp_path, [server(**one) for one in options], **settings)
+    plain, _ = trained(tiny_model, tmp_path, [server()], trainer_class=Unstreamed, **together)
+    streamed, reward = trained(tiny_model, tmp_path, [server(**one) for one in options], **settings)
 
     asked = [(row["prompt"], row["completion"], row["completion_ids"]) for row in reward.rows]
     assert sorted(map(repr, asked)) == sorted(map(repr, plain.sampled)) and len(asked) == 2 * ROWS
@@ -140,7 +127,7 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert (streamed.vllm_generation.pool.retried > 0) == (len(options) > 1)
     assert list(streamed._logs["rewards"]["Reward"]) == list(plain._logs["rewards"]["Reward"])
     assert list(streamed._logs["completion"]) == list(plain._logs["completion"])
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     difference, size = relative_difference(start, parameters(plain.model), parameters(streamed.model))
     assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
 
@@ -168,73 +155,22 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
 
 
 class EndsTheFirstEpoch(NextIsSampled):
-    """Calls of rewards wait until window 2 has been sampled."""
-
-    def __init__(self, reward: Reward):
-        super().__init__()
-        self.reward = reward
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        if len(self.windows) == 3:
-            self.reward.most = math.inf
-            self.reward.go_on.set()
-
     def on_step_end(self, args, state, control, **kwargs):
         control.should_epoch_stop = state.global_step == 2
 
 
 def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, server, caplog):
-    """A callback ends the epoch: the next one's prompts come, as without async_level, and no more rows are scored."""
+    """A callback ends the epoch: the next one's prompts come, as without async_level."""
     orders = []
     for level in (0, 2):
-        reward = Reward(most=2 * ROWS)
-        watch = EndsTheFirstEpoch(reward)
-        settings = {"max_steps": 4, "dataset": prompts(12), "max_concurrency": 1}  # 3 windows of an epoch
-        trainer, _ = trained(tiny_model, tmp_path, [server()], level, watch=watch, reward=reward, **settings)
+        watch = EndsTheFirstEpoch()
+        settings = {"max_steps": 4, "dataset": prompts(12)}  # 3 windows of an epoch
+        trainer, _ = trained(tiny_model, tmp_path, [server()], level, watch=watch, **settings)
         orders.append([window.prompts for window in watch.windows])
-        assert nothing_in_work(trainer) and len(reward.rows) - 4 * ROWS in (0, min(level, 1)), level
+        assert nothing_in_work(trainer)
     assert orders[0] == orders[1] and len(orders[0]) == 4
     assert caplog.text.count("Window 2 has other prompts than were read ahead for it") == 1
     assert caplog.text.count("thrown away") == 1
-
-
-def test_who_cannot_take_a_result_leaves_no_work(server):
-    fake, end = server(), threading.Event()
-    fake.before = lambda number: end.wait(SECONDS) if number == 2 else None
-    pool = ServerPool([fake.url])
-    pool.wait_until_ready()
-    jobs = pool.completions([([token, 5], 1) for token in range(2)], {"max_tokens": 2})
-
-    def refuse(number: int, result: Any) -> None:
-        raise ValueError("not this one")
-
-    with pytest.raises(ValueError, match="not this one"):
-        pool.collect(pool.submit(jobs, order=0, seen=refuse))
-    assert is_idle(pool)
-    end.set()
-
-
-def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, tmp_path, server):
-    """While window 0 is trained on, the rewards of window 1 have begun, and the first waits until the run has ended."""
-    reward, watch, trainers = Reward(most=ROWS), NextIsSampled(), []
-
-    def interrupt(window: int) -> None:
-        reward.wait_for(ROWS + 1)
-        raise KeyboardInterrupt
-
-    watch.wait = interrupt
-    settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": True}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tiny_model, tmp_path, [server()], 1, reward=reward, max_concurrency=1, **settings)
-    assert nothing_in_work(trainers[0])
-    watch.wait, reward.most = (lambda window: None), math.inf
-    reward.go_on.set()
-    trainers[0].train()
-    assert trainers[0].state.global_step == 3
-    assert len(reward.rows) == ROWS + 1 + 3 * ROWS
-    logged = [log["rewards/Reward/mean"] for log in trainers[0].state.log_history if "rewards/Reward/mean" in log]
-    assert len(logged) == 3 and not any(map(math.isnan, logged))
 
 
 def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_path, server, caplog):
@@ -245,15 +181,3 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
     _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=2)
     assert [row["answer"] for row in reward.rows] == [-1] * 2 * ROWS
     assert "Marked overrides _calculate_rewards" in said(caplog)
-
-
-def test_a_group_may_come_in_parts_and_in_any_order():
-    with RewardRunner(lambda completion, number: float(number)) as runner:
-        early = EarlyRewards(RewardTeam(runner.own), 4, wanted=True)
-        early.begin(7, [{"prompt": "p", "number": number} for number in range(6)])
-        for first in (4, 2, 0):
-            early.take(7, first, ["p", "p"], [[first], [first + 1]], ["", ""])
-        request = early.claim(7)
-        request.wait()
-        assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert not early and early.claim(7) is None

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dash_trl.sampling import ServerPool, combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.weights import (
+    DifferenceWeights,
     FileWeights,
-    Snapshot,
     WeightMismatch,
     check_probe,
     model_log_probs,
@@ -26,7 +26,6 @@ from dash_trl.sampling.weights import (
     of_all_weights,
 )
 from tests.fake_server import Fake, factory
-from tests.tiny import said
 
 fakes = factory(Fake)
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
@@ -97,8 +96,7 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fa
     assert fake.held.keys() == parameters().keys()
     assert all(torch.equal(fake.held[name], tensor) for name, tensor in parameters().items())
     second, _ = weights.send(parameters(2.0).items(), 2, pool.on_each)
-    assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum
-    assert second.tag != snapshot.tag
+    assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum and second.tag != snapshot.tag
     half, _ = FileWeights(tmp_path, torch.bfloat16).send(parameters().items(), 1, pool.on_each)
     assert all(tensor.dtype == torch.bfloat16 for tensor in fake.held.values())
     assert half.checksum == weights_checksum(tensor.bfloat16() for tensor in parameters().values())
@@ -116,34 +114,22 @@ def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp
 
 
 def killed_run(directory: Path) -> None:
-    """Another process writes a version, and is killed in the middle of the next one."""
-    complete = parameters()
-
-    def unfinished():
-        yield from list(complete.items())[:3]
-        os.kill(os.getpid(), signal.SIGKILL)
-
+    """Another process writes a version, and is killed."""
     pid = os.fork()
     if pid == 0:
-        try:
-            weights = FileWeights(directory, torch.float32)
-            weights.write(complete.items(), 1)
-            weights.write(unfinished(), 2)
-        finally:
-            os._exit(1)
+        weights = FileWeights(directory, torch.float32)
+        weights.write(parameters().items(), 1)
+        os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
-    other = tmp_path / "model" / "version-2"  # of a program with a lock of its own
-    other.mkdir(parents=True)
-    (tmp_path / "model" / ".lock").touch()
     directory = tmp_path / "made"
     first, second = FileWeights(directory, torch.float32), FileWeights(directory, torch.float32)
     assert not directory.exists()  # ranks that only receive leave no trace
     alive = first.write(parameters().items(), 1)
     killed_run(directory)
-    assert len(versions(directory)) == 3 and len(list(directory.glob("*/*.partial"))) == 1
+    assert len(versions(directory)) == 2
     also = second.write(parameters().items(), 1)
     assert versions(directory) == sorted([alive.path, also.path]) and len(list(directory.iterdir())) == 2
     del first
@@ -152,8 +138,6 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
     del second
     gc.collect()
     assert list(directory.iterdir()) == []
-    FileWeights(tmp_path, torch.float32).write(parameters().items(), 1)
-    assert other.is_dir()
 
 
 def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplog):
@@ -167,12 +151,31 @@ def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplo
     monkeypatch.setattr("fcntl.flock", no_locks)
     unlocked = FileWeights(tmp_path, torch.float32)
     snapshot = unlocked.write(parameters().items(), 1)
-    assert "cannot be locked" in caplog.text and f"remove {unlocked.run}." in caplog.text
-    assert versions(tmp_path) == sorted([*left, snapshot.path])
+    assert f"remove {unlocked.run}." in caplog.text and versions(tmp_path) == sorted([*left, snapshot.path])
     monkeypatch.undo()
     locked = FileWeights(tmp_path, torch.float32)
-    own = locked.write(parameters().items(), 1)  # of those with a lock it can be known
+    own = locked.write(parameters().items(), 1)  # of runs with a lock it can be known
     assert versions(tmp_path) == sorted([snapshot.path, own.path])
+
+
+def test_a_difference_is_what_changed_and_all_of_it_where_a_server_holds_others(tmp_path, fakes, caplog):
+    fake, value = fakes(), torch.randn(20, 5)
+    pool, weights = ServerPool([fake.url]), DifferenceWeights(tmp_path, torch.float32)
+
+    def sent(*places: int) -> list[int]:
+        """Changes these elements and sends the weights; returns how many elements each message names."""
+        value.view(-1)[list(places)] += 1.0
+        fake.elements.clear()
+        snapshot, errors = weights.send([("w", value)], fake.asked["/pause?mode=keep"], pool.on_each)
+        assert errors == {fake.url: None} and torch.equal(fake.held["w"], value) and fake.tag == snapshot.tag
+        return fake.elements
+
+    assert sent() == [100] and sent(3, 70) == [2] and sent() == [] and sent(*range(60)) == [100]
+    fake.tag = "default"  # it was restarted
+    assert sent(1) == [100]
+    fake.held["w"][0, 0] = 7.0  # it holds others than it says
+    assert sent(1, 2) == [2, 100] and "did not hold the weights of" in caplog.text
+    assert fake.asked["/pause?mode=keep"] == 7 and fake.asked["/resume"] == 6 and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the probe
@@ -188,15 +191,6 @@ def qwen2(**settings):
         if name.endswith("bias"):  # zero in a new model
             nn.init.normal_(parameter)
     return model
-
-
-def tied():
-    return qwen2(tie_word_embeddings=True)
-
-
-def qwen3():
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
 
 
 IDS = [(7919 * i) % 300 for i in range(1, 33)]
@@ -215,15 +209,14 @@ def computed(model, perturbation) -> tuple[torch.Tensor, torch.Tensor, dict[str,
 
 
 def test_scaled_outputs_are_scaled_weights():
-    for make in (qwen2, tied, qwen3):
-        model = make()
+    for tied in (False, True):
+        model = qwen2(tie_word_embeddings=tied)
         expected, plain, scaled, changed = computed(model, of_all_weights(model, str))
-        assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed, make
-        assert not any("norm" in name for name in changed), make
+        assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
+        assert not any("norm" in name for name in changed)
         model.load_state_dict(scaled, strict=False)
         model.tie_weights()
-        difference, effect = (model_log_probs(model, IDS) - expected).abs().max(), (plain - expected).abs().max()
-        assert difference < 1e-5 < 0.1 < effect, make
+        assert (model_log_probs(model, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max(), tied
 
 
 def test_scaled_outputs_with_an_adapter():
@@ -255,12 +248,8 @@ ADAPTERS = [
     ({}, {"lora_config": None}, "--enable-lora --max-lora-rank 8"),
     ({"use_dora": True}, LORA, "use_dora"),
     ({"bias": "lora_only"}, LORA, "bias='lora_only'"),
-    ({"rank_pattern": {"q_proj": 2}}, LORA, "rank_pattern"),
-    ({"alpha_pattern": {"q_proj": 2}}, LORA, "alpha_pattern"),
     ({"modules_to_save": ["lm_head"]}, LORA, "modules_to_save"),
-    ({"target_modules": ["embed_tokens", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
     ({"target_modules": ["lm_head", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
-    ({"trainable_token_indices": [3]}, LORA, "trainable_token_indices"),
 ]
 
 
@@ -270,41 +259,19 @@ def test_which_adapters_a_server_can_be_given():
             get_peft_model(qwen2(), LoraConfig(**{"r": 8, "target_modules": ["q_proj"], **config})), served
         )
         assert found is None if why is None else why in found, (config, found)
-    several = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
-    several.add_adapter("other", LoraConfig(target_modules=["k_proj"]))
-    several.base_model.set_adapter(["default", "other"])
-    assert "the active adapters are" in obstacle(several, LORA)
     ia3 = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     assert "this is IA3" in obstacle(ia3, LORA)
     named = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]), adapter_name="policy")
-    assert "none is 'default'" in obstacle(named, LORA)
+    assert "the active adapters are ['policy'], and not 'default' alone" in obstacle(named, LORA)
     norm_too = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
     norm_too.base_model.model.model.norm.requires_grad_()
     assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(norm_too, LORA)
 
 
-def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
+def test_the_probe_finds_a_server_that_computes_with_old_weights():
     model = qwen2()
     plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, of_all_weights(model, str).outputs())
     check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
-    assert not said(caplog)
     for wrong in (plain, expected * float("nan")):
         with pytest.raises(WeightMismatch, match="http://b holds .* it was given but does not compute with"):
             check_probe(expected, plain, {"http://a": expected.tolist(), "http://b": wrong.tolist()}, torch.float32)
-    check_probe(plain + 1e-4, plain, {"http://a": plain.tolist()}, torch.float32)
-    assert "proves little" in caplog.text
-
-
-def test_a_server_that_came_back_is_given_the_weights_unless_it_has_them(tmp_path, fakes):
-    fake = fakes()
-    pool, snapshot = ServerPool([fake.url]), Snapshot(3, "run-3", 0, str(tmp_path))  # of no weights
-    files = FileWeights(tmp_path, torch.float32)
-    for tag in ("run-3", "run-2", "default"):
-        fake.tag, held = tag, tag == "run-3"
-        fake.loads.clear()
-        assert pool.on_each(lambda server: files.refit(server, snapshot)) == {fake.url: 3}, tag
-        assert fake.loads == ([] if held else [0]) and fake.tag == "run-3", tag
-    assert fake.asked["/resume"] == 3 and fake.asked["/pause?mode=keep"] == 2
-    fake.tag = "other"
-    with pytest.raises(WeightMismatch):
-        pool.ask_all(lambda server: files.refit(server, Snapshot(3, "run-3", 8, str(tmp_path))))

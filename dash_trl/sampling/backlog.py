@@ -75,20 +75,15 @@ class Backlog:
             (job, URL of its server) for each assigned job.
         """
         given = []
-        # Servers that are reserved for jobs that have failed before and do not fit yet. Without the reservation,
-        # smaller jobs could fill every place that becomes free.
-        kept: set[str] = set()
         for job in tuple(self.waiting):
-            url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)
+            url = self.fleet.choose(job.sequences, avoid=job.failed_on)
             if url is not None:
                 self.waiting.remove(job)
                 self.running[job] = url
                 self.fleet.started(url, job, job.tokens, job.sequences)
                 job.versions = self.fleet.version, self.fleet.version
                 given.append((job, url))
-            elif job.failed_on:
-                kept.update(self.fleet.able(avoid=job.failed_on))
-            else:
+            elif not job.failed_on:  # otherwise another server may have room for a job that has not failed on it
                 break
         return given
 

@@ -13,9 +13,9 @@ import base64
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from dash_trl.sampling.checksum import bits_of
@@ -121,7 +121,7 @@ def pack(some: Iterable[Change], *, part_bytes: int = PART_BYTES) -> Iterator[di
         part_bytes: upper limit for the bytes of the changes in one message, unless a single change is larger.
 
     Yields:
-        Messages with the strings `head` (JSON) and `body` (base64).
+        Messages with the strings `head` (JSON) and `body` (safetensors in base64).
     """
     waiting: list[Change] = []
     for change in some:
@@ -137,30 +137,20 @@ def unpack(head: str, body: str) -> Iterator[Change]:
     """Yield the changes of one message of `pack`.
 
     Args:
-        head: JSON that describes each change.
-        body: base64 of gaps and values.
+        head: JSON with the name, the shape and the start of each change.
+        body: their gaps and values as safetensors, in base64.
 
     Yields:
         The changes, in the order in which they were packed.
     """
-    data, place = bytearray(base64.b64decode(body)), 0
-
-    def read(count: int, dtype: torch.dtype) -> Tensor:
-        nonlocal place
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        begin, place = place, place + count * dtype.itemsize
-        return torch.frombuffer(data[begin:place], dtype=dtype)
-
-    for name, shape, start, gaps, values, dtype in json.loads(head):
-        yield Change(name, tuple(shape), start, read(gaps, torch.uint8), read(values, getattr(torch, dtype)))
+    tensors = load(base64.b64decode(body))
+    for number, (name, shape, start) in enumerate(json.loads(head)):
+        yield Change(name, tuple(shape), start, tensors[f"{number}.gaps"], tensors[f"{number}.values"])
 
 
 def _message(some: list[Change]) -> dict[str, str]:
     """Pack changes into one message."""
-    head: list[Any] = []
-    for one in some:
-        dtype = str(one.values.dtype).removeprefix("torch.")
-        head.append([one.name, one.shape, one.start, len(one.gaps), len(one.values), dtype])
-    body = b"".join(tensor.numpy().tobytes() for one in some for tensor in (one.gaps, one.values))
-    return {"head": json.dumps(head), "body": base64.b64encode(body).decode()}
+    gaps = {f"{number}.gaps": one.gaps for number, one in enumerate(some)}
+    values = {f"{number}.values": one.values for number, one in enumerate(some)}
+    head = json.dumps([(one.name, one.shape, one.start) for one in some])
+    return {"head": head, "body": base64.b64encode(save(gaps | values)).decode()}

@@ -35,7 +35,7 @@ class State(StrEnum):
     """State of a server; only a healthy server may be given a job.
 
     A suspect or dead server has to be probed. A refitting server is being given the current weights, or waits for the
-    next weight sync.
+    first weight sync.
     """
 
     HEALTHY = "healthy"
@@ -103,36 +103,28 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------------------- questions
 
-    def able(self, avoid: Iterable[str] = ()) -> list[str]:
-        """Return the URLs of servers that may be given a job as soon as they have room.
-
-        Args:
-            avoid: URLs of servers on which the job failed before. They are returned only if no other server holds the
-                current weights.
-        """
-        # Servers that held the current weights when last checked. Suspects are left out below, until they are checked.
-        current = [server for server in self.servers.values() if server.version == self.version]
-        avoid = set(avoid)
-        current = [server for server in current if server.url not in avoid] or current
-        return [server.url for server in current if server.state == State.HEALTHY]
-
-    def choose(self, sequences: int, avoid: Iterable[str] = (), kept: Collection[str] = ()) -> str | None:
+    def choose(self, sequences: int, avoid: Collection[str] = ()) -> str | None:
         """Choose the server with room that has the fewest outstanding tokens. A server without jobs always has room.
 
         Args:
             sequences: number of sequences that the job adds.
-            avoid: URLs of servers on which the job failed before; see `able`.
-            kept: URLs of servers that are reserved for other jobs.
+            avoid: URLs of servers on which the job failed before. They are chosen only if no other server holds the
+                current weights.
 
         Returns:
             URL of the server; None if the job has to wait.
         """
-        able = [self.servers[url] for url in self.able(avoid) if url not in kept]
+        # Servers that held the current weights when last checked. Suspects are left out below, until they are checked.
+        current = [server for server in self.servers.values() if server.version == self.version]
+        current = [server for server in current if server.url not in avoid] or current
         ready = [
             server
-            for server in able
-            if not server.outstanding
-            or (len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences)
+            for server in current
+            if server.state == State.HEALTHY
+            and (
+                not server.outstanding
+                or (len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences)
+            )
         ]
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
@@ -250,16 +242,6 @@ class Fleet:
         else:
             self._die(server, now)
             self.look_around(now)
-
-    def waits(self, url: str, now: float) -> None:
-        """Record that a server answers probes but holds other weights, and has to wait for the next weight sync.
-
-        Args:
-            url: URL of the server.
-            now: current time in seconds.
-        """
-        self.servers[url].version = None
-        self.look_around(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """Record that a server did not answer a probe or did not load the weights.

@@ -128,21 +128,6 @@ class Batch:
             raise self._error
 
 
-class _Reply:
-    """Receives the result of a chain's request, in place of a batch's queue."""
-
-    def __init__(self, future: asyncio.Future[Any]):
-        self._future = future
-
-    def put(self, finished: tuple[int, Any] | BaseException) -> None:
-        if self._future.done():  # the chain was cancelled
-            return
-        if isinstance(finished, BaseException):
-            self._future.set_exception(finished)
-        else:
-            self._future.set_result(finished[1])
-
-
 class ServerPool:
     """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
 
@@ -158,7 +143,7 @@ class ServerPool:
         backlog: unfinished jobs.
         retried: number of requests so far that went back to the backlog, because they failed or their server died.
         refit: coroutine function that gives a server the current weights and returns their version, or None if the
-            server has to wait for the next weight sync. If `refit` is None, servers are used as they are.
+            server has to wait for the first weight sync. If `refit` is None, servers are used as they are.
 
     Raises:
         ValueError: see `check_urls`.
@@ -219,24 +204,6 @@ class ServerPool:
                     f"{len(self.urls)}`) or correct vllm_server_urls"
                 )
             )
-
-    def complete(
-        self, prompts: Sequence[tuple[Sequence[int], int]], sampling: dict[str, Any]
-    ) -> list[list[Completion]]:
-        """Sample continuations of prompts; wait for all of them.
-
-        Args:
-            prompts: (token ids, number of continuations) for each prompt.
-            sampling: vLLM's sampling parameters, as in `completions`.
-
-        Returns:
-            For each prompt, in order, its continuations.
-
-        Raises:
-            PoolError: if no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
-            ValueError: if a server refused a request as invalid.
-        """
-        return self.run(self.completions(prompts, sampling))
 
     def completions(
         self,
@@ -325,12 +292,15 @@ class ServerPool:
             seed = {} if sampling.get("seed") is None else {"seed": sampling["seed"] + next(offsets)}
             (job,) = self.completions([(ids, 1, max_tokens)], sampling | seed)
             job.order, job.number = order, number
-            reply = asyncio.get_running_loop().create_future()
-            await self._submit([job], None, _Reply(reply))
+            answers = asyncio.Queue[Any]()
+            await self._submit([job], None, answers)
             try:
-                (completion,) = await reply
+                finished = await answers.get()
             finally:
                 self._drop([job])
+            if isinstance(finished, BaseException):
+                raise finished
+            _, (completion,) = finished
             oldest, newest = job.versions
             chain.versions = oldest if chain.versions[0] < 0 else chain.versions[0], newest
             return completion
@@ -342,7 +312,7 @@ class ServerPool:
         else:
             if chain.versions[0] < 0:  # the chain made no request
                 chain.versions = self.fleet.version, self.fleet.version
-            batch.finished.put((number, []))
+            batch.finished.put_nowait((number, []))
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """Run jobs and yield their results in order of completion.
@@ -391,11 +361,11 @@ class ServerPool:
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
-    async def _submit(self, jobs: list[Job], seen: Seen | None, reply: _Reply | None = None) -> Batch:
+    async def _submit(self, jobs: list[Job], seen: Seen | None, answers: asyncio.Queue[Any] | None = None) -> Batch:
         """Add jobs to the backlog, on the event loop; check idle servers first, unless a weight sync is in progress."""
         batch = Batch(jobs, time.monotonic(), seen)
-        if reply is not None:
-            batch.finished = reply
+        if answers is not None:  # of a chain, which waits for them on the event loop
+            batch.finished = answers
         self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
@@ -469,7 +439,7 @@ class ServerPool:
         if error is None:
             self._heard[self.backlog.running[job]] = time.monotonic()
             self.backlog.served(job)
-            self._batches.pop(job).finished.put((job.number, task.result()))
+            self._batches.pop(job).finished.put_nowait((job.number, task.result()))
         elif isinstance(error, ServerError):
             self._failed(job, error)
         else:
@@ -509,7 +479,7 @@ class ServerPool:
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
         """End batches with an error."""
         for batch in batches:
-            batch.finished.put(error)
+            batch.finished.put_nowait(error)
             self._drop_batch(batch)
 
     async def _forget(self, batch: Batch) -> None:
@@ -653,7 +623,6 @@ class ServerPool:
             finally:
                 self._refitting.discard(url)
             if version is None:
-                self.fleet.waits(url, time.monotonic())
                 return
             # If the server has jobs, its next answer shows whether the engine works; `try_out` would wait for the jobs.
             if doubtful and not known.outstanding:

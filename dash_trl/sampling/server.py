@@ -5,10 +5,9 @@ another server may succeed. `ValueError` means that the request or the set-up is
 """
 
 import asyncio
-import errno
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from dash_trl.sampling.urls import API_KEY
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
-MOST_BYTES = 1 << 30  # limit of one answer; a million sampled tokens with their log-probs take about 200 MiB
 CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as its engine step ends
 BUSY = (408, 425, 429)  # the 4xx codes that are caused by the server's state, not by the request
 UNAUTHORISED = (401, 403)
@@ -142,15 +140,13 @@ class VLLMServer:
     ) -> list[Any]:
         """Request completions and check that there are `count` choices."""
         if self._model is None:
-            models = await self._request("GET", "/v1/models")
-            with _readable(models):
-                self._model = models["data"][0]["id"]
+            self._model = await self._request("GET", "/v1/models", lambda answer: answer["data"][0]["id"])
         request = {"model": self.adapter or self._model, "prompt": list(prompt_ids), "return_token_ids": True}
-        body = await self._request("POST", "/v1/completions", timeout=timeout, json=request | options)
-        with _readable(body):
-            choices = body["choices"]
-            if len(choices) != count:
-                raise ServerError(f"answered {len(choices)} choices instead of {count}")
+        choices = await self._request(
+            "POST", "/v1/completions", lambda answer: list(answer["choices"]), timeout=timeout, json=request | options
+        )
+        if len(choices) != count:
+            raise ServerError(f"answered {len(choices)} choices instead of {count}")
         return choices
 
     # ------------------------------------------------------------------------------------------ health and weights
@@ -158,28 +154,26 @@ class VLLMServer:
     async def probe(self) -> None:
         """Raise unless the server reports that it is healthy."""
         self._headers = key_header(self.url)  # the server may have started, and created the key, since the last look
-        await self._request("GET", "/health", timeout=PROBE_SECONDS, parse=False)
+        await self._request("GET", "/health", timeout=PROBE_SECONDS)
 
     async def config(self) -> dict[str, Any]:
         """Return vLLM's configuration of the server, as JSON."""
-        info = await self._request("GET", "/server_info", params={"config_format": "json"})
-        with _readable(info):
-            return info["vllm_config"]
+        options = {"config_format": "json"}
+        return await self._request("GET", "/server_info", lambda answer: answer["vllm_config"], params=options)
 
     async def weight_report(self) -> WeightReport:
         """Return the report of the server's workers on their weights."""
-        answer = await self._rpc("dash_weight_report")
-        with _readable(answer):
-            parts = answer["results"]
+        parts = await self._rpc("dash_weight_report")
+        with _readable(parts):
             comparable = all(part["comparable"] for part in parts)
             checksum = combine_workers([part["checksums"] for part in parts]) if comparable else None
             return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
         """Return the version tag that the server was given last, see `Snapshot`."""
-        info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
-        with _readable(info):
-            return info["weight_version"]
+        return await self._request(
+            "GET", "/weight_info", lambda answer: answer["weight_version"], timeout=PROBE_SECONDS
+        )
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
         """Load a checkpoint in place. Requests in flight wait and continue with the new weights.
@@ -225,16 +219,6 @@ class VLLMServer:
             await self.resume()
         return report
 
-    async def sees(self, folder: str) -> bool:
-        """Return whether all workers find a folder of the trainer under the path that the trainer uses for it.
-
-        Args:
-            folder: path of the folder.
-        """
-        answer = await self._rpc("dash_sees", folder=folder)
-        with _readable(answer):
-            return all(worker == "True" for worker in answer["results"])
-
     async def load_adapter(self, path: str, tag: str) -> int:
         """Load a LoRA adapter in place of the last one. Requests in flight wait and continue with the new adapter.
 
@@ -247,21 +231,21 @@ class VLLMServer:
         """
         await self.pause()
         try:
-            answer = await self._rpc("dash_load_adapter", path=path)
+            workers = await self._rpc("dash_load_adapter", path=path)
             await self.end_weight_update(tag)
-            with _readable(answer):
-                (checksum,) = {int(worker, 16) for worker in answer["results"]}  # each worker holds the whole adapter
+            with _readable(workers):
+                (checksum,) = {int(worker, 16) for worker in workers}  # each worker holds the whole adapter
                 return checksum
         finally:
             await self.resume()
 
     async def pause(self) -> None:
         """Pause sampling; requests in flight wait."""
-        await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS, parse=False)
+        await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS)
 
     async def resume(self) -> None:
         """Resume sampling after `pause`."""
-        await self._request("POST", "/resume", timeout=CONTROL_SECONDS, parse=False)
+        await self._request("POST", "/resume", timeout=CONTROL_SECONDS)
 
     async def end_weight_update(self, tag: str) -> None:
         """Reset the prefix cache and set the server's version tag. Call it after a weight update, before `resume`.
@@ -275,48 +259,48 @@ class VLLMServer:
         # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
         # of `--kv-offloading-size`.
         options = {"reset_running_requests": "true", "reset_external": "true"}
-        done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
-        if not done.get("success"):
+        done = await self._request(
+            "POST", "/reset_prefix_cache", lambda answer: answer["success"], params=options, timeout=CONTROL_SECONDS
+        )
+        if not done:
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
         self.given = tag
-        await self._request(
-            "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
-        )
+        await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
-        """Call a method of all workers."""
-        return await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
+        """Call a method of all workers; return the result of each."""
+        call = {"method": method, "kwargs": kwargs}
+        return await self._request("POST", "/collective_rpc", lambda answer: answer["results"], json=call)
 
     # -------------------------------------------------------------------------------------------------------- HTTP
 
     async def _request(
-        self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
+        self,
+        method: str,
+        path: str,
+        read: Callable[[Any], Any] | None = None,
+        *,
+        timeout: float | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Send a request; return the answer, parsed from JSON, or None if `parse` is False."""
+        """Send a request; return what `read` returns for the JSON of the answer, or None if there is no `read`."""
         seconds = self.timeout if timeout is None else timeout
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(
                 method, self.url + path, timeout=limit, headers=self._headers, allow_redirects=False, **kwargs
             ) as response:
-                body = bytearray()
-                async for chunk in response.content.iter_any():
-                    body += chunk
-                    if len(body) > MOST_BYTES:
-                        raise ServerError(f"{method} {path}: answered more than {MOST_BYTES} bytes")
-                text = body.decode(errors="replace")
+                text = await response.text(errors="replace")
                 if response.status != 200:
                     raise self._refusal(method, path, response.status, text)
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            # Too many open files in this process or on this machine: the server is not at fault.
-            here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-            gone = not here and isinstance(error, CONNECTION_LOST)
+            gone = isinstance(error, CONNECTION_LOST)
             raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
-        if parse:
+        if read is not None:
             with _readable(text):
-                return json.loads(text)
+                return read(json.loads(text))
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
         """Build the error for an answer whose status is not 200."""
@@ -326,8 +310,6 @@ class VLLMServer:
                 f"{said}. Set the environment variable {API_KEY} to the key with which the server was started. The key "
                 f"that `python -m dash_trl.serve` creates is in {key_file()} of the user who started it."
             )
-        if 300 <= status < 400:
-            return ValueError(f"{said}. Redirects are not followed. Name the address of the server itself.")
         if status == 404 and not path.startswith("/v1"):
             return ValueError(
                 f"{said}. The server was started without its weight endpoints. Start it with `python -m "
@@ -339,7 +321,7 @@ class VLLMServer:
             return ServerError(said, gone=True)
         if "not JSON compliant" in text:  # vLLM answers 400 if it computed NaN, which it cannot write as JSON
             return ServerError(f"{said}. A log-prob is {NOT_FINITE}")
-        if 400 <= status < 500 and status not in BUSY:
+        if 300 <= status < 500 and status not in BUSY:  # no redirect is followed, because it would get the key
             return ValueError(said)
         return ServerError(said)
 

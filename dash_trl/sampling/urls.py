@@ -19,14 +19,15 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
         urls: a list of URLs, or a string of URLs separated by commas or spaces, as YAML and shells produce.
 
     Returns:
-        The URLs, in the same order.
+        The URLs, each once, in the same order.
 
     Raises:
-        ValueError: if there is no URL, if a URL is not the address of a server, or if a server is on
-            another machine and VLLM_API_KEY is not set.
+        ValueError: if there is no URL, if a URL is not the address of a server, or if a server is on another machine
+            and VLLM_API_KEY is not set.
     """
     listed = [urls] if isinstance(urls, str) else urls
-    cleaned = list(dict.fromkeys(url.rstrip("/") for text in listed for url in text.replace(",", " ").split()))
+    split = (url.rstrip("/") for text in listed for url in text.replace(",", " ").split())
+    cleaned = list(dict.fromkeys(split))  # a server that is named twice counts once
     if not cleaned:
         raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")
     for url in cleaned:

@@ -7,7 +7,6 @@ over HTTP.
 """
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -116,14 +115,6 @@ class WeightReport:
             for one in unpack(head, body)
         ]
         load_checkpoint_weight_patches(self.get_model(), patches)
-
-    def dash_sees(self: Any, folder: str) -> str:
-        """Return "True" if this worker sees a folder of the trainer under the same path, else "False".
-
-        Args:
-            folder: path of the folder.
-        """
-        return str(os.path.isdir(folder))
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
         """Report the weights that this worker holds.

@@ -52,8 +52,8 @@ def obstacle(model: Any, config: dict[str, Any]) -> str | None:
     Returns:
         The reason, as the end of a log message; None if the adapter can be sent alone.
     """
-    if NAME not in model.peft_config:
-        return f"the adapters are {list(model.peft_config)}, and none is {NAME!r}"
+    if model.active_adapters != [NAME]:
+        return f"the active adapters are {model.active_adapters}, and not {NAME!r} alone"
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
@@ -65,8 +65,6 @@ def obstacle(model: Any, config: dict[str, Any]) -> str | None:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if any(map(is_adapter, ends)):
         return "it also adapts the embeddings or the output layer, which is not tested with vLLM"
-    if model.active_adapters != [NAME]:
-        return f"the active adapters are {model.active_adapters}"
     parts = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
     others = [name for name, one in model.named_parameters() if one.requires_grad and not any(map(name.count, parts))]
     if others:
@@ -122,7 +120,6 @@ class AdapterWeights(FileWeights):
         return self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
-        assert snapshot.path is not None
         tag = self._tags.pop(server.url, None)
         if tag is None or await held_tag(server) != tag:  # a first load, or a restart
             base = (await server.weight_report()).checksum

@@ -3,14 +3,13 @@
 Weights that a server gets::
 
     the changes since the last version ──► servers that report that they hold the last version
-    all weights, by file or over HTTP  ──► all other servers
+    all weights                        ──► all other servers
 
 The version that a server reports is only a tag: it does not depend on the server's weights. So after every change,
 before sampling continues, the checksum of the server's weights is compared with the trainer's. If the two differ, the
 server is given all weights.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.sampling.changes import Change, find_changes, pack
-from dash_trl.sampling.checksum import tensor_checksum
+from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import ServerError, VLLMServer, WeightReport
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, held_tag
@@ -30,14 +29,13 @@ MOST = 0.5  # largest size of the changes, as a fraction of all weights; above i
 
 
 class DifferenceWeights(FileWeights):
-    """Sends the changed weights over HTTP. If this is not possible, it sends all weights.
+    """Sends the changed weights over HTTP. If this is not possible, it sends all weights, as changes of every element.
 
-    The first version, too, is sent as changes, although these are all weights. So the log-prob check of the first sync
-    shows whether changes reach the weights that a server computes with. They do not if the server computes with copies
-    of its weights (vLLM does so for MLA).
+    So the log-prob check of the first sync shows whether changes reach the weights that a server computes with. They do
+    not if the server computes with copies of its weights (vLLM does so for MLA).
 
     Args:
-        directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
+        directory: see `FileWeights`. Nothing is written there.
         dtype: see `FileWeights`.
     """
 
@@ -45,11 +43,9 @@ class DifferenceWeights(FileWeights):
         super().__init__(directory, dtype)
         self._held: dict[str, Tensor] = {}  # weights of version `_tag`, on the CPU
         self._tag: str | None = None  # None: `_held` does not hold a complete version
-        self._first: str | None = None  # tag of the first version
         # tag of the version before `_tag`; a server that holds it needs only `_parts`. None: send all weights
         self._base: str | None = None
         self._parts: list[dict[str, str]] = []  # messages with the changes
-        self._writing = asyncio.Lock()
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
         """Keep a new version and its changes since the last version in memory.
@@ -79,27 +75,18 @@ class DifferenceWeights(FileWeights):
                 self._held[name].copy_(new)  # in place, so that memory never has to hold two versions
             else:
                 self._held[name] = new.clone()
-        snapshot = self._snapshot(version, checksum)
+        snapshot = Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS)
         self._parts = list(pack(found))
         self._tag = snapshot.tag
-        self._first = self._first or snapshot.tag
         return snapshot
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         if snapshot.tag != self._tag:  # only the main process holds the weights
             raise ServerError("it waits until the main process has given it the current weights")
-        if await held_tag(server) == self._base:
-            if await self._changed(server, snapshot):
-                return
-        if snapshot.tag == self._first or not await server.sees(str(self.run)):
-            whole = pack(one for name, tensor in self._held.items() for one in find_changes(name, None, tensor))
-            snapshot.verify(await self._send(server, snapshot, whole), server.url)
+        if await held_tag(server) == self._base and await self._changed(server, snapshot):
             return
-        async with self._writing:  # the files are written for the first server that needs them
-            folder = self._folder(snapshot.version)
-            if not folder.exists():
-                await asyncio.to_thread(self._write, self._held.items(), folder)
-        await super()._load(server, snapshot)
+        whole = pack(one for name, tensor in self._held.items() for one in find_changes(name, None, tensor))
+        snapshot.verify(await self._send(server, snapshot, whole), server.url)
 
     async def _changed(self, server: VLLMServer, snapshot: Snapshot) -> bool:
         """Send the changes to a server; return whether the server then holds the new weights."""

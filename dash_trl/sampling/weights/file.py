@@ -80,31 +80,15 @@ class FileWeights:
         Returns:
             Description of the version.
         """
-        folder = self._folder(version)
-        return self._snapshot(version, self._write(parameters, folder))
-
-    def _folder(self, version: int) -> Path:
-        """Return the path of a version's folder; create the run's folder if needed."""
         if self._lock is None:  # not in the constructor, which all ranks run
             self._begin()
-        return self.run / f"version-{version}"
-
-    def _snapshot(self, version: int, checksum: int) -> Snapshot:
-        path = str(self._folder(version))
-        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, path)
-
-    def _write(self, parameters: NamedTensors, folder: Path) -> int:
-        """Write a version's folder, which gets its final name when it is complete.
-
-        Returns:
-            The checksum that servers have to report.
-        """
+        folder = self.run / f"version-{version}"
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by an attempt that failed
         partial.mkdir()
         checksum = self._fill(partial, parameters)
         partial.rename(folder)
-        return checksum
+        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         """Write a version's files; return the checksum that servers have to report."""
@@ -154,7 +138,6 @@ class FileWeights:
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         """Let a server load a version, and verify the server's report."""
-        assert snapshot.path is not None
         await held_tag(server)
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
 
@@ -166,9 +149,7 @@ def _save(shard: dict[str, Tensor], directory: Path) -> None:
 
 
 def _remove(run: Path, lock: IO[str]) -> None:
-    """Remove all files of a run. The lock file goes last, so that the next run repeats an interrupted removal."""
-    for version in run.glob("version-*"):
-        shutil.rmtree(version, ignore_errors=True)
+    """Remove all files of a run, and release its lock."""
     shutil.rmtree(run, ignore_errors=True)
     lock.close()
 

@@ -34,13 +34,13 @@ class Snapshot:
         version: weight version.
         tag: name of the version, unique over all runs. A server stores the tag after it has loaded the weights.
         checksum: checksum of the weights.
-        path: folder with the files; None if there are no files.
+        path: folder with the files; empty if there are no files.
     """
 
     version: int
     tag: str
     checksum: int
-    path: str | None = None
+    path: str = ""
 
     def verify(self, report: WeightReport, url: str) -> None:
         """Check that a server reports these weights.

@@ -29,6 +29,10 @@ from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.proof import Perturbation, check_probe, model_log_probs, of_all_weights, probe_tokens
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
+# KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
+# 0.31). Without a connector, the name is None.
+EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
+
 
 def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
     """Check that the weights of a model fit into the servers' models.
@@ -42,10 +46,18 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
         Dtype of the servers' weights.
 
     Raises:
-        ValueError: if a server holds a model of another shape.
+        ValueError: if a server holds a model of another shape, or has a prefix cache that vLLM does not empty.
         PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
+    for url, vllm in pool.ask_all(lambda server: server.config()).items():
+        connector = (vllm.get("kv_transfer_config") or {}).get("kv_connector")
+        if connector not in EMPTIED:
+            raise ValueError(
+                f"{url} uses the KV connector {connector}, whose cache may keep prefixes of old weights after a weight "
+                "sync. Start the server without --kv-transfer-config. --kv-offloading-size can be used with vLLM's own "
+                "backend."
+            )
     reports = pool.ask_all(lambda server: server.weight_report())
     own = model_shape(config.get_text_config())
     for url, report in reports.items():
