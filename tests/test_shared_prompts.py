@@ -227,17 +227,6 @@ def test_flash_attention_shares_prompts(tmp_path):
     assert_same_update(parameters(path), parameters(plain.model), parameters(shared.model))
 
 
-def test_groups_stay_together_where_they_fit():
-    """Three groups of four survivors, two passes of six rows: one group is split."""
-    row = [100, 10, 10]
-    table = torch.tensor([[[*row, place % 3] for place in range(12)]])
-    (micro_batches,) = plan_segment(table, 1, max_rows=6, min_shared=32)
-    prompts = [len({row % 3 for row in one.rows[0]}) for one in micro_batches]
-    assert [len(one.rows[0]) for one in micro_batches] == [6, 6] and prompts == [2, 2]
-    (apart,) = plan_segment(table, 1, max_rows=6)
-    assert [len({row % 3 for row in one.rows[0]}) for one in apart] == [3, 3]
-
-
 def test_where_rows_of_a_group_go():
     short, long = [32, 10, 10], [33, 10, 10]
     for rows, budget, passes in (
