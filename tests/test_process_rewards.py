@@ -347,7 +347,7 @@ def test_accepted_answers():
 
 # What is wrong with so many windows of a run, one after the other. A check that fails three times in a row is said.
 FAULTS = ["drowned"] * 2 + ["none"] + ["drowned"] * 4 + ["missing"] * 4 + ["alike"] * 4 + ["slow"] * 3 + ["none"]
-WARNINGS = {6: "almost no effect", 10: "No row has a value", 14: "the same advantage", 18: "V(prefix) takes"}
+WARNINGS = ["almost no effect", "No row has a value", "the same advantage", "V(prefix) takes"]
 
 
 def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path, monkeypatch, caplog):
@@ -370,16 +370,9 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
             pairs = zip(requests, ends, strict=True)
             return [[end if boundary else 0.5 for boundary in one.boundaries] for one, end in pairs]
 
-    class Says(DASHCallback):
-        found = {}
-
+    class Later(DASHCallback):
         def on_advantages(self, args, state, control, rollouts, **kwargs):
             clock[0] += 1e4  # between windows, much more time goes by than a value takes
-            for record in caplog.records:
-                if record.name.startswith("dash_trl.process_rewards"):
-                    assert process.value.windows not in self.found
-                    self.found[process.value.windows] = record.getMessage()
-            caplog.clear()
 
     def credit(rewards, settings):
         by = {"drowned": 1e-3, "alike": 0.0}.get(FAULTS[process.value.windows - 1], 1.0)
@@ -390,9 +383,9 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
     monkeypatch.setitem(ESTIMATORS, "mine", Estimator(credit=credit))
     process = callback(value=Faulty(), estimator="mine")
     settings = {"reward": reward, "max_steps": len(FAULTS), "learning_rate": 0.0}
-    train(tiny_model, tmp_path, process, Says(), **settings)
-    assert Says.found.keys() == WARNINGS.keys()
-    assert all(message in Says.found[window] for window, message in WARNINGS.items())
+    train(tiny_model, tmp_path, process, Later(), **settings)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("dash_trl.process_rewards")]
+    assert all(part in message for part, message in zip(WARNINGS, messages, strict=True))
 
 
 # ------------------------------------------------------------------------------------- what a callback has learned

@@ -1,7 +1,6 @@
 """Rows on their way: selected, trimmed, filled with dummies."""
 
 import torch
-from trl import GRPOTrainer
 
 from dash_trl.rollout import Survivors
 
@@ -34,6 +33,7 @@ def test_a_micro_batch():
         "completion_ids": [[5, 0], [99, 99], [99, 99]],
         "completion_mask": [[1, 0], [0, 0], [0, 0]],
         "advantages": [-0.5, 0.0, 0.0],
+        "importance_sampling_ratio": [[1.0], [1.0], [1.0]],  # TRL's VESPO multiplies the ratios of all columns
     }
     no_rows = {"prompt_mask": [[1, 1], [0, 0]], "completion_mask": [[0, 0], [0, 0]]}
     for rows, size, expected in (([1, 0], 2, its_own_rows), ([1], 3, dummies), ([], 2, no_rows)):
@@ -51,14 +51,4 @@ def test_completions_have_two_columns_at_least():
         inputs = batch.survivors(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
         assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
-
-
-def test_a_padded_ratio_leaves_the_weights_of_vespo_as_they_are():
-    """TRL multiplies the ratios of all columns, without a mask."""
-    batch = rollouts()
-    for field in ("completion_ids", "completion_mask"):
-        setattr(batch, field, getattr(batch, field)[:, :1])
-    inputs = batch.micro_batch([0, 1], size=2, pad_token_id=99)
-    mask, ratio = inputs["completion_mask"], inputs["importance_sampling_ratio"]
-    weights = GRPOTrainer.get_gamma_weights(inputs["advantages"][:, None], torch.zeros(2, 2), mask, ratio)
-    torch.testing.assert_close(weights, torch.ones(2, 1))  # φ(1) = 1
+        assert inputs["importance_sampling_ratio"].tolist() == [[1.0, 1.0]] * 2
