@@ -168,11 +168,6 @@ def test_a_machine_without_bf16_gets_the_remedy():
         DASHConfig("dash-output")
 
 
-def test_named_servers_are_used():
-    args = DASHConfig("dash-output", use_cpu=True, bf16=False, **SERVER)
-    assert args.use_vllm and args.vllm_mode == "server"
-
-
 def test_the_choices_are_trls():
     """A choice that TRL's code compares with, and that is not in the table, would be refused."""
     compared: dict[str, set[str]] = {name: set() for name in CHOICES if hasattr(GRPOConfig, name)}

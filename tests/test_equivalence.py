@@ -4,6 +4,7 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 (`initializer_range=0.2`): with tiny updates one unit in the last place of a norm weight would already be 1e-5.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig,
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
+from dash_trl.log_probs import CorrectionInPass, LogProbRules
+from dash_trl.update import MicroBatch, Pass, Segment
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -269,6 +272,28 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
     """Where a training pass may find other log-probs than those of the weights that began the window."""
     run(DASHTrainer, tiny_model, tmp_path, **CORRECTED, **settings)
     assert not all(passes)
+
+
+def test_what_a_training_pass_corrects():
+    """Its own rows by their loss tokens; neither dummy rows, nor other passes, nor what a pass before has corrected."""
+    correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
+    segment = Segment(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
+    in_pass = CorrectionInPass(lambda: LogProbRules(False, False, False, correction, lambda: True), rank=1)
+    inputs = {
+        "sampling_per_token_logps": torch.zeros(2, 2),
+        "completion_mask": torch.tensor([[1, 1], [0, 0]]),
+        "tool_mask": torch.tensor([[1, 0], [0, 0]]),
+        "pass": Pass(MicroBatch(((0, 1), (0,))), segment, tokens=(3, 1)),
+    }
+    log_probs = torch.tensor([[0.5, 7.0], [0.0, 0.0]])
+    with in_pass.observe(inputs, window=0):
+        in_pass.see(log_probs)
+    in_pass.see(log_probs + 1)
+    with in_pass.observe(inputs, window=0):
+        in_pass.see(log_probs + 1)
+    assert inputs["importance_sampling_ratio"].flatten().tolist() == pytest.approx([math.exp(0.5), 1.0])
+    ((old, _, _, ratio),) = in_pass.of_step()
+    assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]
 
 
 def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: Any) -> Any:

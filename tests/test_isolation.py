@@ -28,6 +28,7 @@ from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import (
     PackedLayout,
     TreeShape,
+    isolation_flaw,
     packed_log_probs,
     packing_flaw,
     to_device,
@@ -230,3 +231,46 @@ def test_a_mask_of_the_models_own_is_not_dropped():
     states = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="Module has an attention mask of its own"):
         tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())
+
+
+class FakeModel:
+    """A model whose log-probs depend on a sample's own tokens, and a little on the sample before.
+
+    Args:
+        leak: size of the effect of the sample before.
+        regrouped: size of random changes by any other token of the row, as in a mixture of experts.
+        shift: constant added to all log-probs of packed samples.
+    """
+
+    def __init__(self, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
+        self.leak, self.regrouped, self.shift = leak, regrouped, shift
+
+    def alone(self, samples):
+        return [torch.tensor(sample).double() / 100 for sample in samples]
+
+    def packed(self, samples):
+        generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
+        found = [one + self.shift for one in self.alone(samples)]
+        for before, one in zip(samples, found[1:], strict=False):
+            one += self.leak * (sum(before) % 1000) / 1000
+        return [one + self.regrouped * torch.randn(one.shape, generator=generator) for one in found]
+
+
+LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
+
+
+def test_the_verdict_on_a_fault():
+    for fault, dtype, said in (
+        ({}, torch.bfloat16, None),
+        ({"leak": 1e-4}, torch.bfloat16, LEAK),  # below the rounding of the dtype
+        ({"regrouped": 0.01}, torch.bfloat16, None),  # what other tokens change everywhere is no leak
+        ({"regrouped": 0.01, "leak": 0.5}, torch.bfloat16, LEAK),
+        ({"shift": 0.005}, torch.float32, None),  # the spread here is that of the token ids, about 0.9
+        ({"shift": 0.02}, torch.float32, SHIFT),
+        ({"shift": 0.1}, torch.bfloat16, None),
+        ({"shift": 0.3}, torch.bfloat16, SHIFT),
+        ({"shift": float("nan")}, torch.float32, "nan"),
+    ):
+        model = FakeModel(**fault)
+        flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
+        assert flaw is None if said is None else said in flaw, (fault, dtype, flaw)

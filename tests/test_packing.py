@@ -107,3 +107,13 @@ def test_what_an_optimizer_step_takes_of_its_window():
         walk = schedule(per_generation, accumulation=accumulation)
         walk.begin_optimizer_step(begins, taken, 1)
         assert walk.share(begins) == share and walk.has_whole_share(begins) == whole, said
+
+
+def test_an_epochs_short_last_step():
+    walk = schedule(steps_per_generation=4)
+    walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
+    lengths = table(1, 8, 1.0, seed=0)
+    counts = [len(walk.passes(step, lengths, 1.0)[0]) for step in (4, 5)]
+    assert counts == [1, 1]
+    segment = walk.passes(5, lengths, 1.0)[0][0].segment
+    assert segment.all_rows == 4 and segment.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token
