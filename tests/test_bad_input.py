@@ -469,15 +469,6 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
 
 
-def test_continuous_batching_keeps_the_attention_of_the_model(tiny_model, tmp_path, caplog):
-    """It samples with paged variants of it."""
-    trainer = run(DASHTrainer, tiny_model, tmp_path, use_transformers_continuous_batching=True, beta=0.1)
-    assert "padded, not padding-free, because continuous batching brings its own attention" in caplog.text
-    assert trainer.state.log_history[0]["packing/padding_free"] == 0
-    for model in (trainer.model, trainer.ref_model):
-        assert model.config._attn_implementation == "sdpa"
-
-
 def test_the_context_of_a_model():
     """Model cards extend it by YaRN and leave `max_position_embeddings` as it is."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}

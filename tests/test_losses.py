@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring import corrected_share
 from dash_trl.update import importance_sampling_ratio
 from tests import reference
-from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, prompts, run
+from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, run
 
 NAN = math.nan
 BOUND = 1.5
@@ -171,28 +170,6 @@ def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, p
     assert "off_policy/clipped_share" in logs[2]
     moved = [math.exp(pi - prox) for one in zip(policy, proximal, strict=True) for pi, prox in zip(*one, strict=True)]
     assert min(moved) < 0.8 and max(moved) > 1.2, "clip(u) has to matter"
-
-
-class Evaluated(DASHTrainer):
-    def _compute_loss(self, model, inputs):
-        self.batch = self.batch if model.training else inputs
-        return super()._compute_loss(model, inputs)
-
-    batch = None
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_evaluation_takes_the_policy_for_the_sampler(tiny_model, tmp_path, loss):
-    """TRL samples and rewards there, and the completions are the policy's own: π = π_prox = μ."""
-    rollouts = ScriptedRollouts(noise=0.7, unknown=0.1)
-    trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
-    trainer.use_vllm, trainer._last_loaded_step = True, trainer.state.global_step  # as if vLLM sampled
-    value = trainer.evaluate(prompts(2))["eval_loss"]
-    rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
-    policy, advantages = [row.log_probs(trainer.model) for row in rows], [row.advantages for row in rows]
-    tokens = int(trainer.batch["completion_mask"].sum())
-    expected = summed(loss, policy, policy, policy, advantages).item() / tokens
-    assert value == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
 
 
 def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):

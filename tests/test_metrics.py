@@ -52,17 +52,6 @@ def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
     assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), nothing, lambda local: local) == {}
 
 
-def test_clipping_per_sequence_counts_tokens_where_advantages_are_per_token():
-    segment = Segment(micro_steps=1, passes=1, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
-    one = Pass(MicroBatch(((0, 1),)), segment, tokens=(30,))
-    for per_token, expected in ((False, 0.5 * 2 / 4), (True, 0.5 * 30 / 100)):
-        metrics, logged = PassMetrics(per_row=True), {"clip_ratio/low_mean": [], "reward": [1.0]}
-        with metrics.observe(logged, one, 1.0, per_token=per_token):
-            logged["clip_ratio/low_mean"].append(0.5)
-        assert metrics.of_step([segment]) == {"clip_ratio/low_mean": expected}
-        assert logged == {"clip_ratio/low_mean": [], "reward": [1.0]}
-
-
 def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     """One rank has two rows, the other has none: TRL's mean has two dummy rows, whose weight is 1."""
     segment = Segment(micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)

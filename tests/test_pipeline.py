@@ -6,13 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import pandas
 import pytest
 import torch
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
-from tests.tiny import ScriptedRollouts, assert_same_update, parameters, prompts, run
+from tests.tiny import ScriptedRollouts, assert_same_update, parameters, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
@@ -261,20 +260,3 @@ def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
         settings = {"reward": RewardRunner(Delayed()), "reward_pipeline": True, **SHAPES, **changed}
         with pytest.raises(ValueError, match=message):
             run(trainer_class, tiny_model, tmp_path, **settings)
-
-
-def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
-    """Not before: until then the table is that of the window before, and not of an evaluation that came meanwhile."""
-
-    def texts(completion, completion_ids):
-        return float(len(completion_ids)), {"text": completion}
-
-    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "eval_strategy": "steps", "eval_steps": 3}
-    settings |= {"eval_dataset": prompts(1), "per_device_eval_batch_size": 4, "reward": RewardRunner(texts)}
-    run(DASHTrainer, tiny_model, tmp_path, **settings)
-    rows = {}
-    for step in (1, 3, 4, 5, 8):  # an evaluation's table takes the place of its step's
-        table = pandas.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
-        assert list(table.get("texts/text", [])) == list(table["completion"])
-        rows[step] = len(table)
-    assert rows == {1: 0, 3: 4, 4: 16, 5: 16, 8: 16}
