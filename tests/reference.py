@@ -104,28 +104,6 @@ def each_row(groups, advantage):
     return [[None if r is None else advantage(group, i) for i, r in enumerate(group)] for group in groups]
 
 
-def importance_ratio(old, sampling, mask, mode, low, high):
-    """Per row, per token (or one per row): exp(Σ or single (old − sampling)), truncated or masked."""
-    result = []
-    for old_row, sampling_row, mask_row in zip(old, sampling, mask, strict=True):
-        differences = [
-            o - s if m and s > -9999.0 else 0.0 for o, s, m in zip(old_row, sampling_row, mask_row, strict=True)
-        ]
-        if mode.startswith("sequence"):
-            differences = [math.fsum(differences)]
-        ratios = []
-        for difference in differences:
-            ratio = math.exp(difference)
-            below, above = low is not None and ratio < low, high is not None and ratio > high
-            if mode.endswith("truncate"):
-                ratio = low if below else high if above else ratio
-            elif below or above:
-                ratio = 0.0
-            ratios.append(ratio)
-        result.append(ratios)
-    return result
-
-
 def off_policy_figures(policy, sampler, bound):
     """(mean ratio, share above the bound, k3 of KL(sampler ‖ policy)); a NaN counts nowhere."""
     ratios = [

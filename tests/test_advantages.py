@@ -1,12 +1,9 @@
 """Advantages against the definition in floats, and the properties that must hold for any input."""
 
-import json
 import math
 import random
-import re
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
 from tests.tiny import run
-
-ROOT = Path(__file__).parents[1]
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -139,38 +134,6 @@ def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):
     lengths = seen.rollouts.completion_mask.sum(dim=1).view(-1, 4).tolist()
     expected = [0.0 if a is None else a for group in reference.opo(scored, lengths) for a in group]
     assert any(expected) and seen.rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def python_blocks(path: Path) -> list[str]:
-    """The code of a Markdown file or a notebook."""
-    if path.suffix == ".md":
-        return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
-    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-
-
-@pytest.mark.parametrize("document", ["docs/howto/extend.md", "notebooks/quickstart.ipynb"])
-def test_the_documented_estimator_is_leave_one_out(document, tiny_model, tmp_path):
-    """Against loops, with weights, functions that do not apply, unscored rows, and a group with one scored row."""
-    (code,) = [block for block in python_blocks(ROOT / document) if "class LeaveOneOutTrainer" in block]
-    names = {"torch": torch, "DASHTrainer": DASHTrainer}
-    exec(code, names)
-    rewards = random_rewards(0, 2, 4, 2) + [[None, None]] * 3 + [[1.0, 0.5]] + [[0.1, 0.7]] * 4
-    rewards[5:8] = [None, None], [None, 0.3], [0.2, 0.9]
-
-    def first(completions, **kwargs):
-        return [row[0] for row in rewards]
-
-    def second(completions, **kwargs):
-        return [row[1] for row in rewards]
-
-    weights, seen = [2.0, 0.5], Seen()
-    settings = {"reward": [first, second], "reward_weights": weights, "callbacks": [seen]}
-    run(names["LeaveOneOutTrainer"], tiny_model, tmp_path, **settings)
-    found = seen.rollouts.advantages.tolist()
-    totals = [reference.total(row, weights) for row in rewards]
-    expected = [advantage or 0.0 for group in reference.rloo(in_groups(totals, 4), None) for advantage in group]
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found[-4:] == [0.0] * 4  # equal rewards: a rounding error would count as signal
 
 
 REWARDS = to_tensor([[1.0], [0.0], [None], [1.0]])

@@ -5,8 +5,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling import Backlog, Fleet, Job
@@ -80,18 +78,6 @@ def test_which_weights_sample_a_window():
         assert [window.submitted for window in windows] == submitted, setup
         assert [window.weights for window in windows] == weights, setup
         assert [window.behind for window in windows] == behind, setup
-
-
-@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
-def test_the_table_as_formulas(k, per_generation, accumulation, iterations, steps):
-    every = per_generation * iterations
-    for n, window in enumerate(windows_of(k, per_generation, accumulation, iterations, steps)):
-        assert window.submitted == max(0, n - k)
-        assert window.weights == max(0, n - k) * every // accumulation
-        first, end = n * every // accumulation, min(steps, -(-(n + 1) * every // accumulation))
-        assert window.behind == [step - window.weights for step in range(first, end)]
-        if every % accumulation == 0:
-            assert max(window.behind) <= (k + 1) * (every // accumulation) - 1
 
 
 def test_no_window_is_submitted_that_is_not_known_and_none_twice():

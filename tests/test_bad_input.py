@@ -161,11 +161,6 @@ def test_a_machine_without_bf16_gets_the_remedy():
         DASHConfig("dash-output")
 
 
-def test_named_servers_are_used():
-    args = DASHConfig("dash-output", use_cpu=True, bf16=False, **SERVER)
-    assert args.use_vllm and args.vllm_mode == "server"
-
-
 def test_the_choices_are_trls():
     """A choice that TRL's code compares with, and that is not in the table, would be refused."""
     compared: dict[str, set[str]] = {name: set() for name in CHOICES if hasattr(GRPOConfig, name)}
@@ -445,15 +440,6 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
     monkeypatch.setattr(trainer.model, "config", BloomConfig())  # of a model without positions
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
-
-
-def test_continuous_batching_keeps_the_attention_of_the_model(tiny_model, tmp_path, caplog):
-    """It samples with paged variants of it."""
-    trainer = run(DASHTrainer, tiny_model, tmp_path, use_transformers_continuous_batching=True, beta=0.1)
-    assert "padded, not padding-free, because continuous batching brings its own attention" in caplog.text
-    assert trainer.state.log_history[0]["packing/padding_free"] == 0
-    for model in (trainer.model, trainer.ref_model):
-        assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_context_of_a_model():

@@ -2,19 +2,16 @@
 
 import math
 import random
-import time
 from types import SimpleNamespace
 
 import numpy
-import pytest
 import torch
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.collect import decoded, length_figures, reward_figures
 from tests.test_contract import ByTokens, check_logs
-from tests.tiny import EOS, ON_GPU, assert_same_update, parameters, prompts, run, tiny_tokenizer
+from tests.tiny import EOS, assert_same_update, parameters, prompts, run, tiny_tokenizer
 
 
 def rollouts_of(prompts, trainer):
@@ -70,39 +67,6 @@ def test_a_metric_of_a_reward_function_is_a_float(tiny_model, tmp_path):
 
     log = run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]
     assert [type(log[name]) for name in ("measured", "shortest")] == [float, float]
-
-
-@pytest.mark.skipif(ON_GPU, reason="phases are timed by the GPU's events")
-def test_tokenizing_is_a_part_of_generation(tiny_model, tmp_path, monkeypatch):
-    clock, taken = time.perf_counter, [0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + taken[0])
-
-    class Tokenizing(DASHTrainer):
-        def _tokenize_prompts(self, prompts):
-            taken[0] += 10_000
-            return super()._tokenize_prompts(prompts)
-
-    trainer = run(Tokenizing, tiny_model, tmp_path, in_process=True, max_completion_length=2)
-    assert trainer.state.log_history[0]["time/generate"] >= taken[0] == 10_000
-
-
-class Changing(TrainerCallback):
-    """Changes settings after the first step: the filter drops all rows, and the reward weight is ten times as large."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        args.gradient_filter_threshold = 1e9
-        self.trainer.reward_weights = torch.tensor([10.0])
-
-
-def test_a_callback_may_change_settings_during_a_run(tiny_model, tmp_path):
-    callback = Changing()
-    settings = {"callbacks": [callback], "max_steps": 2, "constant": 0.0}
-    trainer = run(
-        DASHTrainer, tiny_model, tmp_path, prepare=lambda trainer: setattr(callback, "trainer", trainer), **settings
-    )
-    first, second, *_ = trainer.state.log_history
-    assert first["filter/kept_rows"] > 0 and first["reward"] == pytest.approx(first["rewards/scripted/mean"])
-    assert second["filter/kept_rows"] == 0 and second["reward"] == pytest.approx(10 * second["rewards/scripted/mean"])
 
 
 def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):

@@ -2,11 +2,8 @@
 
 import math
 import random
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
-from pathlib import Path
-from statistics import fmean, stdev
 from threading import Barrier
 
 import pytest
@@ -105,13 +102,6 @@ def test_estimators_are_their_definitions(name):
             assert not credit[i, len(floats) :].any() and torch.isfinite(credit[i]).all(), case
 
 
-def test_gae_with_lambda_0_is_vineppo():
-    """V at the end of an episode minus V at its beginning; the final answer gets outcome − V_n."""
-    row = {"length": 7, "boundaries": [0, 3, 5], "values": [0.2, 0.5, 0.4], "outcome": 1.0}
-    credit = ESTIMATORS["gae"](as_rewards([row] * 2, 2), CreditSettings(lam=0.0))
-    assert credit[0].tolist() == pytest.approx([0.3] * 3 + [-0.1] * 2 + [0.6] * 2)
-
-
 def test_estimators_say_truly_whether_a_group_depends_on_others():
     rows = make_rows(5, 12, missing=0.1)
     for name in CREDIT:
@@ -193,84 +183,4 @@ def test_an_infinite_value_is_a_missing_one():
     assert not any(one.any() for one in (process, ends, values, valued))
 
 
-def test_the_numbers_of_the_post():
-    """ "Implementing Process Rewards in VeRL": pooled mean 0.258 over all 12 tokens, PRIME's baseline 0.378."""
-    post = [[0.1, 0.2, 0.3], [0.4, 0.5], [0.2, 0.1, 0.2, 0.1], [0.3, 0.4, 0.3]]
-    process = torch.tensor([row + [0.0] * (4 - len(row)) for row in post], dtype=torch.double)
-    mask, zeros = process > 0, torch.zeros(4).double()
-    rewards = Rewards(process, mask, process, mask, zeros, zeros, torch.ones(4).bool(), 4)
-    # The group's mean and spread over all tokens: the last token of row 1 has the return (0.3 − 0.258) / σ.
-    spread = stdev(sum(post, []))
-    normalised = ESTIMATORS["deepseek_process"](rewards, CreditSettings())
-    assert normalised[0, 2].item() == pytest.approx((0.3 - 0.258) / spread, abs=5e-3)
-    # PRIME, before whitening: the last token of row 1 has return 0.5·4/3 − 0.378.
-    returns = [sum(reward * 4 / 3 - 0.37778 for reward in row[t:]) for row in post for t in range(len(row))]
-    whitened = [(one - fmean(returns)) / stdev(returns) for one in returns]
-    assert ESTIMATORS["prime_rloo"](rewards, CreditSettings())[mask].tolist() == pytest.approx(whitened, abs=1e-4)
-
-
 # ---------------------------------------------------------------------------------------------------- the laws
-
-
-def complete_rows(seed: int, count: int = 4) -> list[dict]:
-    rows = make_rows(seed, count, missing=0.0, scale=4.0)
-    return [
-        {**row, "outcome": 0.0}
-        if row["length"] > 1
-        else {"length": 4, "boundaries": [0, 3], "values": [0.0, 1.0 + i], "outcome": 0.0}
-        for i, row in enumerate(rows)
-    ]
-
-
-def documented_laws() -> dict[str, tuple[bool, set[int]]]:
-    """estimator → (keeps structure, laws that it breaks), from the table of docs/concepts/credit.md."""
-    text = (Path(__file__).parents[1] / "docs" / "concepts" / "credit.md").read_text()
-    rows = re.findall(r"^\| `(\w+)`.*\| (yes|no) \| ([\d, –]+) \|$", text, re.MULTILINE)
-    return {name: (kept == "yes", set(map(int, re.findall(r"\d", laws)))) for name, kept, laws in rows}
-
-
-def laws_broken(name: str, seed: int) -> set[int]:
-    """Returns the laws that an estimator breaks on a random group; its rows also have outcomes."""
-    generator, outcome_advantages, order = random.Random(seed), [0.3, -1.0, 0.5, 0.2], [2, 0, 3, 1]
-
-    def credit(rows, advantages=outcome_advantages):
-        return ESTIMATORS[name](as_rewards(rows, 4, advantages), CreditSettings())
-
-    def valued(rows, values):
-        return [{**row, "values": [values(value) for value in row["values"]]} for row in rows]
-
-    rows = [{**row, "outcome": float(generator.random() < 0.5)} for row in complete_rows(seed)]
-    plain = credit(rows)
-    row = {**rows[0], "boundaries": [0, 2, 7, 12], "length": 13, "values": [0.5, 2.0, -1.0, 3.0]}
-    split = {**row, "boundaries": [0, 1, 2, 4, 7, 12], "values": [0.5, 9.0, 2.0, 0.3, -1.0, 3.0]}
-    width, ends = plain.shape[1], rows[0]["values"][-1]
-    trailing = {**rows[0], "length": width + 9, "boundaries": [*rows[0]["boundaries"], width, width + 7]}
-    trailing["values"] = [*rows[0]["values"], ends, ends]
-    failing, successful = ([{**one, "outcome": r} for one in (trailing, *rows[1:])] for r in (0.0, 1.0))
-    nothing = valued(rows, lambda value: 0.3)
-    outcome = torch.tensor(outcome_advantages).double().unsqueeze(1) * as_rewards(rows, 4).mask
-    kept = {  # as the docstring of `credit` numbers them
-        1: torch.allclose(credit([row, *rows[1:]])[:, 0], credit([split, *rows[1:]])[:, 0]),
-        2: not any(credit(group, [0.0] * 4)[0, width:].abs().max() > 1e-9 for group in (failing, successful)),
-        3: torch.allclose(plain, credit(valued(rows, lambda value: value - 7.0))),
-        4: torch.allclose(plain[order], credit([rows[i] for i in order], [outcome_advantages[i] for i in order])),
-        5: torch.equal(credit(nothing), outcome),
-        6: torch.allclose(plain, credit(valued(rows, lambda value: 5.0 * value))),
-    }
-    return {law for law, holds in kept.items() if not holds}
-
-
-def test_the_documented_laws():
-    rows = complete_rows(0)
-    rewards, documented = as_rewards(rows, 4), documented_laws()
-    assert documented.keys() == set(CREDIT)
-    for name in CREDIT:
-        estimator = ESTIMATORS[name].credit
-        keeps_structure, breaks = documented[name]
-        assert set.union(*(laws_broken(name, seed) for seed in range(6))) == breaks, name
-        stated = re.search(r"[Bb]reaks laws? (.*?)(?=\.(?:\s|$))|keeps all laws", estimator.__doc__ or "", re.DOTALL)
-        if stated:
-            assert set(map(int, re.findall(r"(?<![\w.])([1-6])(?![\w.])", stated[1] or ""))) == breaks, name
-        credit = estimator(rewards, CreditSettings()).tolist()
-        structured = [process_reference.bends(one[: row["length"]]) for one, row in zip(credit, rows, strict=True)]
-        assert any(structured) == keeps_structure, name

@@ -4,7 +4,6 @@ The checks are in `distributed_run.py`. Importing torch and trl takes longer tha
 """
 
 import importlib.util
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +25,6 @@ CHOSEN = {
     "zero3": "not (window or dapo or iterations or credit_of or dynamic)",
     "fsdp2": "trls and (dapo or grpo or iterations or pipeline or untied) or from_the_middle",
 }
-# The last check without DeepSpeed: rank 1 fails while rank 0 is in a collective.
-ALONE = "test_where_the_other_rank_is_in_a_collective"
 
 
 def check_saved(output: Path) -> None:
@@ -40,16 +37,13 @@ def check_saved(output: Path) -> None:
 def two_ranks(launch, tmp_path) -> Callable[..., str]:
     """Returns a function that launches checks on two ranks, and returns their output."""
 
-    def launched(backend: str, *options: str, fails: str | None = None) -> str:
-        """Args: options: of pytest. fails: the one check that fails."""
+    def launched(backend: str, *options: str) -> str:
+        """Args: options: of pytest."""
         if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
         script, ranks = ROOT / "tests" / "distributed_run.py", ("--num_processes", "2", "--mixed_precision", "no")
         done = launch(script, tmp_path, *options, config=BACKENDS[backend], options=ranks)
-        failed = set(re.findall(r"^(?:FAILED|ERROR) .*::(\S+)", done.stdout, re.MULTILINE))
-        said = done.stdout[-9000:] + done.stderr[-3000:]
-        assert failed == ({fails} if fails else set()) and " passed" in done.stdout, said
-        assert (done.returncode != 0) == bool(failed), said
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-9000:] + done.stderr[-3000:]
         return done.stdout
 
     return launched
@@ -64,13 +58,11 @@ def test_smoke(backend, two_ranks):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend, two_ranks, tiny_model, tmp_path):
-    said = two_ranks(backend, "-k", CHOSEN[backend], fails=ALONE if backend == "ddp" else None)
+    two_ranks(backend, "-k", CHOSEN[backend])
     check_saved(tmp_path)
-    if backend == "ddp":
-        assert "KeyError: 'of rank 1'" in said
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["zero2", "zero3", "fsdp2"])
 def test_two_ranks_with_all_checks(backend, two_ranks):
-    two_ranks(backend, fails=ALONE if backend == "fsdp2" else None)
+    two_ranks(backend)

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.collect import DynamicSampling, places_in_window
+from dash_trl.collect import DynamicSampling
 from dash_trl.monitoring import UnfilledWindows
 from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run, said
 
@@ -164,23 +161,6 @@ class Lengths(DASHCallback):
         trainer._log_completion_extra("length", rollouts.completion_mask.sum(dim=1).tolist())
 
 
-def test_a_mask_of_a_rollout_func_in_some_rounds_counts(tiny_model, tmp_path):
-    """It hides every second token of the first round, or of the later ones, and may be a tensor."""
-    for masked in ((0,), range(1, 8)):
-        rollouts, rows = ByPrompt(), list[int]()
-
-        def sampled(prompts, trainer, rollouts=rollouts, masked=masked, rows=rows):
-            found = rollouts(prompts, trainer)
-            lengths = list(map(len, found["completion_ids"]))
-            hides = len(rollouts.rounds) - 1 in masked
-            rows.extend(-(-one // 2) if hides else one for one in lengths)
-            return {**found, "env_mask": [[1 - i % 2 for i in range(one)] for one in lengths]} if hides else found
-
-        trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=sampled, max_num_gen_batches=8)
-        assert len(rollouts.rounds) > 1
-        assert trainer.state.log_history[0]["completions/mean_length"] == pytest.approx(sum(rows) / len(rows))
-
-
 class Trained(DASHTrainer):
     """Notes the tokens that are trained on."""
 
@@ -233,51 +213,6 @@ def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- which groups, how many
-
-
-@st.composite
-def verdicts(draw: Any) -> list[Tensor]:
-    ranks = draw(st.integers(1, 3))
-    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    flags = st.booleans()
-    return [torch.tensor([[draw(flags) for _ in range(size)] for _ in range(ranks)]) for size in sizes]
-
-
-@given(verdicts(), st.data())
-def test_the_groups_of_a_window(signal, data):
-    room = data.draw(st.integers(1, sum(one.numel() for one in signal)))
-    trained, whole = places_in_window(signal, room)
-    order = [
-        (number, rank, place)
-        for number, one in enumerate(signal)
-        for place in range(one.shape[1])
-        for rank in range(one.shape[0])
-    ]
-    with_signal = [one for one in order if signal[one[0]][one[1], one[2]]]
-    without = [one for one in order if not signal[one[0]][one[1], one[2]]]
-    expected = with_signal[:room]
-
-    def places(masks: list[Tensor]) -> set[tuple[int, int, int]]:
-        return {one for one in order if masks[one[0]][one[1], one[2]]}
-
-    assert places(trained) == set(expected)
-    assert places(whole) == {*expected, *without[: room - len(expected)]}
-    assert [one.shape for one in trained] == [one.shape for one in signal]
-
-
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 5), st.floats(0, 1), st.integers(0, 2**30))
-def test_rounds_end_at_a_full_window_or_at_the_bound(groups, ranks, most, share, seed):
-    dynamic = DynamicSampling(groups, ranks, most=most, ahead=False)
-    draw = torch.Generator().manual_seed(seed)
-    rounds = [torch.rand(ranks, dynamic.first(), generator=draw) < share]
-    while more := dynamic.next(rounds):
-        assert 0 < more <= groups
-        rounds.append(torch.rand(ranks, more, generator=draw) < share)
-    sampled, found = sum(one.shape[1] for one in rounds), sum(int(one.sum()) for one in rounds)
-    assert rounds[0].shape[1] == groups
-    assert found >= groups * ranks or sampled == most * groups
-    assert sampled <= most * groups
-    assert int(sum(one.sum() for one in rounds[:-1])) < groups * ranks  # the last one was needed
 
 
 def test_ahead_of_training_the_first_round_has_what_it_will_take():

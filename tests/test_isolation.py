@@ -1,7 +1,6 @@
 """Models in which packed samples see each other are detected, and are trained and valued without packing."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,12 +25,10 @@ from trl.trainer.utils import add_fused_lm_head
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import (
-    PackedLayout,
     TreeShape,
     isolation_flaw,
     packed_log_probs,
     packing_flaw,
-    to_device,
     tree_attention,
 )
 from tests.test_padding_free import passes_of
@@ -63,22 +60,6 @@ class ForgetfulAttention(Qwen2Attention):
         return super().forward(*args, trees=alone or None, **kwargs)
 
 
-class Qwen2WithOldCheckpointing(Qwen2ForCausalLM):
-    """As much remote code is: what is checkpointed gets its arguments by position, and loses the others."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        first = self.model.layers[0]
-        forward = first.forward
-
-        def old_style(hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-            if first.gradient_checkpointing and first.training:
-                kwargs = {}
-            return forward(hidden_states, attention_mask, position_embeddings=position_embeddings, **kwargs)
-
-        first.forward = old_style
-
-
 SIGHTED = {
     "nemotron": lambda scale: NemotronForCausalLM(NemotronConfig(**SIZES, initializer_range=scale)),
     "a user's subclass": lambda scale: DeafQwen2(Qwen2Config(**SIZES, initializer_range=scale)),
@@ -86,7 +67,6 @@ SIGHTED = {
     "doge": lambda scale: DogeForCausalLM(DogeConfig(**SIZES, initializer_range=scale)),
     "roberta": lambda scale: RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True, initializer_range=scale)),
 }
-CHECKPOINTED = Qwen2Config(**SIZES, initializer_range=0.02, attention_dropout=0.1)
 BLIND = {
     "qwen2": lambda scale: Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=scale)),
     "qwen2 moe": lambda scale: Qwen2MoeForCausalLM(
@@ -147,19 +127,6 @@ def test_the_verdict(tiny_model, caplog, dtype, scale):
             assert not caplog.text, "it is said once"
 
 
-@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen2WithOldCheckpointing])
-def test_a_flaw_of_checkpointed_layers(model_class):
-    """They train in another way than they evaluate; dropout there is no flaw."""
-    torch.manual_seed(0)
-    model = model_class(CHECKPOINTED).train()
-    assert flaw_of(model) is None
-    model = model_class(CHECKPOINTED).train()
-    model.gradient_checkpointing_enable()
-    flaw = flaw_of(model)
-    assert (flaw is None) == (model_class is Qwen2ForCausalLM), flaw
-    assert all(module.training for module in model.modules())
-
-
 def test_a_model_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for layer in model.model.layers:
@@ -212,19 +179,10 @@ def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
     assert asked == [0, sum(len(request.boundaries) * len(request.answers) for request in requests)]
 
 
-def test_packing_asks_nothing_of_the_device():
-    """On the meta device nothing has a value, so that an index made of a mask there is an error."""
-    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
-    layout = to_device(PackedLayout.of(mask, 3), torch.device("meta"))
-    seen = {}
-
-    def model(**inputs):
-        seen.update(inputs)
-        return SimpleNamespace(log_probs=torch.zeros(1, 7, device="meta"), aux_loss=None)
-
-    ids = torch.ones(3, 5, dtype=torch.long, device="meta")
-    log_probs, *_ = packed_log_probs(model, ids, mask.to("meta"), 3, flash=True, layout=layout)
-    assert seen["input_ids"].shape == seen["labels"].shape == (1, 8) and log_probs.shape == (3, 3)
+def test_a_mask_of_the_models_own_is_not_dropped():
+    states = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="Module has an attention mask of its own"):
+        tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())
 
 
 class FakeModel:
@@ -268,17 +226,3 @@ def test_the_verdict_on_a_fault():
         model = FakeModel(**fault)
         flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
         assert flaw is None if said is None else said in flaw, (fault, dtype, flaw)
-
-
-def test_a_pass_that_raises_is_a_flaw():
-    def packed(samples):
-        raise TypeError("forward() got an unexpected keyword argument 'trees'")
-
-    flaw = isolation_flaw(packed, FakeModel().alone, vocabulary=VOCABULARY, dtype=torch.float32)
-    assert flaw == "a packed pass raises TypeError: forward() got an unexpected keyword argument 'trees'"
-
-
-def test_a_mask_of_the_models_own_is_not_dropped():
-    states = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="Module has an attention mask of its own"):
-        tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())

@@ -19,14 +19,19 @@ EXAMPLE = {"prompt": "1 + 2 = ", "answer": "3"}
 
 
 def random_requests(*, longest: int = LONGEST, count: int = 7) -> list[ValueRequest]:
-    """Distinct completions, each asked for at every second token and at its end; one is not asked for."""
+    """Distinct completions, each asked for at every second token and at its end; one is not asked for.
+
+    Of the last two, one is as long as the trainer's completions may be, and one is longer.
+    """
     generator = random.Random(0)
     requests = []
     for row in range(count):
         completion = (4 + row, *(generator.randrange(4, 260) for _ in range(generator.randint(0, longest - 1))))
         boundaries = () if row == 3 else (*range(1, len(completion), 2), len(completion))
         requests.append(ValueRequest((7, 8, 9)[: 1 + row % 3], completion, boundaries, example=EXAMPLE))
-    return requests
+    full = ValueRequest((5,), tuple(range(4, 4 + LONGEST)), (1, 11, LONGEST), example=EXAMPLE)
+    longer = ValueRequest((6,), tuple(range(40, 45 + LONGEST)), (2, LONGEST, LONGEST + 5), example=EXAMPLE)
+    return [*requests, full, longer]
 
 
 def rest(prefix: list[int], number: int) -> list[int]:
@@ -120,21 +125,9 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
         check(MonteCarloValue(k)(requests, trainer), requests, k)
         assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
         assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0, k
+        assert trainer.generation_config.max_new_tokens == LONGEST
         largest = max(ROWS // k * k, k)  # a prefix's rollouts stay together
         assert max(len(ids) for ids, _ in trainer.sampled) == max(seen) == largest, k
-
-
-def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
-    """A batch ends with the longest rest that one of its rows may have; a completion at its end is not sampled."""
-    requests = random_requests()
-    full = ValueRequest((5,), tuple(range(4, 4 + LONGEST)), (1, 11, LONGEST), example=EXAMPLE)
-    longer = ValueRequest((6,), tuple(range(40, 45 + LONGEST)), (2, LONGEST, LONGEST + 5), example=EXAMPLE)
-    requests += [full, longer]
-    check(MonteCarloValue(2)(requests, trainer), requests, 2)
-    batches = [(rooms(requests, ids), most) for ids, most in trainer.sampled]
-    assert all(min(room) > 0 and max(room) == most for room, most in batches)
-    assert [most for _, most in batches] == sorted((most for _, most in batches), reverse=True)
-    assert trainer.generation_config.max_new_tokens == LONGEST
 
 
 def test_rollouts_end_with_the_context(trainer, monkeypatch):
@@ -255,24 +248,16 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
             log_metric("shortest", min(map(len, completion_ids)))
             return [math.nan if len(ids) == 7 else float(len(ids) % 2) for ids in completion_ids]
 
-    class Half:
-        space = "probability"
-        needs_answers = False
-
-        def __call__(self, requests, trainer):
-            return [[0.5] * len(request.boundaries) for request in requests]
-
     seen = []
-    for value in (Half(), MonteCarloValue(2)):
-        episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_solved": False}
-        process = ProcessRewardCallback(value, estimator="grpo", **episodes)
-        own = {"reward": Talking(), "callbacks": [process], "dataset": prompts(64).remove_columns("answer")}
+    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_solved": False}
+    for callbacks in ([], [ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)]):
+        own = {"reward": Talking(), "callbacks": callbacks, "dataset": prompts(64).remove_columns("answer")}
         trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, max_completion_length=LONGEST, **own)
-        other = ("process/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/", "clip_ratio/")
+        other = ("process/", "advantage/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/")
         history = [
             {name: one for name, one in log.items() if not name.startswith(other)} for log in trainer.state.log_history
         ]
-        table = {name: list(column) for name, column in trainer._logs.items() if name not in ("rewards", "extra")}
+        table = {name: list(trainer._logs[name]) for name in ("prompt", "completion")}
         columns = {name: list(column) for kind in ("rewards", "extra") for name, column in trainer._logs[kind].items()}
         seen.append(repr((history, table, columns)))  # NaN is not equal to itself
         assert len(columns["length"]) == ROWS and {"reward", "shortest", "num_tokens"} <= history[0].keys()

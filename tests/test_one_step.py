@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner, RolloutBatch
-from tests.tiny import assert_same_update, log_probs, parameters, prompts, run
+from tests.tiny import assert_same_update, log_probs, parameters, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
 SHAPES |= {"max_completion_length": 6, "in_process": True, "async_level": 1}
@@ -84,29 +84,6 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model,
     assert waited == [True] * 8 and len(calls) == 16
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_type": "decoupled_ppo", "beta": 0.04},
-        {"steps_per_generation": 4, "loss_type": "aipo"},
-    ],
-)
-def test_losses_and_evaluation(tiny_model, tmp_path, settings):
-    """The ratio to the sampler is 1 in the first window only; an evaluation comes between sampling and training."""
-    watch = Watch()
-    evaluation = {
-        "eval_dataset": prompts(4),
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "per_device_eval_batch_size": 4,
-    }
-    trainer = trained(tiny_model, tmp_path, **settings, **evaluation, callbacks=[watch], learning_rate=0.5)
-    ratios = [line["off_policy/ratio_mean"] for line in trainer.state.log_history if "off_policy/ratio_mean" in line]
-    assert ratios[0] == pytest.approx(1.0, abs=1e-5) and any(abs(one - 1) > 1e-3 for one in ratios[1:])
-    assert all(torch.isfinite(value).all() for value in parameters(trainer.model).values())
-    assert watch.windows[1].policy_version.max() == 0
-
-
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_mode": "token_truncate"}, {"loss_type": "aipo"}])
 def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings):
     """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
@@ -127,14 +104,6 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
     own = [[(name, value) for name, value in one if name in names or name.startswith("sampling/")] for one in figures]
     assert [name for name, _ in own[0]] == [name for name, _ in own[1]] and len(own[0]) >= 4
     assert [value for _, value in own[0]] == pytest.approx([value for _, value in own[1]], rel=1e-4, abs=1e-6)
-
-
-def test_a_window_that_was_not_corrected_is_not_gone_on_with(tiny_model, tmp_path):
-    """Its rows have no ratio to the sampler, which the loss asks for here."""
-    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
-    trained(tiny_model, tmp_path, async_level=0, **settings)
-    with pytest.raises(ValueError, match=r"vllm_importance_sampling=False \(now True\)"):
-        trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
 
 
 def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):

@@ -3,7 +3,6 @@
 import random
 from itertools import groupby, pairwise, product
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,58 +109,6 @@ def test_what_an_optimizer_step_takes_of_its_window():
         assert walk.share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
-@pytest.mark.parametrize(
-    "per_generation, accumulation, iterations", [(4, 4, 1), (8, 4, 1), (2, 4, 1), (3, 4, 2), (4, 1, 1)]
-)
-def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_generation, accumulation, iterations):
-    """Walk 48 micro-steps and compare with TRL's slices: chunk s of the window belongs to micro-step s."""
-    walk, rows = schedule(per_generation, iterations), 2
-    lengths, used, windows = None, {}, 0
-    for step in range(48):
-        if step % accumulation == 0:
-            walk.begin_optimizer_step(step, accumulation, step // accumulation)
-            used = {}
-        if walk.window_due(step):
-            assert step % (per_generation * iterations) == 0
-            lengths = table(2, per_generation * rows, 0.6, seed=step)
-            walk.window_sampled(step)
-            windows += 1
-        assert not walk.window_due(step)  # idempotent
-        passes, _ = walk.passes(step, lengths, float(lengths[..., 2].sum()))
-        again, planned = walk.passes(step, lengths, float(lengths[..., 2].sum()))
-        assert again == passes and planned == []
-        for one in passes:
-            for rank, members in enumerate(one.micro_batch.rows):
-                for row in members:
-                    key = (windows, step // per_generation, rank, row)
-                    assert key not in used
-                    used[key] = True
-        if (step + 1) % accumulation == 0:
-            expected = {
-                (1 + s // (per_generation * iterations), s // per_generation, rank, row)
-                for s in range(step - accumulation + 1, step + 1)
-                for rank in range(2)
-                for row in range((s % per_generation) * rows, (s % per_generation + 1) * rows)
-                if int(table(2, per_generation * rows, 0.6, seed=s - s % (per_generation * iterations))[rank, row, 1])
-                > 0
-            }
-            assert set(used) == expected
-            assert walk.ran_model == bool(expected)
-
-
-def test_the_last_micro_step_runs_if_an_earlier_segment_did():
-    walk = schedule(steps_per_generation=2)
-    walk.begin_optimizer_step(0, 4, 0)
-    walk.window_sampled(0)
-    signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
-    assert [len(walk.passes(step, signal, 9.0)[0]) for step in (0, 1)] == [0, 1]
-    walk.window_sampled(2)
-    silent = torch.zeros(1, 4, 3, dtype=torch.long)
-    assert walk.passes(2, silent, 0.0)[0] == []
-    (dummy,) = walk.passes(3, silent, 0.0)[0]
-    assert dummy.micro_batch.rows == ((),)
-
-
 def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
     walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
@@ -170,31 +117,3 @@ def test_an_epochs_short_last_step():
     assert counts == [1, 1]
     segment = walk.passes(5, lengths, 1.0)[0][0].segment
     assert segment.all_rows == 4 and segment.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token
-
-
-def test_a_window_sampled_within_an_optimizer_step_cannot_serve_its_beginning():
-    walk = schedule(steps_per_generation=6)
-    walk.begin_optimizer_step(4, 4, 1)
-    assert not walk.sampled_after(4)
-    walk.window_sampled(6)
-    assert walk.completed(7, 1) == 4 and walk.sampled_after(4) and not walk.sampled_after(6)
-
-
-def test_what_no_optimizer_step_followed_is_part_of_the_next_one():
-    """The rest of a stream: Transformers then asks for micro-batches that there are not, and reads the stream again."""
-    walk = schedule(steps_per_generation=1)
-    walk.begin_optimizer_step(4, 1, 1)
-    walk.window_sampled(4)
-    assert len(walk.passes(4, table(1, 2, 1.0, seed=0), 1.0)[0]) == 1
-    for _ in range(2):
-        walk.begin_optimizer_step(5, 0, 1)
-    assert walk.ran_model and walk.completed(5, 1) == 4
-    walk.begin_optimizer_step(5, 2, 1)
-    silent = torch.zeros(1, 2, 3, dtype=torch.long)
-    walk.window_sampled(5)
-    assert walk.passes(5, silent, 0.0)[0] == []
-    walk.window_sampled(6)
-    assert len(walk.passes(6, silent, 0.0)[0]) == 1  # a dummy: gradients wait for their optimizer step
-    assert walk.completed(7, 1) == 4 and walk.completed(7, 2) == 7
-    walk.begin_optimizer_step(7, 2, 2)
-    assert not walk.ran_model

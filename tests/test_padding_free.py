@@ -2,20 +2,12 @@
 
 import copy
 import pickle
-import random
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from peft import LoraConfig
 from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -26,13 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
     TrainerCallback,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
 from dash_trl.update import ModelPasses, PackedLayout, packed_log_probs
-from tests.tiny import assert_same_update, parameters, run, save_tiny_model
+from tests.tiny import run
 
 SIZES = dict(
     vocab_size=97,
@@ -104,60 +94,6 @@ def test_packed_equals_one_row_at_a_time(name):
         assert len(PackedLayout.of(mask, keep, shared).tokens) == 34 - 2 * 4 * (shared is not None)
 
 
-def in_float64(model: torch.nn.Module) -> Callable[..., SimpleNamespace]:
-    """A pass of the model in float64 throughout: Transformers' norms and TRL's LM head have parts in float32."""
-    for module in model.double().modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            norm = torch.nn.functional.rms_norm
-            module.forward = partial(norm, normalized_shape=module.weight.shape, weight=module.weight, eps=1e-6)
-
-    def one_pass(labels: torch.Tensor, fused_lm_head: bool, **inputs: torch.Tensor) -> SimpleNamespace:
-        every = model(**inputs, use_cache=False).logits[:, :-1].log_softmax(dim=-1)
-        return SimpleNamespace(log_probs=every.gather(2, inputs["input_ids"][:, 1:, None])[..., 0], aux_loss=None)
-
-    return one_pass
-
-
-def random_groups(seed: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Groups of 1 to 4 rows with prompts of 2 to 9 tokens and completions of 1 to 8, and an empty row at the end."""
-    generator = random.Random(seed)
-    sizes = [(generator.randint(2, 9), generator.randint(1, 4)) for _ in range(groups)]
-    prompts = torch.tensor([*(prompt for prompt, rows in sizes for _ in range(rows)), 0])
-    same = torch.tensor([*(row > 0 and prompt > 2 for prompt, rows in sizes for row in range(rows)), False])
-    completions = torch.tensor([*(generator.randint(1, 8) for _ in same[1:]), 0])
-    ids = torch.randint(1, 97, (len(same), 9 + 8), generator=torch.Generator().manual_seed(seed))
-    for row in same.nonzero()[:, 0].tolist():
-        ids[row, :9] = ids[row - 1, :9]
-    columns = torch.arange(9 + 8)
-    mask = ((columns >= 9 - prompts[:, None]) & (columns < 9 + completions[:, None])).long()
-    return ids * mask, mask, 8, same
-
-
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(ARCHITECTURES)), groups=st.integers(1, 4))
-def test_shared_prompts_give_the_gradients_of_one_row_at_a_time_in_float64(seed, name, groups):
-    """Log-probs and the gradients of all parameters, to 1e-9."""
-    torch.manual_seed(0)
-    model = ARCHITECTURES[name]().eval()
-    assert passes_of(model).padding_free
-    one_pass = in_float64(model)
-    ids, mask, keep, same = random_groups(seed, groups)
-    weights = torch.randn(len(ids), keep, dtype=torch.float64) * mask[:, -keep:]
-
-    def gradients(rows: list[tuple[torch.Tensor, torch.Tensor]], **kwargs: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        found = torch.cat([packed_log_probs(one_pass, *row, keep, flash=False, **kwargs)[0] for row in rows])
-        (found * weights[: len(found)]).sum().backward()
-        return [found.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-
-    alone = gradients([(ids[row : row + 1], mask[row : row + 1]) for row in range(len(ids) - 1)])
-    together = gradients([(ids, mask)], same_prompt=same)
-    assert not together[0][-1].any()
-    torch.testing.assert_close([together[0][:-1], *together[1:]], alone, atol=1e-9, rtol=1e-9)
-    saved = ((mask[:, :-keep].sum(dim=1) - 1) * same).sum()  # the last token of a shared prompt is computed per row
-    assert len(PackedLayout.of(mask, keep, same).tokens) == mask.sum() - saved
-
-
 def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
     model = packable(ARCHITECTURES["qwen2"]())
     mask = torch.zeros(2, 3, dtype=torch.long)
@@ -200,15 +136,6 @@ def test_models_that_mix_samples_are_padded():
     assert passes_of(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))).padding_free
 
 
-def test_an_sdpa_of_the_users_is_left_alone():
-    before = AttentionInterface()["sdpa"]
-    AttentionInterface.register("sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
-    try:
-        assert "another function" in passes_of(ARCHITECTURES["qwen2"]()).padded_because
-    finally:
-        AttentionInterface.register("sdpa", before)
-
-
 class WithoutUs(pickle.Unpickler):
     """As in a process where there is no `dash_trl`."""
 
@@ -218,7 +145,7 @@ class WithoutUs(pickle.Unpickler):
 
 
 def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
-    """A pickle, a copy, a merged model and a saved one."""
+    """A pickle, and a copy."""
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -226,26 +153,9 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
 
     model = run(DASHTrainer, tiny_model, tmp_path / "out", callbacks=[Keep()]).model
     torch.save(copy.deepcopy(model), tmp_path / "copy")
-    model.save_pretrained(tmp_path / "saved")
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    merged = run(DASHTrainer, tiny_model, tmp_path / "out", peft_config=lora).model.merge_and_unload()
-    torch.save(merged, tmp_path / "merged")
     unpickling = SimpleNamespace(**{**vars(pickle), "Unpickler": WithoutUs})
     ids = torch.arange(1, 7).unsqueeze(0)
-    for name, one in (("while training", model), ("copy", model), ("merged", merged), ("saved", model)):
-        if name == "saved":
-            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        else:
-            loaded = torch.load(tmp_path / name, weights_only=False, pickle_module=unpickling)
+    for name in ("while training", "copy"):
+        loaded = torch.load(tmp_path / name, weights_only=False, pickle_module=unpickling)
         assert loaded.config._attn_implementation == "sdpa"
-        torch.testing.assert_close(loaded.cpu()(input_ids=ids).logits, one.cpu()(input_ids=ids).logits)
-
-
-def test_a_windowed_model_trains_like_trl(tmp_path, caplog):
-    """The padded layout, chosen by the model itself."""
-    config = MistralConfig(**{**SIZES, "vocab_size": 300}, sliding_window=8)
-    model = save_tiny_model(tmp_path / "model", MistralForCausalLM, config)
-    trl, dash = (run(trainer_class, model, tmp_path / "out") for trainer_class in (GRPOTrainer, DASHTrainer))
-    assert_same_update(parameters(model), parameters(trl.model), parameters(dash.model))
-    assert dash.state.log_history[0]["packing/padding_free"] == 0
-    assert "MistralForCausalLM: model passes are padded, not padding-free, because its attention is not" in caplog.text
+        torch.testing.assert_close(loaded.cpu()(input_ids=ids).logits, model.cpu()(input_ids=ids).logits)

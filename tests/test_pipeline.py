@@ -6,13 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import pandas
 import pytest
 import torch
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
-from tests.tiny import ScriptedRollouts, assert_same_update, parameters, prompts, run
+from tests.tiny import ScriptedRollouts, assert_same_update, parameters, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
@@ -261,50 +260,3 @@ def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
         settings = {"reward": RewardRunner(Delayed()), "reward_pipeline": True, **SHAPES, **changed}
         with pytest.raises(ValueError, match=message):
             run(trainer_class, tiny_model, tmp_path, **settings)
-
-
-class Draws(LooksAtGroups):
-    """A random number for each group."""
-
-    def on_rewards(self, args, state, control, rollouts, **kwargs):
-        self.drawn = [*getattr(self, "drawn", []), *torch.rand(len(rollouts) // 4).tolist()]
-
-
-def test_a_checkpoint_within_a_window_is_one_of_training(tiny_model, tmp_path):
-    """It comes after an evaluation; what its window draws and fails at while it waits belongs to the run."""
-    settings = {**MINI, "reward_pipeline": True, "eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
-    settings |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    draws = [Draws(), Draws()]
-    whole, rest = (
-        trained(tiny_model, tmp_path, 0, fails=True, callbacks=[one], resume=resume, **settings)[1]
-        for one, resume in zip(draws, (None, str(tmp_path / "checkpoint-2")), strict=True)
-    )
-    assert len(draws[0].drawn) == 8 and draws[0].drawn[4:] == draws[1].drawn
-    for trainer, windows in ((whole, 2), (rest, 1)):
-        failed = [line["rewards/delayed/failed"] for line in trainer.state.log_history if "filter/kept_rows" in line]
-        assert len(failed) == windows and all(failed)
-
-
-def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
-    """Not before: until then the table is that of the window before, and not of an evaluation that came meanwhile."""
-
-    def texts(completion, completion_ids):
-        return float(len(completion_ids)), {"text": completion}
-
-    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "eval_strategy": "steps", "eval_steps": 3}
-    settings |= {"eval_dataset": prompts(1), "per_device_eval_batch_size": 4, "reward": RewardRunner(texts)}
-    run(DASHTrainer, tiny_model, tmp_path, **settings)
-    rows = {}
-    for step in (1, 3, 4, 5, 8):  # an evaluation's table takes the place of its step's
-        table = pandas.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
-        assert list(table.get("texts/text", [])) == list(table["completion"])
-        rows[step] = len(table)
-    assert rows == {1: 0, 3: 4, 4: 16, 5: 16, 8: 16}
-
-
-def test_the_table_of_a_run_does_not_begin_with_the_run_before(tiny_model, tmp_path):
-    """It has a column for each function from the first on."""
-    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "reward": RewardRunner(Delayed())}
-    run(DASHTrainer, tiny_model, tmp_path, **settings).train()
-    table = pandas.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
-    assert len(table) == 0 and "delayed" in table

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import threading
 from functools import reduce
 from pathlib import Path
 
@@ -16,59 +15,9 @@ HANGS = 600.0  # seconds; a last resort
 NESTED: list = reduce(lambda inner, _: [inner], range(100_000), [])  # json raises a RecursionError
 
 
-class OwnError(RuntimeError):
-    def __init__(self, first, second):
-        super().__init__(f"{first}, {second}")
-
-
 class Unsayable(RuntimeError):
     def __str__(self):
         raise RuntimeError("no text")
-
-
-def agreements(*works) -> list[str]:
-    """Runs a work and then an agreement on several ranks, which are threads here; returns each rank's result."""
-    store, outcome = dist.HashStore(), [""] * len(works)
-
-    def come(rank: int) -> None:
-        failure, left = None, []
-        try:
-            works[rank](store, rank, left)
-        except KeyError as error:
-            failure = error
-        said = meet(store, rank, len(works), failure, ["1"], left, timeout=HANGS)
-        after = meet(store, rank, len(works), None, ["2"], left, timeout=HANGS)
-        outcome[rank] = f"{ {one: text for one, (text, _) in said.items()} } {after}"
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcome
-
-
-def works(store, rank, left) -> None:
-    pass
-
-
-def fails(store, rank, left) -> None:
-    raise KeyError(rank)
-
-
-def agrees_within(store, rank, left) -> None:
-    """An agreement within the work, to which the rank that failed before does not come."""
-    for _, error in meet(store, rank, 2, None, ["1", "1.1"], left, timeout=HANGS).values():
-        raise error
-
-
-def test_every_rank_is_told_what_failed_and_the_next_agreement_is_a_new_one():
-    assert agreements(works, works, works) == ["{} {}"] * 3
-    assert agreements(works, fails, fails) == ["{1: 'KeyError: 1', 2: 'KeyError: 2'} {}"] * 3
-
-
-def test_who_waits_within_an_agreement_hears_of_a_failure_around_it():
-    assert agreements(agrees_within, fails) == ["{0: 'KeyError: 1', 1: 'KeyError: 1'} {}"] * 2
 
 
 def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
@@ -99,7 +48,6 @@ def test_an_error_reaches_the_others_as_itself_or_as_its_text():
         (FileNotFoundError(2, "no file"), "FileNotFoundError: [Errno 2] no file", FileNotFoundError(2, "no file")),
         (ValueError(object), "ValueError: <class 'object'>", ValueError("<class 'object'>")),
         (PoolError("no server"), "PoolError: no server", PoolError("no server")),
-        (OwnError("a", "b"), "OwnError: a, b", None),
         (json.JSONDecodeError("why", "", 0), "JSONDecodeError: why: line 1", None),
         (UnicodeDecodeError("utf-8", b"", 0, 1, "why"), "UnicodeDecodeError: 'utf-8' codec", None),
         (Unsayable(), "Unsayable: <exception str() failed>", None),

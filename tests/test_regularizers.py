@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.update import ScaledCoefficient, Segment, regularizer_weight
 from tests.test_isolation import BLIND
-from tests.tiny import ScriptedReward, assert_same_update, parameters, prompts, run, save_tiny_model
+from tests.tiny import ScriptedReward, parameters, prompts, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
@@ -27,45 +26,11 @@ def update_of(trainer, start) -> torch.Tensor:
     return torch.cat([(end[name] - start[name]).flatten() for name in start])
 
 
-def test_the_weights_of_a_segment_add_up():
-    segment = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=100.0, kept_rows=5, kept_tokens=60)
-    tokens = [10, 0, 25, 25]  # of the passes of both ranks; one is a dummy
-    assert sum(regularizer_weight(count, segment) for count in tokens) == pytest.approx(segment.passes)
-    assert regularizer_weight(0, segment) == 0.0
-    silent = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=100.0, kept_rows=0, kept_tokens=0)
-    assert regularizer_weight(0, silent) == 0.0
-
-
-def test_a_scaled_coefficient_is_scaled_as_a_factor_only():
-    coefficient = ScaledCoefficient(0.5, scale=4.0)
-    assert (coefficient * torch.tensor(3.0)).item() == 6.0
-    assert coefficient == 0.5 and coefficient + 0.25 == 0.75 and min(coefficient - 1.0, 2.0) == -0.5
-    assert type(coefficient + 0.25) is float and str(sum([coefficient]) / 1) == "0.5"
-
-
 def token_log_probs(trainer, model, inputs) -> torch.Tensor:
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     length = inputs["completion_ids"].shape[1]
     return trainer._get_per_token_logps_and_entropies(model, ids, mask, length)[0] * inputs["completion_mask"]
-
-
-class RowMeans:
-    """A subclass's own loss in place of TRL's: a mean over rows."""
-
-    def _compute_loss(self, model, inputs):
-        lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1)
-        rows = -inputs["advantages"] * token_log_probs(self, model, inputs).sum(dim=1) / lengths
-        return rows.mean() / self.current_gradient_accumulation_steps
-
-
-def test_a_loss_of_ones_own_has_trls_weight(tiny_model, tmp_path):
-    start = parameters(tiny_model)
-    trl = run(type("Own", (RowMeans, GRPOTrainer), {}), tiny_model, tmp_path, loss_type="grpo")
-    for budget in BUDGETS:
-        ours = {"loss_type": "grpo", "max_tokens_per_microbatch": budget}
-        dash = run(type("Own", (RowMeans, DASHTrainer), {}), tiny_model, tmp_path, **ours)
-        assert_same_update(start, parameters(trl.model), parameters(dash.model))
 
 
 class Penalised(DASHTrainer):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.checkpoints import checkpoint_to_resume
@@ -117,30 +116,6 @@ def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, l
         seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
         assert seen == windows[-left:] and resumed.state.global_step == whole.state.global_step
         same(whole, resumed)
-
-
-class EndsTheEpoch(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1
-
-
-def test_the_order_of_the_prompts_is_trls(tiny_model, tmp_path):
-    """Over three epochs, the first of which a callback ends early."""
-    orders = {}
-    for trainer_class in (GRPOTrainer, DASHTrainer):
-        seen = orders[trainer_class] = []
-
-        def reward(prompts, completion_ids, seen=seen, **kwargs):
-            seen.extend(prompts[::4])
-            return [float(len(ids) % 2) for ids in completion_ids]
-
-        settings = {"reward": reward, "max_steps": 5, "dataset": prompts(8), "callbacks": [EndsTheEpoch()]}
-        run(trainer_class, tiny_model, tmp_path, **settings)
-    order = orders[DASHTrainer]
-    assert order == orders[GRPOTrainer]
-    epochs = order[:4], order[4:12], order[12:20]
-    assert set(epochs[1]) == set(epochs[2]) and len(set(epochs[1])) == 8
-    assert epochs[0] != epochs[1][:4] and epochs[1] != epochs[2]
 
 
 # ---------------------------------------------------------------------- with other shapes than the checkpoint's

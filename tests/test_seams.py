@@ -1,10 +1,8 @@
 """The contracts with TRL's internals: each seam on a plain `GRPOTrainer`, so that a new TRL fails here first."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
-import torch
 from huggingface_hub import constants
 from transformers import TrainerCallback
 from transformers.integrations import TrackioCallback
@@ -14,8 +12,6 @@ from dash_trl.seams import (
     begin_anew,
     begin_trackio,
     count_pass_time,
-    sync_weights,
-    to_training_mode,
     weights_of,
     with_settings,
 )
@@ -50,29 +46,6 @@ def test_the_ratio_is_read_behind_the_forward_pass():
     """Within which `give_late_ratio` may still set it."""
     before, behind = inspect.getsource(GRPOTrainer._compute_loss).split("self._get_per_token_logps_and_entropies(")
     assert "importance_sampling_ratio" in behind and "importance_sampling_ratio" not in before
-
-
-class WithModes(torch.optim.SGD):
-    """As schedule-free optimizers, which evaluate with other weights than they train."""
-
-    def train(self):
-        pass
-
-
-def test_vllm_gets_the_weights_again_after_an_evaluation_of_an_optimizer_with_modes(trainer, monkeypatch):
-    syncs: list[str] = []
-    sampler = SimpleNamespace(sync_weights=lambda: syncs.append("weights"))
-    for name, value in {"use_vllm": True, "vllm_generation": sampler, "_last_loaded_step": 2}.items():
-        monkeypatch.setattr(trainer, name, value, raising=False)  # as if vLLM had the weights of the last step
-    for kind, sent in ((torch.optim.SGD, []), (WithModes, ["weights"])):
-        monkeypatch.setattr(trainer, "optimizer", kind(trainer.model.parameters(), lr=1.0))
-        to_training_mode(trainer)
-        sync_weights(trainer)
-        assert not syncs  # there was no evaluation
-        trainer.model_wrapped.eval()
-        to_training_mode(trainer)
-        sync_weights(trainer)
-        assert syncs == sent and trainer.model_wrapped.training
 
 
 @pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])

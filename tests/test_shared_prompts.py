@@ -1,13 +1,10 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
-import weakref
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTConfig
 
 from dash_trl import DASHTrainer
@@ -88,42 +85,6 @@ def test_attention_and_its_gradients(dtype, value_size, trees):
         torch.testing.assert_close(one.grad.double(), other.grad, **close)
 
 
-class Calls(TorchFunctionMode):
-    """The calls of SDPA: (sequences, tokens of each, tokens that each continues)."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes: list[tuple[int, int, int]] = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is scaled_dot_product_attention:
-            (count, _, tokens, _), keys = args[0].shape, args[1].shape[2]
-            self.shapes.append((count, tokens, keys - tokens))
-        return function(*args, **(kwargs or {}))
-
-
-def calls_of(dtype: torch.dtype, trees: Trees) -> list[tuple[int, int, int]]:
-    with Calls() as calls, torch.no_grad():
-        tree_attention(MODULE, *states(dtype, trees), None, trees=trees)
-    return calls.shapes
-
-
-def test_batches_have_sequences_of_similar_lengths():
-    """A sequence of over 256 tokens is padded by a third at most, and a batch has at most twice the tokens."""
-    own = (
-        *map(TreeShape, (1000, 700, 3, 750)),
-        TreeShape(200, (20, 10)),
-        TreeShape(200, (15, 2)),
-        TreeShape(90, (9, 9)),
-    )
-    few = (TreeShape(100, (30,) * 8),)
-    batches = [(4, 20, 200), (2, 9, 90), (2, 1000, 0), (1, 700, 0), (4, 200, 0)]
-    assert calls_of(IN_BATCHES, own) == batches
-    assert calls_of(IN_BATCHES, few) == [(5, 30, 100), (3, 30, 100), (1, 100, 0)]  # 5 * 130 ≤ 2 * 340 < 6 * 130
-    for dtype in (torch.float32, torch.bfloat16):  # by the kernel of the CPU, without a copy
-        assert calls_of(dtype, TREES) == [(1, tree.trunk, 0) for tree in TREES]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, IN_BATCHES])
 def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(dtype):
     """No copies of the trunk's keys and values, neither one per branch nor one per head of the queries (GQA)."""
@@ -144,18 +105,6 @@ def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(dtype):
     copies = sum(tree.trunk for tree in trees) * (4 + 2 + 2) * 8 * 8  # bytes; a batch of trunks keeps one of each
     rows = kept(tuple(TreeShape(len(tree)) for tree in trees))
     assert 0 < kept(trees) <= 1.01 * rows + copies * (dtype == IN_BATCHES)
-
-
-def test_a_checkpointed_layer_keeps_no_states_of_branches():
-    states_of_layer = []
-
-    def layer(*inputs: torch.Tensor) -> torch.Tensor:
-        made = [one * 2 for one in inputs]
-        states_of_layer.extend(map(weakref.ref, made))
-        return tree_attention(MODULE, *made, None, trees=TREES)[0]
-
-    output = checkpoint(layer, *states(IN_BATCHES), use_reentrant=False)
-    assert output.requires_grad and [one() for one in states_of_layer] == [None] * 3
 
 
 @pytest.mark.parametrize("value_size", [8, 4], ids=["the CPU's kernel", "batches"])
@@ -225,17 +174,6 @@ def test_flash_attention_shares_prompts(tmp_path):
     )
     assert shared.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
     assert_same_update(parameters(path), parameters(plain.model), parameters(shared.model))
-
-
-def test_groups_stay_together_where_they_fit():
-    """Three groups of four survivors, two passes of six rows: one group is split."""
-    row = [100, 10, 10]
-    table = torch.tensor([[[*row, place % 3] for place in range(12)]])
-    (micro_batches,) = plan_segment(table, 1, max_rows=6, min_shared=32)
-    prompts = [len({row % 3 for row in one.rows[0]}) for one in micro_batches]
-    assert [len(one.rows[0]) for one in micro_batches] == [6, 6] and prompts == [2, 2]
-    (apart,) = plan_segment(table, 1, max_rows=6)
-    assert [len({row % 3 for row in one.rows[0]}) for one in apart] == [3, 3]
 
 
 def test_where_rows_of_a_group_go():

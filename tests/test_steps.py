@@ -1,4 +1,4 @@
-"""`StepValue`: scores of episodes become values, and the credit of their tokens."""
+"""`StepValue`: scores of episodes become values."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHTrainer
 from dash_trl.process_rewards import ProcessRewardCallback, StepValue, ValueRequest
 from tests.test_tensor_arguments import refusal
 from tests.tiny import run
@@ -19,21 +19,8 @@ def tokenizer(tiny_model):
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_model, tmp_path_factory):
-    """A run in which a step is worth its length: trainer, callback, advantages."""
-
-    def longer(prompts, steps, **columns):
-        return [[float(len(step)) for step in row] for row in steps]
-
-    class Look(DASHCallback):
-        def on_advantages(self, args, state, control, rollouts, **kwargs):
-            self.advantages = rollouts.advantages.clone()
-
-    settings = {"estimator": "episode", "min_episode_tokens": 1, "max_episode_tokens": 4, "skip_solved": False}
-    look, callback = Look(), ProcessRewardCallback(StepValue(longer), **settings)
-    folder = tmp_path_factory.mktemp("steps")
-    trainer = run(DASHTrainer, tiny_model, folder, callbacks=[callback, look], constant=1.0)  # outcomes say nothing
-    return trainer, callback, look.advantages
+def trainer(tiny_model, tmp_path_factory):
+    return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("steps"))
 
 
 def request(tokenizer, prompt: str, *steps: str, **example) -> ValueRequest:
@@ -53,8 +40,7 @@ def test_sums_of_scores_have_not_the_unit_of_the_outcome():
         assert ("unit" in said) == rewards and bool(said) == rewards
 
 
-def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer, trained):
-    trainer = trained[0]
+def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer, trainer):
     seen = []
 
     def score(prompts, steps, **columns):
@@ -83,25 +69,12 @@ def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer, trained
     assert steps == [["a\n", "bb\n", "c\n"], ["a\n", "b\n"], ["a\n"], ["a\n"]]
 
 
-def test_a_function_that_scores_other_steps_is_named(tokenizer, trained):
+def test_a_function_that_scores_other_steps_is_named(tokenizer, trainer):
     asked = [request(tokenizer, "1", "a", "b", "c")]
     for scores in ([[0.5]], [[0.5, 1.0, 2.0, 3.0]], [], [[]], [[0.5] * 3, [0.5] * 3]):
 
         def mine(prompts, steps, scores=scores, **columns):
             return scores
 
-        found = refusal(StepValue(mine), asked, trained[0])
+        found = refusal(StepValue(mine), asked, trainer)
         assert re.search(r"mine returned .* scores for completions of \[3\] steps", found), scores
-
-
-def test_a_reward_for_a_step_reaches_its_tokens(trained):
-    """By the estimator whose credit of an episode is its own reward over the spread of the group."""
-    _, callback, advantages = trained
-    scales = []
-    for row, (boundaries, worth) in enumerate(callback.last):
-        episodes = list(zip(boundaries[:-1], boundaries[1:], worth[:-1], worth[1:], strict=True))
-        scales.append([float(advantages[row, t]) / (v - u) for s, e, u, v in episodes for t in range(s, e)])
-    for group in range(0, 16, 4):  # one spread for the rows of a group
-        found = sum(scales[group : group + 4], [])
-        assert found[0] > 0 and found == pytest.approx([found[0]] * len(found))
-    assert max(map(len, scales)) > 8

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from dash_trl import DASHTrainer
 from dash_trl.monitoring import MetricsFileCallback
-from tests.tiny import ScriptedReward, Snapshots, parameters, run
+from tests.tiny import ScriptedReward, parameters, run
 
 EVALUATION: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
 
@@ -55,32 +55,6 @@ def test_the_figures_are_those_of_the_completions(tiny_model, tmp_path):
         assert found[f"eval_pass_at_{k}"] == pytest.approx(statistics.fmean(lucky))
     for name in ("eval_accuracy", "eval_pass_at_1", "eval_pass_at_3"):
         assert 0 <= found[f"{name}_low"] < found[name] < found[f"{name}_high"] <= 1
-
-
-class ByEvaluation(ScriptedReward):
-    """Of every evaluation, which is one call, another number of completions is right."""
-
-    def __init__(self, *right: int):
-        super().__init__(constant=0.3)
-        self.right = iter(right)
-
-    def __call__(self, prompts, answer, **kwargs):
-        if answer[0] >= 0:
-            return super().__call__(prompts, **kwargs)
-        right = next(self.right)
-        return [float(row < right) for row in range(len(prompts))]
-
-
-def test_the_best_checkpoint_is_that_of_the_highest_accuracy(tiny_model, tmp_path):
-    steps = Snapshots()
-    settings = {**EVALUATION, "per_device_eval_batch_size": 16, "eval_k": [1], "max_steps": 4, "save_strategy": "best"}
-    settings |= {"metric_for_best_model": "eval_accuracy", "load_best_model_at_end": True}
-    data = {"reward": ByEvaluation(4, 12, 8, 11), "eval_dataset": held_out(4), "callbacks": [steps]}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, **data, **settings)
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.75, 2)
-    kept = parameters(trainer.model)
-    assert all(value.equal(steps.steps[1][name]) for name, value in kept.items())
-    assert not all(value.equal(steps.steps[3][name]) for name, value in kept.items())
 
 
 def test_every_function_and_data_set_has_figures_of_its_own(tiny_model, tmp_path):

@@ -123,35 +123,6 @@ def no_tree(tiny_model):
     return model
 
 
-def test_models_that_mix_a_row_are_valued_in_a_loop(no_tree, tokenizer, caplog):
-    requests = random_requests()
-    values = AnswerLogProbValue(" = ").score(requests, no_tree, tokenizer)
-    assert "one pass per boundary" in caplog.text
-    check(values, no_tree, tokenizer, requests)
-
-
-@pytest.mark.parametrize("kind", ["qwen", "no_tree"])
-def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, request, tokenizer):
-    """Under ZeRO-3 a pass is a collective: one more or less, or an agreement between two passes, is a hang."""
-    model, order, here = request.getfixturevalue(kind), [], []
-
-    def agree(passes: int) -> int:
-        order.append("agreement")
-        here.append(passes)
-        return passes + 2
-
-    estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=40)
-    estimator.score([], model, tokenizer)  # whether the model takes trees is tried once
-    for requests in ([], random_requests()):
-        order.clear()
-        hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
-        values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=agree)
-        hook.remove()
-        assert order == ["agreement", *["pass"] * (here[-1] + 2)]
-        assert (here[-1] > 1) == bool(requests)
-        assert values == estimator.score(requests, model, tokenizer)
-
-
 REQUEST = ValueRequest((5, 6), (7, 8, 9), (0, 2, 3), ("12",))
 
 
