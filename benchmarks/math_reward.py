@@ -38,10 +38,8 @@ def canonical(gold: str) -> str | Fraction:
     text = re.sub(r"\\(?:left|right|!|,|;| )|\s|\\\$|\^\{?\\circ\}?|^[a-z](?:=|\\in)", "", gold)
     text = re.sub(r"(?<=[0-9a-z})])\\(?:text|mbox)\{[^}]*\}(?:\^\d)?$|_\{?\d+\}?$", "", text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    number = re.fullmatch(r"(-?)\\[dt]?frac\{?(-?\d+?)\}?\{?(\d+)\}?", text)
-    if number:
-        return Fraction(int(number[2]), int(number[3])) * (-1 if number[1] else 1)
-    if re.fullmatch(r"-?\d*\.?\d+", text):
+    text = re.sub(r"^(-?)\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?$", r"\1\2/\3", text)
+    if re.fullmatch(r"-?\d*\.?\d+|-?\d+/\d+", text):
         return Fraction(text)
     # "1,-2" and "-2,1" are the same set, and (-2,1) may mean this set
     return ",".join(sorted(text.strip("()").split(",")))
@@ -71,7 +69,7 @@ FORMS: dict[str, Callable[[str], str | None]] = {
     "behind a thought": lambda gold: f"<think>Perhaps $\\boxed{{104729}}$?</think>{in_box(gold)}",
     "equation": in_equation,
 }
-AGAINST_OTHERS = ("sentence", "box", "box twice")
+AGAINST_OTHERS = ("sentence", "box", "box twice")  # forms in which answers are also compared with other gold answers
 
 
 def others(golds: Sequence[str], shift: int) -> list[str]:
@@ -82,25 +80,28 @@ def others(golds: Sequence[str], shift: int) -> list[str]:
 
 def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]:
     """Runs all checks on all gold answers; returns the figures of each check and the rows with a wrong score."""
-    report: dict[str, Any] = {"golds": 0, "checks": [], "failures": []}
+    report: dict[str, Any] = {"golds": 0, "checks": {}, "failures": []}
     for file, shifts in FILES.items():
-        golds = [
-            json.loads(line)["answer"].split("####")[-1].strip() for line in (data / file).read_text().splitlines()
-        ]
+        lines = map(json.loads, (data / file).read_text().splitlines())
+        golds = [line["answer"].split("####")[-1].strip() for line in lines]
+        report["golds"] += len(golds)
         checks = [(form, "self", golds) for form in FORMS]
         checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
         for form, name, answers in checks:
-            texts = [(FORMS[form](answer), gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+            texts = [
+                (FORMS[form](answer), gold, float(answer == gold)) for gold, answer in zip(golds, answers, strict=True)
+            ]
             rows = [row for row in texts if row[0] is not None]
             start = time.perf_counter()
             scores = reward(completions=[text for text, _, _ in rows], answer=[gold for _, gold, _ in rows])
-            seconds = time.perf_counter() - start
-            scored = [(*row, score) for row, score in zip(rows, scores, strict=True)]
-            failures = [row for row in scored if row[3] != (row[1] == row[2])]  # NaN differs from everything
-            figures = {"rows": len(rows), "failed": len(failures), "rows_per_s": len(rows) / seconds}
-            report["checks"].append({"check": f"{file} {form}, {name}", **figures})
+            speed = len(rows) / (time.perf_counter() - start)
+            failures = [(*row, score) for row, score in zip(rows, scores, strict=True) if score != row[2]]
             report["failures"] += failures
-        report["golds"] += len(golds)
+            report["checks"][f"{file} {form}, {name}"] = {
+                "rows": len(rows),
+                "failed": len(failures),
+                "rows_per_s": speed,
+            }
     return report
 
 
@@ -108,8 +109,8 @@ def main(data: Path, workers: int | None) -> dict[str, Any]:
     with closing(MathAccuracyReward(workers=workers)) as reward:
         reward([in_box("1")], ["1"])  # starts the workers
         report = run(reward, data)
-    for row in report["checks"]:
-        harness.say(row["check"], row)
+    for name, figures in report["checks"].items():
+        harness.say(name, figures)
     harness.say("all", {"golds": report["golds"], "failed": len(report["failures"])})
     return report
 

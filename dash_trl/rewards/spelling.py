@@ -97,5 +97,6 @@ _LARGE = re.compile(r"(?<![\w.,/^])(\d{1,15}(?:\.\d{1,10})?)(?:\s|~|\\ )*(thousa
 _NUMBER_WORDS = "hundred|thousand|million|dozen|square[ds]|cubed|hal(?:f|ves)|third|quarter|fourth|fifth|tenth"
 _UNITS = re.compile(
     rf"(?<=[\d}})])(?:\s|~|\\[ ,;!])*(?!.*(?:{_NUMBER_WORDS}))"
-    rf"(?:{_TEXT}[^{{}}\d]*(?:\^\d)?\}}|(?:(?<=[\s~,])[a-z]{{3,}}(?: [a-z]+)*|(?<=\s)[ckm]?m)\.?)(?:\s*\^\s*\{{?\d\}}?)?$"
+    rf"(?:{_TEXT}[^{{}}\d]*(?:\^\d)?\}}|(?:(?<=[\s~,])[a-z]{{3,}}(?: [a-z]+)*|(?<=\s)[ckm]?m)\.?)"
+    r"(?:\s*\^\s*\{?\d\}?)?$"
 )
