@@ -67,7 +67,7 @@ from dash_trl.rewards.spelling import (
     split_units,
     squeeze,
 )
-from dash_trl.workers import OutOfWork, call_all, default_workers, run_within, shared_workers
+from dash_trl.workers import OutOfWork, call_all, default_workers, leave_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +375,7 @@ class MathAccuracyReward:
             {"completion": completion_text(completion), "gold": "" if gold is None else str(gold)}
             for completion, gold in zip(completions, answer, strict=True)
         ]
-        workers = shared_workers(self.workers, _prepare_worker, self)
+        workers = shared_workers([self.score], self.workers, _prepare_worker, self)
         calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
             if call.error is not None and type(call.error) not in self._told:  # once per type of exception
@@ -390,7 +390,7 @@ class MathAccuracyReward:
 
     def close(self) -> None:
         """Stops the worker processes, unless another reward uses them. A later call starts them again."""
-        shared_workers(self.workers, _prepare_worker, self).leave(self)
+        leave_workers(self)
 
 
 def completion_text(completion: Any) -> str:
