@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described, has_failed
-from dash_trl.rewards.forms import RewardForm, Score, read_score
+from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
 LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functions; only the main thread may call them
@@ -204,27 +204,6 @@ class RunnerReward(WatchedReward):
         if log_extra is not None:
             for name in sorted(self._texts):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
-
-
-def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Calls a per-sample function and reads its score.
-
-    The time limit of the call also covers the reading, because user code may run when a returned object is converted
-    to a number.
-
-    Args:
-        function: a per-sample reward function.
-        arguments: the arguments of the call.
-
-    Raises:
-        ValueError: if `read_score` cannot read the return value of the function.
-    """
-    return read_score(function(**arguments))
-
-
-async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Calls a per-sample coroutine function and reads its score, like `scored`."""
-    return read_score(await function(**arguments))
 
 
 def score_of(outcome: Score | BaseException) -> float | None:

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, leave_workers, shared_workers
     from dash_trl.workers.programs import Command, OutOfWork, run_within
     from dash_trl.workers.ray_calls import RayCalls
-    from dash_trl.workers.threads import Feeder, ThreadCalls
+    from dash_trl.workers.threads import ThreadCalls
 
 __getattr__, __dir__, __all__ = lazy(__name__)

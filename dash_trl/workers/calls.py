@@ -95,7 +95,7 @@ class Request:
         starts = range(0, rows, group_size)
         self._rows_left = [[min(group_size, rows - start) for start in starts] for _ in range(functions)]
         self._functions_left = [functions] * len(starts)
-        self._calls: set[Call] = set()  # the calls that have not ended
+        self._calls: dict[Call, None] = {}  # the calls that have not ended, in order
         self._patience = LAST_SECONDS
         self._lock = threading.Lock()
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -120,8 +120,8 @@ class Request:
             The call.
         """
         self._patience = max(self._patience, LAST_SECONDS + call.timeout)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)  # type: ignore[arg-type]  # typed for any future
+        self._calls[call] = None
+        call.add_done_callback(self._calls.pop)  # type: ignore[arg-type]  # typed for any future
         call.add_done_callback(done)  # type: ignore[arg-type]
         return call
 
@@ -195,7 +195,7 @@ class Request:
     def cancel(self) -> None:
         """Cancel the calls, because nobody waits for their outcomes any more."""
         self.cancelled = True
-        for call in self._calls.copy():
+        for call in reversed(self._calls.copy()):  # the last first: a call that ends would make room for a later one
             call.cancel()
 
 

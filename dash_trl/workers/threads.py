@@ -1,4 +1,4 @@
-"""`ThreadCalls` makes calls on daemon threads. `Feeder` is a daemon thread that consumes items.
+"""`ThreadCalls` makes calls on daemon threads.
 
 Use threads for functions that spend their time waiting, for example for a server.
 
@@ -10,8 +10,6 @@ place of its thread. When the call returns after all, its thread can make furthe
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp
@@ -73,63 +71,3 @@ class ThreadCalls(Backend):
             self._hanging -= 1
         else:
             ended.set_result(outcome)
-
-
-class Feeder:
-    """Daemon thread that consumes items while the main thread makes the next items.
-
-    The main thread passes items with `put`. If the daemon thread fails, the next `put` or `finish` raises its error.
-
-    Args:
-        consume: function that runs on the daemon thread and gets an iterator over the items.
-        ahead: largest number of items that wait to be consumed.
-        timeout: longest wait in seconds: of `put` for room, and of `finish` for the end of the thread.
-    """
-
-    _END = object()
-
-    def __init__(self, consume: Callable[[Iterator[Any]], Any], *, ahead: int, timeout: float):
-        self._items: queue.Queue[Any] = queue.Queue(ahead)
-        self._timeout = timeout
-        self._done: Future[Any] = Future()
-        threading.Thread(target=self._work, args=(consume,), daemon=True, name="dash_trl feeder").start()
-
-    def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
-        """Run `consume`, and store its return value or its error. This is the function of the thread."""
-        try:
-            self._done.set_result(consume(iter(self._items.get, self._END)))
-        except BaseException as error:  # passed on to the main thread
-            self._done.set_exception(error)
-            while not self._items.empty():  # make room, so that a waiting `put` continues and raises the error
-                self._items.get_nowait()
-
-    def put(self, item: Any) -> None:
-        """Pass an item to the thread.
-
-        Args:
-            item: the item.
-
-        Raises:
-            TimeoutError: if there is no room for the item within the timeout.
-            Exception: the error of `consume`, if it has failed.
-        """
-        try:
-            if not self._done.done():
-                self._items.put(item, timeout=self._timeout)
-        except queue.Full:
-            raise TimeoutError(f"nothing was consumed for {self._timeout:g} s") from None
-        if self._done.done():
-            self._done.result()
-
-    def finish(self) -> Any:
-        """Signal that no more items come, and wait until `consume` has returned.
-
-        Returns:
-            Return value of `consume`.
-
-        Raises:
-            TimeoutError: if the thread does not end within the timeout.
-            Exception: the error of `consume`, if it has failed.
-        """
-        self.put(self._END)
-        return self._done.result(self._timeout)

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, held_tag, holds
-from dash_trl.workers import Feeder
+from dash_trl.workers import Call, ThreadCalls
 
-BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds three buckets: one is filled, one waits, one is sent
+BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds two buckets: one is filled while the other is sent
+Bucket = list[tuple[str, Tensor]]
 
 
 class NCCLWeights:
@@ -43,6 +45,7 @@ class NCCLWeights:
         self.dtype = dtype
         self.run = secrets.token_hex(4)
         self._clients: dict[str, Any] = {}
+        self._updates: dict[str, ExitStack] = {}  # the updates that are under way
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
         """Broadcast a new version to servers. Arguments, result and errors are those of `FileWeights.send`."""
@@ -56,6 +59,7 @@ class NCCLWeights:
             self._on_each(on_each, lambda server: server.resume(), failed)
         for url in failed.keys() & self._clients.keys():
             self._clients.pop(url).close_communicator()  # a failed client cannot be reused
+            self._updates.pop(url, None)
         return snapshot, errors_of(dict.fromkeys(urls) | failed)
 
     def _on_each(self, on_each: OnEach, ask: Callable[[VLLMServer], Awaitable[Any]], failed: dict[str, Any]) -> Any:
@@ -71,19 +75,29 @@ class NCCLWeights:
 
     def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
         """Broadcast all parameters to servers; return the checksum of what was sent."""
-        feeders = {url: Feeder(partial(self._broadcast, url), ahead=1, timeout=self.timeout) for url in urls}
-        checksum = 0
+        threads, checksum = ThreadCalls(max(1, len(urls))), 0
+        sent: dict[str, Call] = {}
+
+        def put(url: str, bucket: Bucket | None) -> None:
+            """Wait until the last bucket was sent, and send the next one meanwhile."""
+            if url in sent:
+                sent[url].result()
+            sent[url] = Call(self._broadcast, {"url": url, "bucket": bucket}, timeout=self.timeout)
+            threads.submit([sent[url]])
+
         for bucket in self._buckets(parameters):
             checksum += sum(tensor_checksum(tensor) for _, tensor in bucket)
-            for url, feeder in feeders.items():
-                _try(url, partial(feeder.put, bucket), failed)
-        for url, feeder in feeders.items():
-            _try(url, feeder.finish, failed)
+            for url in urls:
+                _try(url, partial(put, url, bucket), failed)
+        for url in urls:
+            _try(url, partial(put, url, None), failed)
+            _try(url, lambda url=url: sent[url].result(), failed)  # type: ignore[misc]
+        threads.close()
         return checksum % MODULUS
 
-    def _buckets(self, parameters: NamedTensors) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(self, parameters: NamedTensors) -> Iterator[Bucket]:
         """Copy parameters into buckets of about `BUCKET_BYTES`."""
-        bucket: list[tuple[str, Tensor]] = []
+        bucket: Bucket = []
         for name, tensor in parameters:
             bucket.append((name, tensor.detach().to(self.dtype, copy=True).contiguous()))
             if sum(tensor.nbytes for _, tensor in bucket) >= BUCKET_BYTES:
@@ -92,14 +106,18 @@ class NCCLWeights:
         if bucket:
             yield bucket
 
-    def _broadcast(self, url: str, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
-        """Broadcast buckets to one server, on the daemon thread for this server."""
+    def _broadcast(self, url: str, bucket: Bucket | None) -> None:
+        """Broadcast a bucket to one server, on a daemon thread. None: no more buckets come."""
         torch.cuda.set_device(self.device)  # a new thread uses device 0
         client = self._clients.get(url) or self._connect(url)
-        with client.weight_update():
-            for bucket in buckets:
-                metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket]
-                client.update_named_params(metadata, iter(bucket))
+        if url not in self._updates:
+            self._updates[url] = ExitStack()
+            self._updates[url].enter_context(client.weight_update())
+        if bucket is None:
+            self._updates.pop(url).close()
+        else:
+            metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket]
+            client.update_named_params(metadata, iter(bucket))
 
     def _connect(self, url: str) -> Any:
         """Create TRL's client for a server."""
