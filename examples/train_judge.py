@@ -70,7 +70,7 @@ class Judged(Mathematics):
         return JudgeReward(JUDGE_NAME, base_url=url)
 
     def reward(self) -> RewardRunner:
-        return RewardRunner(self.judge, retry_on=JudgeReward.RETRY_ON)
+        return RewardRunner(self.judge)
 
 
 if __name__ == "__main__":

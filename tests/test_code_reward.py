@@ -9,7 +9,6 @@ import pytest
 from dash_trl import CodeReward, load_code_dataset
 from dash_trl.evaluation import Reward, SampledCompletion
 from dash_trl.sandbox import Sandbox, UnfitTests, Verdict
-from dash_trl.workers import run_within
 from tests.attacks import programs
 
 MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
@@ -122,12 +121,12 @@ def test_a_body_continues_its_starter_code():
 
 
 def test_a_program_is_found_in_linear_time():
-    """In quadratic time this would take minutes of CPU time."""
+    """In quadratic time this would take minutes, beyond the CPU time that the suite allows a case."""
     for run in ("`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"):
         half = 100_000 // len(run)
         for text in (run * half, f"```python\n{run * half}" + " " * 100_000 + "`"):
-            run_within(60, found, text)
-            run_within(60, found, text, "f", STARTER)
+            found(text)
+            found(text, "f", STARTER)
 
 
 # ------------------------------------------------------------------------------------------------- what it is scored

@@ -179,7 +179,6 @@ def test_runners_that_cannot_be():
         (Judge, {"timeout": math.nan}, "timeout=nan would let no call"),
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
-        (Judge, {"backend": "process", "rate_limit": 5}, "rate_limit=5 has no effect with backend='process'"),
         (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
         ([], {}, "has no reward function"),
         (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),

@@ -105,6 +105,27 @@ def _note(name: Any, value: Any) -> float | str:
     return _number(value, f"the note {name!r} = {value!r:.100}, which is neither a number nor a string")
 
 
+def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
+    """Calls a per-sample function and reads its score.
+
+    The time limit of the call also covers the reading, because user code may run when a returned object is converted
+    to a number. Worker processes import this module, so it must not import torch.
+
+    Args:
+        function: a per-sample reward function.
+        arguments: the arguments of the call.
+
+    Raises:
+        ValueError: if `read_score` cannot read the return value of the function.
+    """
+    return read_score(function(**arguments))
+
+
+async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Score:
+    """Calls a per-sample coroutine function and reads its score, like `scored`."""
+    return read_score(await function(**arguments))
+
+
 @dataclass(frozen=True)
 class RewardForm:
     """Describes how a reward function is called.

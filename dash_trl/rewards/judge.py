@@ -2,8 +2,8 @@
 
 ::
 
-    prompt, completion, columns ──► request ──► in flight already? ──► read_judgement ──► score
-                                                └─ else the server                      └─ JudgeError: unscored
+    prompt, completion, columns ──► openai's client, with its retries ──► read_judgement ──► score
+                                                                         └─ JudgeError: unscored
 """
 
 import asyncio
@@ -13,10 +13,7 @@ import json
 import logging
 import os
 import re
-import time
-from collections import Counter
 from collections.abc import Mapping
-from email.utils import mktime_tz, parsedate_tz
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,39 +45,11 @@ FRAME = (
     "{lowest} (worst) to {highest} (best)."
 )
 MAX_ANSWER_TOKENS = 1024  # without a limit, a judge may repeat itself until the time-out
-MOST_BYTES = 4 << 20  # limit of a response's body: much more than an answer needs, but little memory
-# Limit, in seconds, of a pause that a server requests by `Retry-After`. The pause counts as time of the call, so an
-# answer must still fit into the runner's `timeout` of 60 s.
-LONGEST_PAUSE = 20.0
 OPENAI = "https://api.openai.com/v1"
 
 
 class JudgeError(RuntimeError):
     """Raised if there is no judgement: the judge refused, was cut off, or its answer does not match the schema."""
-
-
-class _Client(openai.DefaultAsyncHttpxClient):
-    """HTTP client that limits the size of a response and follows no redirect.
-
-    A redirect would send the completions to another server.
-    """
-
-    async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        response = await super().send(request, stream=True, **(options | {"follow_redirects": False}))
-        try:
-            body = b""
-            # A compressed body is refused, because it could unpack to endless data. The request forbids compression.
-            fits = response.headers.get("content-encoding", "identity") == "identity"
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if not fits or len(body) > MOST_BYTES:
-                    raise JudgeError(
-                        f"The judge's server answered with a compressed body, or with more than {MOST_BYTES} bytes."
-                    )
-        finally:
-            await response.aclose()
-        # `type(response)`, since openai's client may use httpx or httpx2; both have this constructor.
-        return type(response)(response.status_code, headers=response.headers, content=body, request=request)
 
 
 class Unjudgeable(JudgeError):
@@ -205,7 +174,7 @@ class JudgeReward:
             template="Task:\\n{prompt}\\n\\nReference answer: {answer}\\n\\nAnswer:\\n{completion}",
         )
         judge = JudgeReward("Qwen/Qwen3-8B", base_url="http://127.0.0.1:8000/v1")  # your own vLLM server
-        trainer = DASHTrainer(..., reward_funcs=RewardRunner([judge], retry_on=JudgeReward.RETRY_ON))
+        trainer = DASHTrainer(..., reward_funcs=judge)
 
     **Score.** Structured output makes the judge give a whole number within `scores`. The reward is
     (score - lowest) / (highest - lowest). An answer that does not match the schema raises a `JudgeError`: the
@@ -215,12 +184,8 @@ class JudgeReward:
     `on_refusal`. A completion may cause these failures. If such a row were unscored, the policy could learn to avoid
     bad scores in this way.
 
-    **Retries.** The runner repeats failed requests, not the client. Pass `RETRY_ON` to the runner: it lists the errors
-    after which another request may succeed.
-
-    **Cache.** Equal requests that run at the same time become one request to the server, so equal completions of a
-    prompt get the same score. Answers are stored on disk by the hash of everything that determines them: server, model,
-    messages (with prompt and completion), sampling options and schema. Failures are not stored.
+    **Retries.** The client repeats a request after a lost connection, a rate limit or an error of the server. It waits
+    as long as `Retry-After` asks, at most a minute. All attempts count towards the runner's `timeout`.
 
     **Prompt injection.** A policy learns whatever raises its reward, and a completion can persuade a judge to give a
     high score. The completion stands between tags that it cannot contain, spaces break the markers of chat templates in
@@ -241,6 +206,7 @@ class JudgeReward:
             the server of `OPENAI_BASE_URL`; no key for any other server.
         on_refusal: the reward, from 0 to 1, of a completion that cannot be judged. None = such a row is unscored.
         temperature: the sampling temperature. None = no temperature is sent, as OpenAI's reasoning models require.
+        max_retries: how often the client repeats a failed request.
         options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`,
             `{"seed": 1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
             `max_completion_tokens`, which also counts the thoughts of a reasoning model, is 1024 unless it or
@@ -255,9 +221,6 @@ class JudgeReward:
 
     __name__ = "judge"  # TRL's metrics get this name
 
-    # A time-out of the client is an APIConnectionError; InternalServerError is any status of 500 or more.
-    RETRY_ON = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
-
     def __init__(
         self,
         model: str,
@@ -269,6 +232,7 @@ class JudgeReward:
         api_key: str | None = None,
         on_refusal: float | None = 0.0,
         temperature: float | None = 0.0,
+        max_retries: int = 2,
         options: Mapping[str, Any] = MappingProxyType({}),
     ):
         named = base_url or os.environ.get("OPENAI_BASE_URL")
@@ -327,11 +291,9 @@ class JudgeReward:
         }
         # An option that the client does not take raises a TypeError here, and not at the first completion.
         inspect.signature(openai.resources.chat.AsyncCompletions.create).bind_partial(**self._request)
-        # The keys contain the event loop, because connections and tasks cannot move to another event loop.
+        self._max_retries = max_retries
+        # Connections cannot move to another event loop.
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
-        self._in_flight: dict[Any, asyncio.Task[Judgement]] = {}
-        self._waiting: Counter[Any] = Counter()  # number of calls that wait for each request in flight
-        self._not_before = 0.0  # time on the monotonic clock before which the server wants no request, in seconds
         # The signature has the names in the template, so that `form_of` finds the columns that the template needs, and
         # a missing column is an error before training.
         self.__signature__ = inspect.Signature(
@@ -358,7 +320,7 @@ class JudgeReward:
         message = fill(self._template, {**values, "completion": delimited(completion_text(completion))})
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": message}]
         try:
-            judgement = await self._judgement({**self._request, "messages": messages})
+            judgement = await self._ask(messages)
         except Unjudgeable as error:
             if self._on_refusal is None:
                 raise
@@ -372,79 +334,38 @@ class JudgeReward:
         reward = self._grades.index(judgement.score) / (len(self._grades) - 1)
         return reward, message, judgement.explanation
 
-    async def _judgement(self, request: dict[str, Any]) -> Judgement:
-        """Gets a judgement from an equal request in flight, or from the server."""
-        place = asyncio.get_running_loop(), json.dumps(request, sort_keys=True, default=repr)
-        if place not in self._in_flight:
-            self._in_flight[place] = asyncio.ensure_future(self._ask(request))
-        self._waiting[place] += 1
-        try:
-            # Shielded: if this call is cancelled, other calls may still wait for the request.
-            return await asyncio.shield(self._in_flight[place])
-        finally:
-            self._waiting[place] -= 1
-            if not self._waiting[place]:
-                del self._waiting[place]
-                self._in_flight.pop(place).cancel()  # does nothing to a task that is done
-
     def _client(self) -> openai.AsyncOpenAI:
         """Returns the client of the running event loop; creates it at the first call."""
         loop = asyncio.get_running_loop()
-        if loop in self._clients:
-            return self._clients[loop]
-        # No proxy for loopback addresses, because a proxy would connect to 127.0.0.1 on its own machine.
-        proxied = not is_loopback(urlsplit(self._base_url).hostname or "")
-        headers = {"Accept-Encoding": "identity"}
-        client = openai.AsyncOpenAI(
-            api_key=self._api_key,
-            base_url=self._base_url,
-            max_retries=0,
-            default_headers=headers,
-            http_client=_Client(trust_env=proxied),
-        )
-        if not self._known:  # remove the values of OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS
-            client.organization = client.project = None
-            client._custom_headers = headers
-        self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
-        return client
+        if loop not in self._clients:
+            # No proxy for loopback addresses, because a proxy would connect to 127.0.0.1 on its own machine. No
+            # redirects, because they would send the completions to another server.
+            proxied = not is_loopback(urlsplit(self._base_url).hostname or "")
+            http = openai.DefaultAsyncHttpxClient(trust_env=proxied, follow_redirects=False)
+            client = openai.AsyncOpenAI(
+                api_key=self._api_key, base_url=self._base_url, max_retries=self._max_retries, http_client=http
+            )
+            if not self._known:  # remove the values of OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS
+                client.organization = client.project = None
+                client._custom_headers = {}
+            self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
+        return self._clients[loop]
 
-    async def _ask(self, request: dict[str, Any]) -> Judgement:
+    async def _ask(self, messages: list[dict[str, str]]) -> Judgement:
         """Asks the server and reads the answer."""
         client = self._client()
-        while self._not_before > time.monotonic():
-            await asyncio.sleep(self._not_before - time.monotonic())
         try:
-            completion = await client.chat.completions.create(**request)
+            completion = await client.chat.completions.create(**{**self._request, "messages": messages})
         except openai.APIError as error:  # the text of the error ("Connection error.") lacks the address and the cause
             said = f"{error.code} {error}"
             error.args = (f"{error} The judge's server is {client.base_url}. {error.__cause__ or ''}".rstrip(),)
-            if isinstance(error, openai.APIStatusError):
-                until = time.monotonic() + asked_to_wait(error.response.headers)
-                self._not_before = max(self._not_before, until)
-                if error.status_code == 413 or error.status_code == 400 and _UNFIT.search(said):
-                    raise Unjudgeable(
-                        f"The request is too long for the judge, or its content filter rejected it. {error}"
-                    ) from error
+            status = getattr(error, "status_code", None)
+            if status == 413 or status == 400 and _UNFIT.search(said):
+                raise Unjudgeable(
+                    f"The request is too long for the judge, or its content filter rejected it. {error}"
+                ) from error
             raise
         return read_judgement(answer_text(completion), self._grades)
-
-
-def asked_to_wait(headers: Mapping[str, str]) -> float:
-    """Returns the pause that a server requests before the next request.
-
-    Args:
-        headers: the headers of the server's response. `Retry-After` may be a number of seconds or a date.
-
-    Returns:
-        Seconds, at most `LONGEST_PAUSE`; 0 without a readable header, a negative number for a date in the past.
-    """
-    said = headers.get("retry-after", "")
-    try:
-        date = parsedate_tz(said)
-        seconds = mktime_tz(date) - time.time() if date else float(said)
-    except (ValueError, OverflowError):  # neither a date nor a number
-        return 0.0
-    return min(LONGEST_PAUSE, seconds)
 
 
 def answer_text(completion: Any) -> Any:

@@ -27,7 +27,7 @@ from typing import Any
 
 from dash_trl.rewards.answers import MAX_ANSWER_CHARS, find_answer, gold_text
 from dash_trl.rewards.spelling import as_words, is_words
-from dash_trl.workers import call_all, default_workers, shared_workers
+from dash_trl.workers import call_all, default_workers, leave_workers, shared_workers
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class MathAccuracyReward:
             {"completion": completion_text(completion), "gold": "" if gold is None else str(gold)}
             for completion, gold in zip(completions, answer, strict=True)
         ]
-        workers = shared_workers(self.workers, _prepare_worker, self)
+        workers = shared_workers([self.score], self.workers, _prepare_worker, self)
         calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
             if call.error is not None and type(call.error) not in self._told:  # once per type of exception
@@ -213,7 +213,7 @@ class MathAccuracyReward:
 
     def close(self) -> None:
         """Stops the worker processes, unless another reward uses them. A later call starts them again."""
-        shared_workers(self.workers, _prepare_worker, self).leave(self)
+        leave_workers(self)
 
 
 def completion_text(completion: Any) -> str:

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +24,8 @@ from torch import Tensor, nn
 
 from dash_trl.rewards.failures import has_failed, unscored
 from dash_trl.rewards.forms import RewardForm, form_of
-from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores, score_of
-from dash_trl.rewards.runner_reward import LOGS, RunnerReward
-from dash_trl.workers import (
-    LAST_SECONDS,
-    ROWS_AHEAD,
-    AsyncCalls,
-    Backend,
-    Call,
-    Pace,
-    ProcessCalls,
-    RayCalls,
-    Request,
-    RetriedCalls,
-    ThreadCalls,
-    default_workers,
-)
+from dash_trl.rewards.runner_reward import RunnerReward, score_of
+from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, Request, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
 # Limit in seconds for a whole batch of a function of TRL's form. It is less than the 30 minutes for which other ranks
@@ -78,8 +62,7 @@ class RewardRunner:
             form is `timeout` times the number of completions, but at most the larger of 20 minutes and `timeout`.
         max_concurrency: largest number of calls at a time in the whole run, for each backend that the runner uses. The
             number of worker processes on a rank is also limited to the rank's share of the CPUs, and to 8.
-        rate_limit: number of calls that may start per second in the whole run; only for threads and asyncio. None = no
-            limit.
+        rate_limit: number of calls that may start per second in the whole run. None = no limit.
         retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
         retries: number of further attempts. The pauses between them are random and grow exponentially.
         on_error: "unscore" = if a function fails on a completion, the completion is left out of training; "raise" = the
@@ -110,9 +93,9 @@ class RewardRunner:
             raise ValueError("RewardRunner([]) has no reward function: give at least one.")
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
         _check(backend, timeout, max_concurrency, rate_limit, on_error)
-        self.backend, self.timeout = backend, timeout
-        self.max_concurrency, self.rate_limit = max_concurrency, rate_limit
-        self.retry_on, self.retries, self.on_error = retry_on, retries, on_error
+        self.backend, self.timeout, self.on_error = backend, timeout, on_error
+        self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
+        self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
         self.rewards: list[Any] = []
         self.own: list[RunnerReward] = []
         for one in functions:
@@ -123,8 +106,7 @@ class RewardRunner:
             self.rewards.append(one)
         self.team = RewardTeam(self.own)  # a trainer replaces it by the team of all functions that the trainer uses
         self.ranks = 1  # number of processes of the run, which share the limits
-        # The key has the id of the process, because threads do not survive a fork.
-        self._backends: dict[tuple[int, Lane], Backend] = {}
+        self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
         self._open = dict(self._closes)  # `close` of functions that may have been used since the last `close`
         weakref.finalize(self, _end, self._backends, self._open)  # when the runner or the process ends
@@ -158,132 +140,49 @@ class RewardRunner:
             if one.form.batch:
                 raise ValueError(f"'{one.name}' has TRL's form: only a trainer can call it, with the whole batch.")
         request = Request(len(self.own), len(rows), group_size)
-        self.start(request, {one: one.number for one in self.own}, 0, rows)
+        for number, one in enumerate(self.own):
+            one.start(request, number, 0, rows)
         return request
 
-    def start(
-        self, request: Request, functions: Mapping[RunnerReward, int], first: int, rows: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Starts per-sample functions on some rows and does not wait. Functions of TRL's form are skipped.
+    def timeout_of_batch(self, rows: int) -> float:
+        """Returns the time limit of a function of TRL's form for a batch.
 
         Args:
-            request: the request in which the outcomes are stored.
-            functions: function of this runner → its index in the request.
-            first: index of the first row within the request; the rows are adjacent.
-            rows: see `submit`.
+            rows: number of completions.
         """
-        calls: dict[Lane, list[Call]] = {}
-        timeout = self._timeout(request)
-        for one, number in functions.items():
-            if one.form.batch:
-                continue
-            made = calls.setdefault(self._lane(one.form), [])
-            row_done = partial(self._row_done, request, one.form, number)  # one bound method for all rows
-            for row, known in enumerate(rows, first):
-                try:
-                    arguments = one.form.arguments(known)
-                except ValueError as error:  # this row lacks a column that the function requires
-                    self._put(request, one.form, number, row, [error])
-                    continue
-                done = partial(row_done, row)
-                made.append(Call(one.score, arguments, timeout=timeout, done=done, stop=request.stop))
-        for lane, made in calls.items():
-            self._start(lane, made)
+        return min(self.timeout * rows, max(self.timeout, BATCH_SECONDS))
 
-    def start_batch(self, request: Request, functions: Mapping[RunnerReward, int], batch: Mapping[str, Any]) -> None:
-        """Starts functions of TRL's form on a whole batch and does not wait. Per-sample functions are skipped.
-
-        Only the main thread may write TRL's logs, but the function runs on another thread. So calls of `log_extra` and
-        `log_metric` are recorded, and the main thread makes them later.
+    def backend_of(self, form: RewardForm | None) -> Backend:
+        """Returns the backend that makes the calls of a function.
 
         Args:
-            request: the request in which the outcomes are stored.
-            functions: function of this runner → its index in the request.
-            batch: the arguments that TRL passes to a reward function.
+            form: the form of a function of this runner. None = the backend of `post_process_scores`.
         """
-        rows = len(batch["completions"])
-        for one, number in functions.items():
-            if one.form.batch:
-                logged: list[tuple[str, tuple]] = []
-                later = {name: partial(note_call, logged, name) for name in LOGS}
-                done = partial(self._batch_done, request, one.form, number, rows, logged)
-                timeout = self._timeout(request, rows)
-                call = Call(one.form.function, {**batch, **later}, timeout=timeout, done=done, stop=request.stop)
-                self._start(self._lane(one.form), [call])
-
-    def _row_done(self, request: Request, form: RewardForm, number: int, row: int, call: Call) -> None:
-        self._put(request, form, number, row, [outcome_of(call)])
-
-    def _batch_done(
-        self, request: Request, form: RewardForm, number: int, rows: int, logged: list[tuple[str, tuple]], call: Call
-    ) -> None:
-        outcome = call.error if call.error is not None else Returned(call.value, logged)
-        self._put(request, form, number, 0, [outcome] * rows)
-
-    def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
-        """Stores a function's outcomes of adjacent rows. Finishes each group that now has all outcomes of the function.
-
-        If the object of the function has a method `post_process_scores`, a group is finished after a call of that
-        method with the group's scores.
-        """
-        for group in request.put(number, first, outcomes):
-            if form.post_process is None:
-                request.complete(number, group)
-            else:
-                self._post_process(request, form.post_process, number, group)
-
-    def _post_process(self, request: Request, function: Callable[[Any], Any], number: int, group: int) -> None:
-        rows = request.rows_of(group)
-        outcomes = [request.outcomes[number][row] for row in rows]
-        scores = [math.nan if (score := score_of(one)) is None else score for one in outcomes]
-
-        def done(call: Call) -> None:
-            if request.stop.is_set():
-                return
-            for row, new in zip(rows, processed_outcomes(call, outcomes), strict=True):
-                request.outcomes[number][row] = new
-            request.complete(number, group)
-
-        arguments = {"function": function, "scores": scores}
-        call = Call(processed_scores, arguments, timeout=self._timeout(request), done=done, stop=request.stop)
-        self._start(("thread", None), [call])
-
-    # ----------------------------------------------------------------------------------------------- backends
-
-    def _lane(self, form: RewardForm) -> Lane:
-        return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
-
-    def _timeout(self, request: Request, of: int = 1) -> float:
-        """Returns the time limit of a call on `of` completions, and raises the request's `patience` accordingly."""
-        timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
-        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # the longest time until a Ray task or the last attempt ends
-        request.patience = max(request.patience, LAST_SECONDS + most)
-        return timeout
-
-    def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)
-        mine = os.getpid(), lane
-        if mine not in self._backends:
-            backend = self._make(*lane)
-            self._backends[mine] = RetriedCalls(backend, self.retry_on, self.retries) if self.retry_on else backend
-        self._backends[mine].submit(calls)
+        if form is None:
+            lane: Lane = "thread", None
+        else:
+            lane = self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
+        if lane not in self._backends:
+            self._backends[lane] = self._make(*lane)
+        return self._backends[lane]
 
     def _make(self, kind: str, limit: int | None) -> Backend:
-        share = max(1, self.max_concurrency // self.ranks)
+        share = max(1, self._max_concurrency // self.ranks)
         share = share if limit is None else min(share, limit)
-        pace = None if self.rate_limit is None else Pace(self.rate_limit / self.ranks)
+        rate = None if self._rate_limit is None else self._rate_limit / self.ranks
+        settings = {"rate_limit": rate, **self._retries}
+        if kind in ("thread", "asyncio"):
+            return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, **settings)
+        functions = [one.score for one in self.own]
         if kind == "process":
-            return ProcessCalls(min(share, default_workers()))
-        if kind == "ray":
-            return RayCalls(share)
-        return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, pace=pace)
+            return ProcessCalls(functions, min(share, default_workers()), **settings)
+        return RayCalls(functions, share, **settings)
 
 
-def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], Any], None]) -> None:
+def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -> None:
     while backends:  # the end of a call may start a further call, on a new backend
-        (process, _), backend = backends.popitem()
-        if process == os.getpid():
-            backend.close()
+        backends.popitem()[1].close()
     while opened:
         opened.popitem()[0]()
 
@@ -303,15 +202,13 @@ class RewardTeam:
     """
 
     def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
-        self._group_size = group_size
-        self._numbers: dict[RewardRunner, dict[RunnerReward, int]] = {}  # each function's index in a request
-        for number, one in enumerate(dict.fromkeys(functions)):
-            self._numbers.setdefault(one.runner, {})[one] = number
+        self._group_size, self._ranks = group_size, ranks
+        self._functions = list(dict.fromkeys(functions))
+        self._index = {(one.runner, one.number): index for index, one in enumerate(self._functions)}
         self._calls = [self._number(one) for one in functions]
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
         self._left: list[int] = []  # indices of the functions that TRL has not called with this batch yet
-        self._ranks = ranks
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
@@ -322,7 +219,7 @@ class RewardTeam:
             group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
                 that the team's `group_size` returns.
         """
-        for runner in self._numbers:
+        for runner in {one.runner for one in self._functions}:
             runner.team, runner.ranks = self, self._ranks
             for one in runner.own:
                 one.group_size = self._group_size if group_size is None else lambda: group_size
@@ -330,7 +227,7 @@ class RewardTeam:
     def begin(self, rows: int, group_size: int) -> Request:
         """Creates a request, but starts no function.
 
-        `RewardTeam.start` starts the per-sample functions, and `RewardRunner.start_batch` the functions of TRL's form.
+        `RewardTeam.start` starts the per-sample functions, and `RunnerReward.start_batch` the functions of TRL's form.
 
         Args:
             rows: number of rows.
@@ -339,7 +236,7 @@ class RewardTeam:
         Returns:
             The request.
         """
-        request = Request(len(set(self._calls)), rows, group_size)
+        request = Request(len(self._functions), rows, group_size)
         self._begun.add(request)
         return request
 
@@ -357,8 +254,8 @@ class RewardTeam:
             first: index of the first row within the request; the rows are adjacent.
             rows: see `RewardRunner.submit`.
         """
-        for runner, functions in self._numbers.items():
-            runner.start(request, functions, first, rows)
+        for index, one in enumerate(self._functions):
+            one.start(request, index, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
         """Reads the rewards of rows whose groups are complete.
@@ -388,7 +285,7 @@ class RewardTeam:
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def _number(self, one: RunnerReward) -> int:
-        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy of the runner's own
+        return self._index[one.runner, one.number]
 
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
         """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
@@ -401,15 +298,15 @@ class RewardTeam:
             [N] outcomes: one `Score` or exception per row. The outcome of a function of TRL's form is for the whole
             batch, and is repeated N times.
         """
-        if one.runner.own[one.number] not in self._numbers[one.runner]:  # the trainer does not use this function
+        if (one.runner, one.number) not in self._index:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
             request = self.begin(len(rows), one.group_size())
             self.hand_over(request, batch["completions"])
-            for runner, functions in self._numbers.items():
-                runner.start_batch(request, functions, batch)
+            for index, function in enumerate(self._functions):
+                function.start_batch(request, index, batch)
             self.start(request, 0, rows)
         request.wait()
         self._left.remove(number)
@@ -469,10 +366,6 @@ def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit
     for name, limit in limits.items():
         if limit is not None and not limit > 0:
             raise ValueError(f"{name}={limit} would let no call finish: it must be greater than 0.")
-    if rate_limit is not None and backend in ("process", "ray"):
-        raise ValueError(
-            f"rate_limit={rate_limit} has no effect with backend={backend!r}: leave it out, or use backend='thread'."
-        )
     if backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ValueError(
             "backend='ray', but Ray is not installed: pip install 'dash_trl[ray]', or use backend='process'."

@@ -1,15 +1,34 @@
-"""`RunnerReward`: wraps a function of a `RewardRunner` for TRL, which calls it on the main thread with a batch."""
+"""`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch.
 
+`start` and `start_batch` make the calls of the function. The outcome of a call is a `Score` (per-sample functions), a
+`Returned` (functions of TRL's form), or the exception of a call that failed.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described, has_failed
-from dash_trl.rewards.forms import RewardForm, Score
-from dash_trl.rewards.outcomes import score_of, scored, scored_async, scored_elsewhere
-from dash_trl.workers import GivenUp
+from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
+from dash_trl.workers import Call, Request
 
 LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functions; only the main thread may call them
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Result of one call of a function of TRL's form.
+
+    Attributes:
+        output: the return value of the function, for the whole batch.
+        logged: the function's calls of `log_extra` and `log_metric`, in order, each as (name, arguments). The main
+            thread makes these calls later.
+    """
+
+    output: Any
+    logged: Sequence[tuple[str, tuple]]
 
 
 def scores_alone(reward: Any) -> bool:
@@ -38,19 +57,98 @@ class RunnerReward(WatchedReward):
     Attributes:
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
             prompt.
-        score: what the runner calls for one row, if the function is per-sample: calls `form.function` and returns its
-            score.
+        score: what the runner calls for one row, if the function is per-sample.
     """
 
     def __init__(self, form: RewardForm, runner: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.runner, self.number = form, runner, number
         self.group_size: Callable[[], int] = lambda: 1
-        here = scored_async if form.asynchronous else scored
-        self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
+        self.score = partial(scored_async if form.asynchronous else scored, form.function)
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
         self._texts: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def start(self, request: Request, index: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Starts a per-sample function on some rows and does not wait. Does nothing for a function of TRL's form.
+
+        Args:
+            request: the request in which the outcomes are stored.
+            index: index of this function in the request.
+            first: index of the first row within the request; the rows are adjacent.
+            rows: see `RewardRunner.submit`.
+        """
+        calls: list[Call] = []
+        for row, known in enumerate(rows if not self.form.batch else (), first):
+            try:
+                arguments = self.form.arguments(known)
+            except ValueError as error:  # this row lacks a column that the function requires
+                self._put(request, index, row, [error])
+                continue
+            call = Call(self.score, arguments, timeout=self.runner.timeout)
+            calls.append(request.add(call, partial(self._row_ended, request, index, row)))
+        if calls:
+            self.runner.backend_of(self.form).submit(calls)
+
+    def start_batch(self, request: Request, index: int, batch: Mapping[str, Any]) -> None:
+        """Starts a function of TRL's form on a whole batch and does not wait. Does nothing for a per-sample function.
+
+        Only the main thread may write TRL's logs, but the function runs on another thread. So calls of `log_extra` and
+        `log_metric` are recorded, and the main thread makes them later.
+
+        Args:
+            request: the request in which the outcomes are stored.
+            index: index of this function in the request.
+            batch: the arguments that TRL passes to a reward function.
+        """
+        if not self.form.batch:
+            return
+        rows = len(batch["completions"])
+        logged: list[tuple[str, tuple]] = []
+        later = {name: lambda *arguments, name=name: logged.append((name, arguments)) for name in LOGS}
+        call = Call(self.form.function, {**batch, **later}, timeout=self.runner.timeout_of_batch(rows))
+
+        def ended(call: Call) -> None:
+            outcome = Returned(call.value, logged) if call.error is None else call.error
+            self._put(request, index, 0, [outcome] * rows)
+
+        self.runner.backend_of(self.form).submit([request.add(call, ended)])
+
+    def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
+        self._put(request, index, row, [call.value if call.error is None else call.error])
+
+    def _put(self, request: Request, index: int, first: int, outcomes: Sequence[Any]) -> None:
+        """Stores outcomes of adjacent rows. Finishes each group that now has all outcomes of this function.
+
+        If the object of the function has a method `post_process_scores`, a group is finished after a call of that
+        method with the group's scores.
+        """
+        for group in request.put(index, first, outcomes):
+            if self.form.post_process is None or request.cancelled:
+                request.complete(group)
+            else:
+                self._post_process(request, index, group)
+
+    def _post_process(self, request: Request, index: int, group: int) -> None:
+        rows, column = request.rows_of(group), request.outcomes[index]
+        scores = [math.nan if (score := score_of(column[row])) is None else score for row in rows]
+
+        def ended(call: Call) -> None:
+            for row, value in zip(rows, call.value or [math.nan] * len(rows), strict=True):
+                old = column[row]
+                if call.error is not None:
+                    column[row] = call.error
+                elif not math.isnan(value) or isinstance(old, Score) and old.value is not None:
+                    column[row] = Score(value, old.notes if isinstance(old, Score) else {})
+            request.complete(group)
+
+        arguments = {"function": self.form.post_process, "scores": scores}
+        call = Call(processed_scores, arguments, timeout=self.runner.timeout)
+        self.runner.backend_of(None).submit([request.add(call, ended)])
+
+    # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
         """Returns the rewards of a batch and writes the function's notes to TRL's logs.
@@ -79,21 +177,19 @@ class RunnerReward(WatchedReward):
             for name, arguments in outcomes[0].logged:
                 logs[name](*arguments)
             rewards = self._observe(outcomes[0].output, len(outcomes))
-        self._end_the_run()
+        if self.runner.on_error == "raise" and any(self.failed):  # raised later, on all ranks
+            self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")
         return rewards
 
     def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
-        errors = [one if isinstance(one, BaseException) else None for one in outcomes]
+        self.raised = [isinstance(one, BaseException) for one in outcomes]
         values = [score_of(one) for one in outcomes]
-        self.mistake, self.failure = None, ""
-        # The first GivenUp, else the first error: a GivenUp gives the reason why no more calls are made.
-        self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
-        self.raised = [error is not None for error in errors]
         self.failed = [has_failed(value) for value in values]
+        self.mistake, self.failure = None, ""
+        self.error = next((one for one in outcomes if isinstance(one, BaseException)), None)
         if any(self.failed):
-            first = self.failed.index(True)
-            error = errors[first]
-            why = f"returned {values[first]}" if error is None else described(error)
+            first = outcomes[self.failed.index(True)]
+            why = described(first) if isinstance(first, BaseException) else f"returned {first.value}"
             self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}")
         return [None if has_failed(value) else value for value in values]
 
@@ -109,16 +205,34 @@ class RunnerReward(WatchedReward):
             for name in sorted(self._texts):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
-    def _end_the_run(self) -> None:
-        """Records an error that ends the run, if the function hangs or `on_error` is "raise".
 
-        The error is raised later, on all ranks (see `WatchedReward.mistake`).
-        """
-        if isinstance(self.error, GivenUp):
-            self.mistake = RuntimeError(
-                f"The reward function '{self.name}' hangs: {self.error}. A hanging thread cannot be ended. Give the "
-                "function a time limit of its own, or run it in worker processes, which are killed when they take too "
-                "long: RewardRunner(..., backend='process')."
-            )
-        elif self.runner.on_error == "raise" and any(self.failed):
-            self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")
+def score_of(outcome: Score | BaseException) -> float | None:
+    """Returns an outcome as a number.
+
+    Args:
+        outcome: a score or an exception.
+
+    Returns:
+        The reward. None if the function does not apply to the completion; NaN or ±inf if the function failed on the
+        completion.
+    """
+    return math.nan if isinstance(outcome, BaseException) else outcome.value
+
+
+def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
+    """Calls `post_process_scores` of a stateful reward, and checks the number of scores that it returns.
+
+    Args:
+        function: the method `post_process_scores`.
+        scores: [G], the scores of a group; NaN for a completion without a score.
+
+    Returns:
+        [G], the new scores. A completion that had no score keeps its outcome if its new score is NaN.
+
+    Raises:
+        ValueError: if the method does not return G scores.
+    """
+    processed = [float(value) for value in function(scores)]
+    if len(processed) != len(scores):
+        raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")
+    return processed

@@ -27,7 +27,6 @@ from dash_trl.workers import (
     call_all,
     called,
     default_workers,
-    pack,
 )
 
 HANGS = Overdue, GivenUp  # the errors of a call in this process that hangs, or is given up because earlier calls hang
@@ -60,11 +59,9 @@ class ProcessTool:
                 f"ProcessTool({function!r}) needs an ordinary function: a coroutine function runs in an event loop of "
                 "the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
             )
-        # A function that cannot be pickled raises here. Otherwise, each call would only give the policy an error.
-        pack(function)
         functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
-        self.workers = ProcessCalls(default_workers() if max_concurrency is None else max_concurrency)
+        self.workers = ProcessCalls([function], max_concurrency or default_workers())
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:

@@ -1,196 +1,76 @@
-"""A `Call` is one call of a function. A backend makes the call, and the call gets exactly one outcome.
+"""A `Call` is one call of a function, and the future of its outcome. A `Backend` makes calls.
 
-A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete.
+A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete. It is the
+only way in which this package waits for several calls.
 """
 
-from __future__ import annotations
-
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
-# Seconds, to which callers add the timeouts of their calls. If no call of this process ends for so long, missing
-# outcomes count as lost. Workers and Ray start in less than `LAST_SECONDS`.
-LAST_SECONDS = 1800.0
+# If no call of this process ends for this many seconds plus the longest timeout, missing outcomes count as lost. Starts
+# of workers and a busy cluster take less time.
+LAST_SECONDS = 1200.0
 # Time at which the last call ended, in seconds of the monotonic clock. It is not an attribute of the class `Call`,
 # because each assignment to a class attribute empties Python's caches for the class.
 _last_end = [0.0]
 
 
-class Call:
-    """One call of a function with keyword arguments.
+def note_end() -> None:
+    """Note that a call, or one attempt to make it, has ended."""
+    _last_end[0] = time.monotonic()
+
+
+class Overdue(TimeoutError):
+    """A call in this process took longer than its timeout. If it runs on a thread, the thread still runs."""
+
+
+class GivenUp(RuntimeError):
+    """A call was given up: it was cancelled, its backend was closed, or too many earlier calls hang."""
+
+
+class Call(Future[Any]):
+    """One call of a function with keyword arguments, and the future of its outcome. It gets exactly one outcome.
 
     Args:
         function: the function; a coroutine function for a backend that awaits it.
         arguments: name → value.
         timeout: seconds from the start of the call, not from its submission. After this time the call ends with a
             `TimeoutError`: with `Overdue` on threads and event loops.
-        done: function that is called once with this call when the call has its outcome, on any thread. It must be quick
-            and must not raise.
-        stop: event that cancels the call. Once it is set, a backend does not start the call and need not give it an
-            outcome. None: the call cannot be cancelled.
-
-    Attributes:
-        value: return value of the function. None before the call ends, and if it ends with an error.
-        error: exception that the function raised or that ended the call. None if the call has a value.
     """
 
-    __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        *,
-        timeout: float,
-        done: Callable[[Call], None],
-        stop: threading.Event | None = None,
-    ):
-        self.function, self.arguments, self.timeout, self.stop = function, arguments, timeout, stop
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self._done = done
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
+        super().__init__()
+        self.function, self.arguments, self.timeout = function, arguments, timeout
 
     @property
-    def cancelled(self) -> bool:
-        """Whether nobody waits for the call any more."""
-        return self.stop is not None and self.stop.is_set()
+    def error(self) -> BaseException | None:
+        """Exception that the function raised or that ended the call; None if the ended call has a value."""
+        return GivenUp("it was cancelled") if self.cancelled() else self.exception()
+
+    @property
+    def value(self) -> Any:
+        """Return value of the function; None if the ended call has an error."""
+        return self.result() if self.error is None else None
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome and call `done`. A second outcome, for example from an abandoned thread, is ignored.
+        """Set the outcome. A second outcome, for example from an abandoned thread, is ignored.
 
         Args:
             value: return value of the function.
             error: exception that the function raised or that ended the call. None if the call has a value.
         """
-        try:
-            done = self._done
-            del self._done  # succeeds on one thread only, without a lock for which up to 256 threads would wait
-        except AttributeError:
-            return
-        self.value, self.error = value, error
-        _last_end[0] = time.monotonic()
-        done(self)
-
-
-# Number of forks between the process that imported this module and this process. If the number grows during a call, the
-# call has forked, and this process is the child. Reading the number is cheaper than `os.getpid`.
-forks = [0]
-
-
-def _in_child() -> None:
-    forks[0] += 1
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-class Overdue(TimeoutError):
-    """A call took longer than its timeout. If it runs on a thread, the thread still runs."""
-
-
-class GivenUp(RuntimeError):
-    """A call was given up, because too many earlier calls hang, nobody waits for it, or its backend was closed."""
-
-
-class Backend(Protocol):
-    """Protocol of the classes that make calls.
-
-    Every call that was submitted and not cancelled gets its outcome in bounded time.
-    """
-
-    def submit(self, calls: Sequence[Call]) -> None:
-        """Submit calls without waiting for them. Any thread may call this.
-
-        Args:
-            calls: the calls, each of which is submitted once.
-        """
-
-    def close(self) -> None:
-        """End all threads and processes that the backend has started, without waiting for calls that hang."""
-
-
-def call_all(
-    submit: Callable[[Sequence[Call]], None],
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    *,
-    timeout: float,
-) -> list[Call]:
-    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels the calls.
-
-    If no call ends for a long time (see `seconds_left`), the missing outcomes become errors.
-
-    Args:
-        submit: `submit` of a backend.
-        function: see `Call`.
-        arguments: `Call.arguments` of each call.
-        timeout: see `Call`.
-
-    Returns:
-        The finished calls, in the order of `arguments`.
-    """
-    done, stop = threading.Semaphore(0), threading.Event()
-    began, patience = time.monotonic(), LAST_SECONDS + timeout
-    calls = [Call(function, one, timeout=timeout, done=lambda _: done.release(), stop=stop) for one in arguments]
-    try:
-        submit(calls)
-        for _ in calls:
-            while not done.acquire(timeout=seconds_left(began, patience)):
-                if not seconds_left(began, patience):
-                    stop.set()
-                    for call in calls:
-                        call.finish(error=lost(patience))
-    except BaseException:
-        stop.set()
-        raise
-    return calls
-
-
-def seconds_left(began: float, patience: float) -> float:
-    """Compute the seconds until missing outcomes count as lost.
-
-    Outcomes count as lost if no call of this process ends for `patience` seconds.
-
-    Args:
-        began: time at which the caller began to wait, in seconds of the monotonic clock.
-        patience: seconds without an ended call after which outcomes count as lost.
-    """
-    left = max(began, _last_end[0]) + patience - time.monotonic()
-    return max(0.0, min(left, threading.TIMEOUT_MAX))
-
-
-def lost(patience: float) -> RuntimeError:
-    """Create the error of a call whose outcome is lost.
-
-    Args:
-        patience: seconds for which no call has ended.
-    """
-    return RuntimeError(f"its outcome was lost: no call has ended for {patience:g} s")
-
-
-class Pace:
-    """Limits the rate at which the calls of all threads start, by a least interval between two starts.
-
-    Args:
-        rate: largest number of starts per second.
-    """
-
-    def __init__(self, rate: float):
-        self._between = 1 / rate
-        self._next = 0.0
-        self._lock = threading.Lock()
-
-    def wait_seconds(self) -> float:
-        """Reserve the next time to start a call; return the seconds until then, which the caller has to wait."""
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._next)
-            self._next = start + self._between
-        return start - now
+        note_end()
+        with suppress(InvalidStateError):
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
 
 
 class Request:
@@ -205,20 +85,18 @@ class Request:
 
     Attributes:
         outcomes: F lists of N outcomes; None = this outcome has not come.
-        stop: event that cancels the calls; it is set when nobody waits for the outcomes any more.
-        patience: seconds. If no call of this process ends for this time, missing outcomes count as lost.
+        cancelled: whether nobody waits for the outcomes any more.
         group_size: see the argument.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
-        self.stop = threading.Event()
-        self.patience = LAST_SECONDS
-        self._lost = False
-        self.group_size = group_size
-        groups = range(0, rows, group_size)
-        self._rows_left = [[min(group_size, rows - start) for start in groups] for _ in range(functions)]
-        self._functions_left = [functions] * len(groups)
+        self.cancelled, self.group_size = False, group_size
+        starts = range(0, rows, group_size)
+        self._rows_left = [[min(group_size, rows - start) for start in starts] for _ in range(functions)]
+        self._functions_left = [functions] * len(starts)
+        self._calls: dict[Call, None] = {}  # the calls that have not ended, in order
+        self._patience = LAST_SECONDS
         self._lock = threading.Lock()
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._handed_out = 0
@@ -230,6 +108,22 @@ class Request:
             group: number of the group.
         """
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
+
+    def add(self, call: Call, done: Callable[[Call], None]) -> Call:
+        """Wait for a call, too: `cancel` cancels it, and it gets an error if its outcome is lost.
+
+        Args:
+            call: a call that is not submitted yet.
+            done: function that is called with the ended call, on any thread. It passes the outcome to `put`.
+
+        Returns:
+            The call.
+        """
+        self._patience = max(self._patience, LAST_SECONDS + call.timeout)
+        self._calls[call] = None
+        call.add_done_callback(self._calls.pop)  # type: ignore[arg-type]  # typed for any future
+        call.add_done_callback(done)  # type: ignore[arg-type]
+        return call
 
     def put(self, function: int, first: int, outcomes: Sequence[Any]) -> list[int]:
         """Store outcomes of a function for consecutive rows. Any thread may call this, but only once for each row.
@@ -243,32 +137,25 @@ class Request:
             Numbers of the groups for which the function now has all outcomes. The caller must call `complete` for each
             of them, now or later.
         """
-        left, size = self._rows_left[function], self.group_size
+        left, done = self._rows_left[function], []
         with self._lock:
-            if self._lost:
-                return []
             self.outcomes[function][first : first + len(outcomes)] = outcomes
-            done = []
             for row in range(first, first + len(outcomes)):
-                left[row // size] -= 1
-                if not left[row // size]:
-                    done.append(row // size)
+                left[row // self.group_size] -= 1
+                if not left[row // self.group_size]:
+                    done.append(row // self.group_size)
         return done
 
-    def complete(self, function: int, group: int) -> None:
-        """Record that a function is done with a group. After the last function, the group is complete.
+    def complete(self, group: int) -> None:
+        """Record that one more function is done with a group. After the last function, the group is complete.
 
         Args:
-            function: number of the function.
             group: number of the group.
         """
         with self._lock:
-            if self._lost:
-                return
             self._functions_left[group] -= 1
-            last = not self._functions_left[group]
-        if last:
-            self._complete.put(group)
+            if not self._functions_left[group]:
+                self._complete.put(group)
 
     @property
     def pending(self) -> bool:
@@ -278,42 +165,26 @@ class Request:
     def next_groups(self, *, wait: bool = True) -> list[int]:
         """Return the numbers of complete groups that were not returned before.
 
+        The wait always ends: if no call of this process ends for a long time, the missing outcomes become errors.
+
         Args:
             wait: True = if there is no such group yet, wait for one. Call it with True only while groups are left.
         """
         found: list[int] = []
+        began = time.monotonic()
         while not self._complete.empty() or wait and not found:
-            found.append(self._next())
-            self._handed_out += 1
+            left = max(began, _last_end[0]) + self._patience - time.monotonic()
+            with suppress(queue.Empty):
+                found.append(self._complete.get(timeout=max(0.0, min(left, threading.TIMEOUT_MAX))))
+                self._handed_out += 1
+                continue
+            if left <= 0:
+                for call in self._calls.copy():
+                    call.finish(error=GivenUp(f"its outcome was lost: no call has ended for {self._patience:g} s"))
         return found
 
-    def _next(self) -> int:
-        """Wait for the next complete group.
-
-        This wait always ends: after `patience` seconds without an outcome, the missing outcomes become errors.
-        """
-        began = time.monotonic()
-        while True:
-            try:
-                return self._complete.get(timeout=seconds_left(began, self.patience))
-            except queue.Empty:
-                if not seconds_left(began, self.patience):
-                    self._lose()
-
-    def _lose(self) -> None:
-        """Replace all missing outcomes by an error, and complete their groups."""
-        self.cancel()
-        error = lost(self.patience)
-        with self._lock:
-            self._lost = True
-            self.outcomes = [[error if one is None else one for one in column] for column in self.outcomes]
-            for group, left in enumerate(self._functions_left):
-                if left:
-                    self._functions_left[group] = 0
-                    self._complete.put(group)
-
     def wait(self) -> None:
-        """Wait until all groups are complete. If the wait is interrupted, no more calls start."""
+        """Wait until all groups are complete. If the wait is interrupted, the calls are cancelled."""
         try:
             while self._handed_out < len(self._functions_left):
                 self.next_groups()
@@ -323,4 +194,36 @@ class Request:
 
     def cancel(self) -> None:
         """Cancel the calls, because nobody waits for their outcomes any more."""
-        self.stop.set()
+        self.cancelled = True
+        for call in reversed(self._calls.copy()):  # the last first: a call that ends would make room for a later one
+            call.cancel()
+
+
+def call_all(
+    submit: Callable[[Sequence[Call]], None],
+    function: Callable[..., Any],
+    arguments: Sequence[Mapping[str, Any]],
+    *,
+    timeout: float,
+) -> list[Call]:
+    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels the calls.
+
+    Args:
+        submit: `submit` of a backend.
+        function: see `Call`.
+        arguments: `Call.arguments` of each call.
+        timeout: see `Call`.
+
+    Returns:
+        The ended calls, in the order of `arguments`.
+    """
+    request = Request(1, len(arguments), max(1, len(arguments)))
+
+    def done(row: int, call: Call) -> None:
+        for group in request.put(0, row, [call]):
+            request.complete(group)
+
+    calls = [request.add(Call(function, one, timeout=timeout), partial(done, row)) for row, one in enumerate(arguments)]
+    submit(calls)
+    request.wait()
+    return calls

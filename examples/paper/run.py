@@ -241,7 +241,7 @@ class Work:
     def stop(self) -> None:
         """Ends all started programs, with their children."""
         while self._programs:
-            self._programs[-1].stop(at_once=not self._programs[-1].running)
+            self._programs[-1].stop()
             self._programs.pop()
 
     def train(self, run: Run) -> None:

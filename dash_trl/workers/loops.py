@@ -1,0 +1,265 @@
+"""`EventLoop` runs an asyncio loop on a thread. `Backend` makes calls; its subclasses differ in where the calls run.
+
+The path of a call::
+
+    submit ──► a task on the backend's loop ──► waits for a place, then for the pace ──► a thread, another loop, a
+    Call.finish ◄── value, or last error ◄── again after a pause, if the error allows ◄── worker process or a Ray task
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from dash_trl.workers.calls import Call, GivenUp, Overdue, note_end
+
+ANSWER_SECONDS = 1.0  # a loop that does not answer for this long is blocked; a cancelled task ends within this time
+CLOSE_SECONDS = 5.0  # how long `EventLoop.close` waits for a loop that a coroutine blocks
+LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
+
+Outcome = tuple[Any, BaseException | None]  # value and error of a call
+
+
+class EventLoop:
+    """Asyncio loop on a daemon thread, which runs many requests at once while the main thread waits for them.
+
+    The loop does not run on the main thread, because a notebook runs a loop of its own there.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
+
+    def _run(self) -> None:
+        """Run the loop until it is stopped. This is the function of the loop's thread."""
+        self._loop.run_forever()
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine and wait for its end. If the wait is interrupted, the coroutine is cancelled.
+
+        Args:
+            coroutine: the coroutine.
+
+        Returns:
+            Return value of the coroutine.
+        """
+        future = self.start(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine without waiting for it; return its future, which cancels it.
+
+        Args:
+            coroutine: the coroutine.
+        """
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(
+        self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None, *, seconds: float = CLOSE_SECONDS
+    ) -> None:
+        """Cancel all coroutines, run `last`, and end the thread. If a coroutine blocks the loop, this happens later.
+
+        Args:
+            last: coroutine function that closes objects of the loop, such as an HTTP session. None: nothing to close.
+            seconds: the longest wait.
+        """
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=ANSWER_SECONDS)
+            if last is not None:
+                await last()
+            self._loop.call_later(0, self._loop.stop)
+
+        if self._loop.is_running():
+            with suppress(TimeoutError):
+                self.start(end()).result(seconds)
+
+
+class Backend:
+    """Makes calls: at most a number of them at once, at a pace, and again after errors that may pass.
+
+    Every call gets its outcome in bounded time. Subclasses define `_made`. A fork of the process may use the backend,
+    too: it gets a loop, threads and processes of its own.
+
+    Args:
+        count: largest number of calls at once.
+        rate_limit: largest number of calls that start per second. None: no limit.
+        retry_on: types of the exceptions after which a call is made again. During the pause before, another call may
+            take its place.
+        retries: largest number of repetitions of a call.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        rate_limit: float | None = None,
+        retry_on: tuple[type[BaseException], ...] = (),
+        retries: int = 0,
+    ):
+        self._count, self._distance = count, 1 / rate_limit if rate_limit else 0.0
+        self._make: Callable[[Call], Awaitable[Any]] = self._attempt
+        if retry_on:
+            self._make = retry(
+                stop=stop_after_attempt(1 + retries),
+                wait=wait_random_exponential(max=LONGEST_PAUSE),
+                retry=retry_if_exception_type(retry_on),
+                reraise=True,
+            )(self._attempt)
+        self._lock = threading.Lock()
+        self._loop: EventLoop | None = None
+        self._process = 0  # the process whose loop it is
+        self._calls: set[Call] = set()  # the calls that have not ended
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Submit calls without waiting for them. Any thread may call this.
+
+        Args:
+            calls: the calls, each of which is submitted once.
+        """
+        with self._lock:
+            if self._loop is None or self._process != os.getpid():
+                self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
+                self._room, self._next_start = asyncio.Semaphore(self._count), 0.0
+                self._loop.run(self._open())
+            self._calls.update(calls)
+            self._loop.start(self._begin(calls))
+
+    def close(self) -> None:
+        """End all calls with `GivenUp`, and all threads and processes. A later `submit` starts anew."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None and self._process == os.getpid():
+            for call in self._calls.copy():
+                call.finish(error=GivenUp("the runner was closed"))
+            loop.close(self._stop)
+
+    async def _begin(self, calls: Sequence[Call]) -> None:
+        """Begin a task for each call. If the call is cancelled, the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        for call in calls:
+            task = loop.create_task(self._run(call))
+
+            def has_ended(call: Future[Any], task: asyncio.Task[None] = task) -> None:
+                self._calls.discard(call)  # type: ignore[arg-type]
+                if call.cancelled():
+                    loop.call_soon_threadsafe(task.cancel)
+
+            call.add_done_callback(has_ended)
+
+    async def _run(self, call: Call) -> None:
+        """Make a call, with repetitions, and finish it. Never raises an error: SystemExit would end the loop."""
+        try:
+            call.finish(await self._make(call))
+        except BaseException as error:
+            call.finish(error=error)
+
+    async def _attempt(self, call: Call) -> Any:
+        """Make a call once, when there is room for it."""
+        async with self._room:
+            if self._distance and not call.done():
+                now = asyncio.get_running_loop().time()
+                self._next_start = max(now, self._next_start) + self._distance
+                await asyncio.sleep(self._next_start - self._distance - now)
+            try:
+                return None if call.done() else await self._made(call)
+            finally:
+                note_end()
+
+    async def _in_time(self, call: Call, outcome: Awaitable[Outcome]) -> Any:
+        """Wait for the outcome of a call, at most for its timeout; return its value or raise its error."""
+        try:
+            async with asyncio.timeout(call.timeout):
+                value, error = await outcome
+        except TimeoutError:
+            raise Overdue(f"took more than {call.timeout:g} s") from None
+        if error is not None:
+            raise error
+        return value
+
+    async def _open(self) -> None:
+        """Prepare the backend for its first call, and for its first call after `close`. Runs on the loop."""
+
+    async def _stop(self) -> None:
+        """End what the backend has started. Runs on the loop."""
+
+    async def _made(self, call: Call) -> Any:
+        """Make a call; return its value or raise its error. Runs on the loop."""
+        raise NotImplementedError
+
+
+class AsyncCalls(Backend):
+    """`Backend` for coroutine functions. They all run on one event loop, not on the backend's own.
+
+    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all other calls on this loop. All calls that
+    have begun there end at their timeouts, and later calls run on a new loop. For the arguments, see `Backend`.
+    """
+
+    async def _open(self) -> None:
+        self._users = EventLoop()
+
+    async def _stop(self) -> None:
+        self._users.close(seconds=0)
+
+    async def _made(self, call: Call) -> Any:
+        loop = self._users
+        try:
+            return await self._in_time(call, asyncio.wrap_future(loop.start(_outcome_of(call))))
+        except Overdue:
+            _, blocked = await asyncio.wait([asyncio.wrap_future(loop.start(asyncio.sleep(0)))], timeout=ANSWER_SECONDS)
+            if blocked:
+                if self._users is loop:
+                    self._users = EventLoop()
+                    loop.close(seconds=0)
+                raise Overdue(
+                    f"took more than {call.timeout:g} s, and a call blocks the event loop. An async function must "
+                    "await instead of blocking. Write a function that blocks without async: it runs on threads"
+                ) from None
+            raise
+
+
+async def _outcome_of(call: Call) -> Outcome:
+    """Await a call. Never raises an error: SystemExit would end the loop."""
+    try:
+        return await call.function(**call.arguments), None
+    except BaseException as error:
+        return None, error
+
+
+async def called(
+    backend: Backend, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float
+) -> Call:
+    """Make one call and wait for it, on any loop. If the wait is cancelled, the call is cancelled.
+
+    Args:
+        backend: the backend that makes the call.
+        function: see `Call`.
+        arguments: see `Call`.
+        timeout: see `Call`.
+
+    Returns:
+        The ended call with its value or error.
+    """
+    call, ended = Call(function, arguments, timeout=timeout), Future[Call]()
+    ended.set_running_or_notify_cancel()  # if this task is cancelled, the call still sets its result
+    call.add_done_callback(ended.set_result)  # type: ignore[arg-type]
+    backend.submit([call])
+    try:
+        await asyncio.wrap_future(ended)
+    finally:
+        call.cancel()
+    return call

@@ -1,0 +1,71 @@
+"""`Command` runs any program; `Command.stop` ends the program and its children."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL, when a `Command` is stopped
+
+
+class Command:
+    """A program in a process group of its own, so that `stop` reaches its children and no other process.
+
+    Args:
+        arguments: the command line.
+        environment: variables that are added to this process's environment.
+        log: file to which stdout and stderr are appended.
+        pass_fds: file descriptors that the program inherits.
+
+    Attributes:
+        process: the running program.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: str | Path,
+        pass_fds: Sequence[int] = (),
+    ):
+        self.log = Path(log)
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                list(arguments),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the program has not ended."""
+        return self.process.poll() is None
+
+    def stop(self, *, seconds: float = STOP_SECONDS) -> None:
+        """Stop the program and its children: send SIGTERM, wait, then send SIGKILL.
+
+        Args:
+            seconds: the longest wait. 0: send only SIGKILL, at once.
+        """
+        if seconds:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self) -> None:
+        """Send SIGTERM and do not wait. Several programs can thus end in parallel before `stop` is called for each."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the process group."""
+        with suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(self.process.pid, number)
