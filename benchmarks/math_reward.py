@@ -46,7 +46,7 @@ def canonical(gold: str) -> str | Fraction:
 
 
 def in_sentence(gold: str) -> str:
-    is_plain = re.fullmatch(r"-?[\d,]*\.?\d+|\\text\{.*\}", gold) and not re.search(r",(?!\d{3}(?!\d))", gold)
+    is_plain = re.fullmatch(r"-?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?|\\text\{.*\}", gold)
     return f"So the answer is {gold}." if is_plain else f"So the answer is ${gold}$."
 
 
@@ -80,7 +80,7 @@ def others(golds: Sequence[str], shift: int) -> list[str]:
 
 def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]:
     """Runs all checks on all gold answers; returns the figures of each check and the rows with a wrong score."""
-    report: dict[str, Any] = {"golds": 0, "checks": {}, "failures": []}
+    report: dict[str, Any] = {"golds": 0, "checks": [], "failures": []}
     for file, shifts in FILES.items():
         lines = map(json.loads, (data / file).read_text().splitlines())
         golds = [line["answer"].split("####")[-1].strip() for line in lines]
@@ -88,20 +88,14 @@ def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]
         checks = [(form, "self", golds) for form in FORMS]
         checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
         for form, name, answers in checks:
-            texts = [
-                (FORMS[form](answer), gold, float(answer == gold)) for gold, answer in zip(golds, answers, strict=True)
-            ]
-            rows = [row for row in texts if row[0] is not None]
+            texts = map(FORMS[form], answers)
+            rows = [row for row in zip(texts, golds, answers, strict=True) if row[0] is not None]
             start = time.perf_counter()
             scores = reward(completions=[text for text, _, _ in rows], answer=[gold for _, gold, _ in rows])
-            speed = len(rows) / (time.perf_counter() - start)
-            failures = [(*row, score) for row, score in zip(rows, scores, strict=True) if score != row[2]]
+            figures = {"rows": len(rows), "rows_per_s": len(rows) / (time.perf_counter() - start)}
+            failures = [(*row, score) for row, score in zip(rows, scores, strict=True) if score != (row[1] == row[2])]
+            report["checks"].append({"check": f"{file} {form}, {name}", **figures, "failed": len(failures)})
             report["failures"] += failures
-            report["checks"][f"{file} {form}, {name}"] = {
-                "rows": len(rows),
-                "failed": len(failures),
-                "rows_per_s": speed,
-            }
     return report
 
 
@@ -109,9 +103,8 @@ def main(data: Path, workers: int | None) -> dict[str, Any]:
     with closing(MathAccuracyReward(workers=workers)) as reward:
         reward([in_box("1")], ["1"])  # starts the workers
         report = run(reward, data)
-    for name, figures in report["checks"].items():
-        harness.say(name, figures)
-    harness.say("all", {"golds": report["golds"], "failed": len(report["failures"])})
+    for row in [*report["checks"], {"check": "all", "golds": report["golds"], "failed": len(report["failures"])}]:
+        harness.say(row["check"], row)
     return report
 
 
