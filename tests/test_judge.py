@@ -337,9 +337,7 @@ def test_a_server_that_does_not_answer(server):
     with closing(FakeJudge(lambda request: "hangs")) as silent:
         with pytest.raises(openai.APITimeoutError, match="timed out"):
             ask(made(silent, max_retries=0, options={"timeout": 0.2}))
-    with pytest.raises(
-        openai.APIConnectionError, match="(?s)Connection error. .*http://127.0.0.1:9/v1/. .*connect"
-    ):
+    with pytest.raises(openai.APIConnectionError, match="(?s)Connection error. .*http://127.0.0.1:9/v1/. .*connect"):
         ask(JudgeReward("m", base_url=URL, max_retries=0))
     server.hold = True
     with RewardRunner(made(server), timeout=1.0) as runner:

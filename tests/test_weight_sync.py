@@ -337,7 +337,7 @@ def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run
     weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=3.0, dtype=torch.float32)
     snapshot, errors = weights.send(parameters().items(), 1, pool.on_each)
     assert errors[urls[0]] is errors[urls[1]] is None
-    assert "nothing was consumed for 3 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
+    assert "took more than 3 s" in errors[urls[2]]
     assert f"answered 500 to POST {pause.partition('?')[0]}" in errors[urls[3]] and "POST /resume" in errors[urls[4]]
     assert snapshot.checksum == weights_checksum(parameters().values())
     for one, url, port in zip(servers, urls, range(5000, 5005), strict=True):

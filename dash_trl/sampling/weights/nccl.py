@@ -1,9 +1,9 @@
 """Sends weights over NCCL, from GPU to GPU."""
 
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, held_tag, holds
-from dash_trl.workers import Call, ThreadCalls
+from dash_trl.workers import ThreadCalls, call_all
 
-BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds two buckets: one is filled while the other is sent
+BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds one bucket
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -23,7 +23,7 @@ class NCCLWeights:
     """Sends weights over NCCL, from GPU to GPU. It uses TRL's client, one for each server.
 
     The main thread gathers the weights, because under ZeRO-3 and FSDP gathering is a collective. It copies the weights
-    into buckets, and passes each bucket to one daemon thread per server. A server that hangs counts as dead after
+    into buckets, and each bucket is sent by one daemon thread per server. A server that hangs counts as dead after
     `timeout`. This is experimental: the broadcast has never run on GPUs.
 
     Args:
@@ -40,9 +40,7 @@ class NCCLWeights:
 
     def __init__(self, urls: Sequence[str], group_port: int, device: torch.device, timeout: float, dtype: torch.dtype):
         self.ports = {url: group_port + number for number, url in enumerate(urls)}
-        self.device = device
-        self.timeout = timeout
-        self.dtype = dtype
+        self.device, self.timeout, self.dtype = device, timeout, dtype
         self.run = secrets.token_hex(4)
         self._clients: dict[str, Any] = {}
         self._updates: dict[str, ExitStack] = {}  # the updates that are under way
@@ -76,22 +74,12 @@ class NCCLWeights:
     def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
         """Broadcast all parameters to servers; return the checksum of what was sent."""
         threads, checksum = ThreadCalls(max(1, len(urls))), 0
-        sent: dict[str, Call] = {}
-
-        def put(url: str, bucket: Bucket | None) -> None:
-            """Wait until the last bucket was sent, and send the next one meanwhile."""
-            if url in sent:
-                sent[url].result()
-            sent[url] = Call(self._broadcast, {"url": url, "bucket": bucket}, timeout=self.timeout)
-            threads.submit([sent[url]])
-
-        for bucket in self._buckets(parameters):
-            checksum += sum(tensor_checksum(tensor) for _, tensor in bucket)
-            for url in urls:
-                _try(url, partial(put, url, bucket), failed)
-        for url in urls:
-            _try(url, partial(put, url, None), failed)
-            _try(url, lambda url=url: sent[url].result(), failed)  # type: ignore[misc]
+        for bucket in itertools.chain(self._buckets(parameters), [None]):
+            checksum += sum(tensor_checksum(tensor) for _, tensor in bucket or ())
+            left = [{"url": url, "bucket": bucket} for url in urls if url not in failed]
+            for call in call_all(threads.submit, self._broadcast, left, timeout=self.timeout):
+                if call.error is not None:
+                    failed[call.arguments["url"]] = call.error
         threads.close()
         return checksum % MODULUS
 
@@ -152,12 +140,3 @@ class NCCLWeights:
             The weight version if the server holds it; None if the server has to wait for the next `send`.
         """
         return snapshot.version if await holds(server, snapshot) else None
-
-
-def _try(url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
-    """Do work for a server, unless the server has failed, and record an error of the work in `failed`."""
-    if url not in failed:
-        try:
-            work()
-        except Exception as error:
-            failed[url] = error
