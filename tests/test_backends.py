@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dash_trl.rewards import load_reward
 from dash_trl.workers import (
     AsyncCalls,
     Backend,
@@ -369,21 +370,12 @@ class TestProcesses(InAnotherProcess):
                 assert found[0].value == number
 
     def test_a_function_of_a_file_that_no_import_finds(self, tmp_path):
-        import cloudpickle
-
-        (tmp_path / "my_reward.py").write_text(
-            "def half(x):\n    return x / 2\n\n\ndef reward(x):\n    return half(x)\n"
-        )
-        spec = importlib.util.spec_from_file_location("my_reward", tmp_path / "my_reward.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "my_reward", module)
-            with closing(ProcessCalls([module.reward], 1)) as backend:
-                check(one(backend, module.reward, x=3.0), (ImportError, "cannot be loaded in a worker process: Module"))
-            cloudpickle.register_pickle_by_value(module)  # as for --reward_path
-            with closing(ProcessCalls([module.reward], 1)) as backend:
-                check(one(backend, module.reward, x=3.0), 1.5)
+        """As of --reward_path."""
+        file = tmp_path / "my_reward.py"
+        file.write_text("def half(x): return x / 2\n\n\ndef reward(x): return half(x)\n")
+        reward = load_reward(file, "reward")
+        with closing(ProcessCalls([reward], 1)) as backend:
+            check(one(backend, reward, x=3.0), 1.5)
 
     def test_workers_that_do_not_start(self, capfd):
         with closing(ProcessCalls([as_it_is], 2, prepare=refuse)) as backend:

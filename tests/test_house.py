@@ -233,8 +233,8 @@ def test_two_rooms_start_threads_and_processes():
         assert path.parent.name in ("workers", "sandbox") or not starters, f"{path.name} imports {starters}"
 
 
-# Libraries will replace the sandbox and the workers; until then their tests may look inside. This file reads structure.
-INSIDE = {"test_sandbox.py", "test_backends.py", "test_workers.py", "test_code_remote.py", Path(__file__).name}
+# A library will replace the sandbox; until then its tests may look inside. This file reads structure.
+INSIDE = {"test_sandbox.py", "test_code_remote.py", Path(__file__).name}
 
 
 def privates() -> set[str]:

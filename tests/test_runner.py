@@ -17,7 +17,7 @@ from datasets import Dataset
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack
-from dash_trl.workers import GivenUp, ThreadCalls
+from dash_trl.workers import ThreadCalls
 from tests.tiny import run
 
 NAN = math.nan
@@ -83,18 +83,6 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
             runner.ranks = 3
             (outcomes,) = scores(runner, 64)
         assert max(most) == expected and outcomes == [Score(None)] * 64, limit
-
-
-def without_pauses(monkeypatch, module):
-    """Lets the module's `sleep` return at once, on all threads; returns the list of its seconds."""
-    slept, awaits = [], asyncio.sleep
-
-    def note(seconds, result=None):
-        slept.append(seconds)
-        return awaits(0, result) if module is asyncio else None
-
-    monkeypatch.setattr(module, "sleep", note)
-    return slept
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -337,42 +325,6 @@ def test_close_ends_what_functions_hold_once():
     (outcomes, _) = scores(runner, 1)  # and it can be used again
     assert outcomes[0].value == 0.0
     runner.close()
-
-
-def test_close_ends_groups_that_wait_to_be_looked_at_once_more():
-    """And no thread that would do so is left."""
-    begun, before = threading.Semaphore(0), set(threading.enumerate())
-
-    class Waits:
-        async def compute_score(self, completion):
-            begun.release()
-            await asyncio.Event().wait()
-
-        def post_process_scores(self, scores):
-            return scores
-
-    runner = RewardRunner(Waits())
-    request = runner.submit([{"prompt": "", "completion": "", "completion_ids": []}] * 8, group_size=2)
-    for _ in range(8):
-        begun.acquire()
-    runner.close()
-    request.wait()
-    assert all(isinstance(one, GivenUp) for one in request.outcomes[0])
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_a_coroutine_function_may_raise_what_cancels_coroutines():
-    """As one whose own task was cancelled: no sign of a closed runner, which would end the run."""
-
-    async def cancelled(completion):
-        raise asyncio.CancelledError
-
-    for retry_on in ((), ConnectionError):
-        with RewardRunner(cancelled, retry_on=retry_on) as runner:
-            (outcomes,) = scores(runner, 2)
-        assert [type(one) for one in outcomes] == [asyncio.CancelledError] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ in a run

@@ -10,7 +10,6 @@ others are still scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ from torch import Tensor
 from dash_trl.rewards.forms import ROW
 from dash_trl.rewards.runner import RewardTeam
 from dash_trl.workers import Request
-
-
-@dataclass(frozen=True)
-class _Window:
-    request: Request
-    examples: Sequence[Mapping[str, Any]]
 
 
 class EarlyRewards:
@@ -39,7 +32,7 @@ class EarlyRewards:
     def __init__(self, team: RewardTeam, group_size: int, *, wanted: bool):
         self.wanted = wanted
         self._team, self._group_size = team, group_size
-        self._windows: dict[int, _Window] = {}
+        self._windows: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}  # request, and rows of the dataset
 
     def __len__(self) -> int:
         """Returns the number of windows that were passed to `begin` and not yet to `claim`."""
@@ -53,7 +46,7 @@ class EarlyRewards:
             examples: for each row of the window, the columns of the dataset.
         """
         if self.wanted:
-            self._windows[window] = _Window(self._team.begin(len(examples), self._group_size), examples)
+            self._windows[window] = self._team.begin(len(examples), self._group_size), examples
 
     def take(
         self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
@@ -69,10 +62,10 @@ class EarlyRewards:
             completion_ids: the token ids of the rows' completions.
             completions: the decoded completions of the rows.
         """
-        if (one := self._windows.get(window)) is None:
-            return
-        examples = one.examples[first : first + len(completion_ids)]
-        self._team.start(one.request, first, reward_rows(examples, prompts, completions, completion_ids))
+        if window in self._windows:
+            request, examples = self._windows[window]
+            own = examples[first : first + len(completion_ids)]
+            self._team.start(request, first, reward_rows(own, prompts, completions, completion_ids))
 
     def claim(self, window: int) -> Request | None:
         """Returns the request of a window, and forgets the window.
@@ -84,13 +77,12 @@ class EarlyRewards:
             The request; its functions may still run. None if `begin` was not called for the window, or `wanted` is
             False.
         """
-        one = self._windows.pop(window, None)
-        return None if one is None else one.request
+        return self._windows.pop(window, (None,))[0]
 
     def forget(self) -> None:
         """Cancels the rewards of all windows that are not claimed, and forgets these windows."""
-        for one in self._windows.values():
-            one.request.cancel()
+        for request, _ in self._windows.values():
+            request.cancel()
         self._windows.clear()
 
 

@@ -243,8 +243,7 @@ class RewardTeam:
     def cancel(self) -> None:
         """Cancels all requests of this team that are not complete."""
         for request in self._begun:
-            if request.pending:
-                request.cancel()
+            request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Starts all per-sample functions on some rows of a request and does not wait.

@@ -157,11 +157,6 @@ class Request:
             if not self._functions_left[group]:
                 self._complete.put(group)
 
-    @property
-    def pending(self) -> bool:
-        """Whether some group is not complete."""
-        return any(self._functions_left)
-
     def next_groups(self, *, wait: bool = True) -> list[int]:
         """Return the numbers of complete groups that were not returned before.
 
