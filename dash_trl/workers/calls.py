@@ -214,8 +214,8 @@ def call_all(
     """
     request = Request(1, len(arguments), max(1, len(arguments)))
 
-    def done(row: int, call: Call) -> None:
-        for group in request.put(0, row, [call]):
+    def done(row: int, _: Call) -> None:
+        for group in request.put(0, row, [None]):
             request.complete(group)
 
     calls = [request.add(Call(function, one, timeout=timeout), partial(done, row)) for row, one in enumerate(arguments)]

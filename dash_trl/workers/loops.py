@@ -165,8 +165,8 @@ class Backend:
         """Make a call, with repetitions, and finish it. Never raises an error: SystemExit would end the loop."""
         try:
             call.finish(await self._make(call))
-        except BaseException as error:
-            call.finish(error=error)
+        except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
+            call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, when there is room for it."""
@@ -254,9 +254,9 @@ async def called(
     Returns:
         The ended call with its value or error.
     """
-    call, ended = Call(function, arguments, timeout=timeout), Future[Call]()
+    call, ended = Call(function, arguments, timeout=timeout), Future[None]()
     ended.set_running_or_notify_cancel()  # if this task is cancelled, the call still sets its result
-    call.add_done_callback(ended.set_result)  # type: ignore[arg-type]
+    call.add_done_callback(lambda _: ended.set_result(None))
     backend.submit([call])
     try:
         await asyncio.wrap_future(ended)

@@ -256,7 +256,10 @@ def _call(packed: bytes) -> bytes:
         finally:
             if os.getpid() != process:  # the call forked, and this is the child: the parent sends the outcome
                 os._exit(1)
-        return pickle.dumps((cloudpickle.dumps(value), ""))
+        try:
+            return pickle.dumps((cloudpickle.dumps(value), ""))
+        except Exception as error:
+            raise TypeError(f"returned a {type(value).__name__}, which cannot be sent back: {error}") from error
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
         payload = b""
