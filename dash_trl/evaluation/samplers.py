@@ -22,7 +22,7 @@ import torch
 
 from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
-from dash_trl.serve import Servers, visible_gpus
+from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
 
@@ -270,9 +270,7 @@ def open_sampler(
             config, gpus = model.config.get_text_config(), len(visible_gpus())
             heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
             count = max(1, gpus // max(1, math.gcd(gpus, *heads)))  # vLLM splits a model only by whole heads
-            servers = stack.enter_context(Servers(model.base, count))
-            servers.wait_until_ready()
-            server_urls = servers.urls
+            server_urls = stack.enter_context(vllm_servers(model.base, count))
         if not server_urls:
             yield LocalSampler(model.load_here(), model.tokenizer, batch_size)
             return
