@@ -41,22 +41,6 @@ def test_pass_at_k_is_the_share_of_lucky_subsets():
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_rewards_are_scored_with_their_columns(model, tokenizer):
-    dataset = [{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(PROMPTS)]
-    rewards = iter([1.0, 0.0, None, math.nan, math.inf, 0.6])
-    calls = []
-
-    def reward(prompts, completions, completion_ids, answer, **_):
-        calls.append((prompts, answer))
-        assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids] == completions
-        return [next(rewards) for _ in completions]
-
-    figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_completion_length=4, k=[1, 2])
-    assert calls == [([prompt] * 2, [str(i)] * 2) for i, prompt in enumerate(PROMPTS)]
-    assert (figures["accuracy"], figures["failed"]) == (pytest.approx(2 / 3), 0.5)
-    assert figures["pass_at"]["2"][0] == 1.0  # of the one problem with two scores
-
-
 async def of_batch(completions, answer, trainer_state, log_extra, log_metric, **_):
     log_extra("seen", answer)
     log_metric("step", trainer_state.global_step)
