@@ -1,7 +1,7 @@
 """`dash_trl doctor` shows versions, GPUs, vLLM and the sandbox of this machine, and which parts of dash_trl work on it.
 
-The command imports the trainer and starts the sandbox. It neither loads a model nor starts a server, so "yes" for vLLM
-only means that it is installed. The exit status is 1 if training does not work.
+The command imports the trainer and starts the sandbox. It neither loads a model nor starts a server. The exit status is
+1 if training does not work.
 """
 
 import argparse
@@ -39,19 +39,13 @@ def gpus() -> str:
     return ", ".join(names) + ("" if torch.cuda.is_bf16_supported() else ", not in bf16: add --bf16 false")
 
 
-def servers() -> str:
-    from dash_trl.serve import vllm_program
-
-    return vllm_program()
-
-
 def sandbox() -> str:
     from dash_trl.sandbox import Sandbox
 
     return f"confined by {Sandbox().kind}"
 
 
-PARTS = {"training": training, "GPUs": gpus, "vLLM servers": servers, "programs in a sandbox (CodeReward)": sandbox}
+PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,18 +58,14 @@ def check_accelerate(path: Path) -> None:
     config = load_config_from_file(str(path))
     kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
     expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
-    assert config.distributed_type.value == expected
+    assert config.distributed_type.value == expected and config.use_cpu == (path.stem == "cpu")
     # -1: accelerate asks for --num_processes, where a number of ours would be wrong on most machines.
     assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(path.stem, -1)
-    assert config.use_cpu == (path.stem == "cpu")
     plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
-    assert bool(plugin) == (path.stem in kind)
     assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
-    comment = path.read_text().splitlines()[:2]
-    assert all(line.startswith("#") for line in comment)
     number = " --num_processes 4" * (config.num_processes == -1)
     launch = f"accelerate launch --config_file accelerate_configs/{path.name}{number} examples/train_math.py"
-    assert launch in comment[1]
+    assert launch in path.read_text().splitlines()[1]
     # What is saved is one model that `from_pretrained` loads.
     assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
     assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
@@ -128,19 +124,11 @@ def test_every_run_has_the_keys_of_table_7():
 
 
 def test_the_runs_differ_in_nothing_else():
-    own = {"output_dir", "model_name_or_path", "learning_rate", "gradient_accumulation_steps", "steps_per_generation"}
-    own |= {"num_iterations", "beta", "gradient_filter_threshold"}
-    own |= {"dataset_name", "per_device_train_batch_size"}  # programs; Table 10
+    own = {*keys_of_table_7(RUNS[0]), "output_dir", "dataset_name"}
     shared = [{key: value for key, value in read(path).items() if key not in own} for path in RUNS]
     assert all(run == shared[0] for run in shared)
-    runs = {path.stem: read(path) for path in RUNS}
-    for suffix in ("", "_code", "_rows4"):  # No-GF lacks the filter, and nothing else
-        dash, no_gf = (runs[f"{method}{suffix}_qwen2.5-0.5b"] for method in ("dash", "no_gf"))
-        assert {key for key in dash if dash[key] != no_gf[key]} == {"output_dir", "gradient_filter_threshold"}
-    assert all(list(read(path)) == list(read(RUNS[0])) for path in RUNS)
     for path in RUNS:
         program = "_code_" in path.stem
         assert read(path)["dataset_name"] == ("evalplus/mbppplus" if program else "nlile/hendrycks-MATH-benchmark")
         assert ("train_code.py" in path.read_text()) == program
-    assert all(read(path)["output_dir"].endswith(f"/{path.stem}") for path in RUNS)
-    assert all(len(path.read_text().splitlines()) <= 35 for path in RUNS)
+        assert read(path)["output_dir"].endswith(f"/{path.stem}")

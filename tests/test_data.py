@@ -1,13 +1,11 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
-import hashlib
-import json
 from pathlib import Path
 
 import datasets
 import pytest
 
-from dash_trl import CodeReward, MathAccuracyReward
+from dash_trl import MathAccuracyReward
 from dash_trl.data import (
     PROMPT_TEMPLATES,
     final_answer,
@@ -26,12 +24,6 @@ MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "l
 
 def new_file(folder: Path, rows: list[dict]) -> Path:
     return write_rows(folder / f"{len(list(folder.iterdir()))}.jsonl", rows)
-
-
-@pytest.fixture(scope="module")
-def reward():
-    with CodeReward() as one:
-        yield one
 
 
 @pytest.fixture(autouse=True)
@@ -89,11 +81,6 @@ def test_prompts():
         ([], TEMPLATE, False, None),
     ]:
         assert make_prompt(problem, template, chat=chat) == prompt, (problem, template)
-
-
-def test_a_template_without_the_problem_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'code', 'plain'"):
-        load_math_dataset(write_rows(tmp_path / "a.jsonl", GSM8K), prompt_template="bxoed")
 
 
 # ----------------------------------------------------------------------------------------------------------- layouts
@@ -205,12 +192,9 @@ def test_the_real_files():
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def test_names_without_data(tmp_path, monkeypatch):
+def test_names_without_data(tmp_path):
     nowhere = "is neither a path with data files .*.parquet.* nor .*hub .*correct it, or the connection"
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("x")
-    Path("d").mkdir()
-    for name in ("./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where", "./a.txt", "./d"):
+    for name in ("./nowhere", "nowhere.jsonl", "no/where", str(tmp_path)):
         with pytest.raises(ValueError, match=f"'{name}' {nowhere}"):
             load_math_dataset(name)
 
@@ -313,26 +297,6 @@ def test_mbpp_plus_has_two_splits_for_good(tmp_path):
         assert tasks(path, "all") == train + test and tasks(path, "test[:3]") == test[:3]
 
 
-@needs_data
-def test_mbpp_plus_itself():
-    """It is read whole, and its split is pinned."""
-    rows = {split: load_code_dataset(SHARED / "mbppplus", split=split, completion=True) for split in ("train", "test")}
-    names = {split: part["entry_point"][:] for split, part in rows.items()}
-    hashes = {split: hashlib.sha256(" ".join(names[split]).encode()).hexdigest()[:16] for split in names}
-    assert hashes == {"train": "26d49fd737d58a08", "test": "1d5e018be7b586e5"}
-    solutions = [json.loads(line) for line in (SHARED / "mbppplus" / "test.jsonl").read_text().splitlines()]
-    assert {*names["train"], *names["test"]} == {one["entry_point"] for one in solutions}
-    assert all("assert" in prompt for part in rows.values() for prompt in part["prompt"])
-
-
-def test_what_is_not_mbpp_plus_is_not_split(tmp_path):
-    for rows in (plus_rows(377), [{**row, "task_id": None} for row in plus_rows(3)]):
-        path = write_rows(tmp_path / str(len(rows)) / "test.jsonl", rows).parent
-        assert len(load_code_dataset(path, split="test")) == len(rows)
-        with pytest.raises(ValueError, match=r"no split 'train' .*: choose one of \['test'\]"):
-            load_code_dataset(path)
-
-
 # ------------------------------------------------------------------------------------------------------- completions
 
 
@@ -364,7 +328,7 @@ def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
-def test_completions_of_code(tmp_path, reward):
+def test_completions_of_code(tmp_path):
     for row, template, chat, completion in [
         (MBPP, None, True, fenced(MBPP["code"])),
         (MBPP, None, False, "\n" + fenced(MBPP["code"])),
@@ -375,7 +339,6 @@ def test_completions_of_code(tmp_path, reward):
         path = new_file(tmp_path, [row])
         (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
-        assert reward(*(loaded[name] for name in ("completion", "tests", "entry_point")))[0] == 1.0
 
 
 # --------------------------------------------------------------------------------------------- rows that lack something

@@ -50,11 +50,6 @@ def evaluate(*arguments: object) -> None:
     main(list(map(str, arguments)))
 
 
-def figures_in(folder: str = "out") -> dict:
-    (file,) = Path(folder).glob("*.json")
-    return json.loads(file.read_text())
-
-
 # ------------------------------------------------------------------------------------------------------ samples
 
 
@@ -74,14 +69,11 @@ def test_batches_may_split_a_prompt_and_have_seeds_of_their_own(model):
 def test_truncated_is_what_did_not_end(model, tiny_model):
     for padding in ({}, {"pad_token": None}):
         tokenizer = AutoTokenizer.from_pretrained(tiny_model, **padding)
-        ((_, samples),) = LocalSampler(model[0], tokenizer).sample(
-            ["1"], num_samples=64, max_completion_length=40, temperature=3.0
-        )
+        sampling = {"num_samples": 64, "max_completion_length": 40, "temperature": 3.0}
+        ((_, samples),) = LocalSampler(model[0], tokenizer).sample(["1"], **sampling)
         ended = [one.token_ids[-1] == tokenizer.eos_token_id for one in samples]
-        assert [one.truncated for one in samples] == [not one for one in ended]
-        assert any(ended) and all(len(one.token_ids) == 40 for one in samples if one.truncated)
-        texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in samples]
-        assert [one.text for one in samples] == texts
+        assert any(ended) and [one.truncated for one in samples] == [not one for one in ended]
+        assert all(len(one.token_ids) == 40 for one in samples if one.truncated)
 
 
 def test_a_lora_adapter_is_merged(tiny_model):
@@ -107,15 +99,12 @@ def test_toy_as_a_command(toy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
     runpy.run_module("dash_trl.evaluation", run_name="__main__")
     figures = json.loads(Path("out/toy.json").read_text())
-    assert 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
     settings, *rows = read_rows(Path("out/toy.jsonl"))
     assert settings["settings"]["dataset_name"] == "toy" and len(rows) == 16
-    rewards = [sample["reward"] for row in rows for sample in row["samples"]]
-    assert figures["accuracy"] == sum(rewards) / 64 and figures["pass_at"]["1"][0] == pytest.approx(sum(rewards) / 64)
-    right = [
-        f"The answer is {row['answer']}" == sample["text"].split("\n")[-1] for row in rows for sample in row["samples"]
-    ]
-    assert rewards == list(map(float, right))
+    samples = [(row["answer"], sample) for row in rows for sample in row["samples"]]
+    right = [one["reward"] == (one["text"].split("\n")[-1] == f"The answer is {answer}") for answer, one in samples]
+    assert all(right) and 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
+    assert figures["accuracy"] == sum(sample["reward"] for _, sample in samples) / 64
     printed = capsys.readouterr().out
     assert re.search(r"^toy +(\S+) ", printed, re.M)[1] == f"{100 * figures['accuracy']:.1f}"
     assert "first prompt:" in printed and rows[0]["prompt"][0]["content"] in printed
@@ -130,20 +119,17 @@ def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, c
     arguments = ("--dataset_name", problems, "--num_samples", 4, "--k", 4, 1, "--reward_path", reward)
     evaluate("a/checkpoint-10", "./b/checkpoint-10/", *arguments, *FAST)
     names = ["a-checkpoint-10", "b-checkpoint-10"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "[" in line]
-    assert [line.split()[0] for line in lines] == [*names, names[1]]
-    every = [json.loads(Path("out", f"{name}.json").read_text()) for name in names]
-    difference = every[1]["difference"]
+    first, second = (json.loads(Path("out", f"{name}.json").read_text()) for name in names)
+    difference = second["difference"]
     assert difference["from"] == names[0]
-    assert difference["accuracy"][0] == pytest.approx(every[1]["accuracy"] - every[0]["accuracy"])
-    shares = {what: [f"{100 * one:+.1f}" for one in difference[what]] for what in ("accuracy", "pass@1", "pass@4")}
-    said = "  ".join(f"{what} {mean} [{low}, {high}]" for what, (mean, low, high) in shares.items())
-    assert lines[2] == f"{names[1]} − {names[0]}, paired by problem: {said}"
-    for name, figures in zip(names, every, strict=True):
-        assert list(figures["pass_at"]) == ["1", "4"] and figures["samples"] == 28
-        for row in read_rows(Path("out", f"{name}.jsonl"))[1:]:
-            assert row["prompt"].startswith(PROBLEMS[row["index"]]["problem"])
-            assert [one["reward"] for one in row["samples"]] == [float(len(s["text"]) % 2 == 0) for s in row["samples"]]
+    assert difference["accuracy"][0] == pytest.approx(second["accuracy"] - first["accuracy"])
+    mean, low, high = (f"{100 * one:+.1f}" for one in difference["accuracy"])
+    said = f"{names[1]} − {names[0]}, paired by problem: accuracy {mean} [{low}, {high}]  pass@1 "
+    assert said in capsys.readouterr().out
+    assert list(first["pass_at"]) == ["1", "4"] and first["samples"] == 28
+    for row in read_rows(Path("out", f"{names[0]}.jsonl"))[1:]:
+        assert row["prompt"].startswith(PROBLEMS[row["index"]]["problem"])
+        assert [one["reward"] for one in row["samples"]] == [float(len(s["text"]) % 2 == 0) for s in row["samples"]]
 
 
 @needs_data
@@ -159,21 +145,15 @@ def test_math_and_code_are_told_apart(tiny_model):
 
 
 def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, capsys):
-    path = rewards("return float(int(answer) > 4) if answer != '6' else 1 / 0")
-    evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", path, *FAST)
-    figures = figures_in()
-    assert figures["accuracy"] == 0.5 and figures["failed"] == pytest.approx(1 / 7) and figures["marked"]
-    assert figures["left_out"] == {"1": 1, "2": 1}
-    assert "the reward failed on 14.3% of 14 samples" in caplog.text
-    assert "Of 7 problems, pass@1 leaves out 1, pass@2 leaves out 1" in caplog.text
-    line = next(line for line in capsys.readouterr().out.splitlines() if "]*" in line)
-    assert "50.0 [" in line and line.endswith(" 14.3%")
-
-
-def test_where_nothing_was_scored_there_is_no_figure(tiny_model, problems, capsys):
-    evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 1, "--reward_path", rewards("return None"), *FAST)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith("100.0%"))
-    assert line.split()[1:3] == ["–*", "–*"]
+    """Where nothing was scored, there is no figure."""
+    for body, accuracy, failed in (
+        ("return float(int(answer) > 4) if answer != '6' else 1 / 0", "50.0", "14.3%"),
+        ("return None", "–*", "100.0%"),
+    ):
+        evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", rewards(body), *FAST)
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith(f" {failed}"))
+        assert line.split()[1] == accuracy and "*" in line
+    assert "it raised ZeroDivisionError" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
@@ -183,30 +163,19 @@ OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 
 MISTAKES = [
     ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
-    ((*OURS, "--chat_template_kwargs", "enable_thinking"), "chat_template_kwargs='enable_thinking' is no JSON"),
-    ((*OURS, "--k", 0), r"k=\[0\] with num_samples=16"),
     ((*OURS, "--temperature", 0), "greedy decoding"),
-    ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
     ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
-    ((*OURS, "--dataset_name", "unknown.jsonl"), r"no problem column: .*\['text', 'label'\]"),
     ((*OURS, "--reward_path", "judge.py"), "rubric"),
-    ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
     ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
-    # the models
     (("TINY",), "add --dataset_name"),
-    (("./no/such/model", *OURS[1:]), r"'./no/such/model'.* cannot be read.*config.json"),
-    (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model'.* cannot be read"),
+    (("./no/such/model", *OURS[1:]), "./no/such/model"),
     (("TINY", *OURS), "name each once"),
-    (("lora", *OURS[1:]), r"'lora', with its config in './gone', cannot be read"),
 ]
 
 
 def test_mistakes_are_found_before_weights_are_loaded(tiny_model, problems, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    write_rows(Path("unknown.jsonl"), [{"text": "a", "label": 1}])
     Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
-    Path("lora").mkdir()
-    Path("lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./gone"}))
     for arguments, message in MISTAKES:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, OSError), match=message):
             evaluate(*(tiny_model if one == "TINY" else one for one in arguments))

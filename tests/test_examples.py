@@ -6,15 +6,12 @@ import re
 import runpy
 import sys
 from dataclasses import fields
-from inspect import get_annotations
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import nbformat
 import pyarrow.parquet
 import pytest
-import sft
 import torch
 import toy_tools
 import train_math
@@ -24,10 +21,8 @@ from train_code import Programming
 from train_judge import Judged
 from train_math import MathArguments, Mathematics
 from train_math_process import ProcessArguments, make_callbacks
-from transformers import AutoTokenizer
 from trl import TrlParser
 
-from dash_trl import DASHConfig
 from dash_trl.evaluation import evaluate
 from dash_trl.process_rewards import StepValue
 from dash_trl.rewards import load_reward
@@ -77,9 +72,7 @@ def test_smoke_of_the_demo(launch, toy, tmp_path):
     )
     assert len(steps(tmp_path)) == 2 and Path(metrics) == tmp_path / "metrics.jsonl"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
-    saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(toy)
-    text = "<|im_start|>user\n7+5-3<|im_end|>\n7+5=12\nThe answer is 9"
-    assert saved(text)["input_ids"] == original(text)["input_ids"]
+    assert (Path(model) / "model.safetensors").exists()
 
 
 def test_the_demo_learns(toy, tmp_path, capsys):
@@ -164,13 +157,11 @@ def test_a_process_reward_model_and_a_weight_by_flags(toy, tmp_path):
         assert isinstance(callback.value, StepValue) and callback.value.rewards == rewards
         assert callback.estimator == estimator and callback.settings.process_weight == (0.5 if weight else 1.0)
     model = train_prm.ProcessRewardModel(str(tmp_path))
-    prompts, steps = ["1+1=", "2", "3"], [["one \n", "two"], ["three"], [" a", "b", "c"]]
-    for prompt, row, found in zip(prompts, steps, model(prompts, steps, level=[1, 2, 3]), strict=True):
-        for n, score in enumerate(found):
-            ids = model.tokenizer(prompt + "".join(f"{step.strip()}\n" for step in row[: n + 1]))["input_ids"]
-            with torch.no_grad():
-                logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
-            assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-5)
+    one, other = model(["1+1=", "2"], [["one \n", "two"], ["three"]], level=[1, 2])
+    ids = model.tokenizer("1+1=one\ntwo\n")["input_ids"]
+    with torch.no_grad():
+        logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
+    assert one[1] == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-5) and (len(one), len(other)) == (2, 1)
 
 
 def test_mistakes_about_the_value():
@@ -221,34 +212,6 @@ def test_what_is_learned_is_to_use_the_tool(toy, tmp_path, capsys, noise):
     assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
 
 
-def test_code_on_problems_of_ones_own(own_folder):
-    """MBPP's columns, which either script knows, and scores by its tests."""
-    row = {"text": "Add one.", "code": "", "test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
-    Path("code.jsonl").write_text(json.dumps(row) + "\n")
-    args = mock.MagicMock(eval_strategy="no", eval_on_start=False)
-    programs = ("def f(x): return x + 1", "def f(x): return 2")
-    completions = [[{"role": "assistant", "content": one}] for one in programs]
-    for kind in (Mathematics, Programming):
-        task = kind(MathArguments(dataset_name="code.jsonl"))
-        ((problem,), _) = train_math.load_problems(task, args, AutoTokenizer.from_pretrained("model"))
-        with task.reward() as runner:
-            request = runner.submit([{**problem, "completion": one} for one in completions])
-            request.wait()
-        right, wrong = (outcome.value for outcome in request.outcomes[0])
-        assert right == 1.0 and wrong < 1.0, kind
-
-
-def test_columns_have_flags(own_folder):
-    for row, named, expected in (
-        ({"q": "1+1", "gold": "2", "test": "none"}, ["--answer_column", "gold"], {"prompt": "1+1", "answer": "2"}),
-        ({"q": "f", "tests": ["assert f()"]}, [], {"prompt": "f", "tests": ["assert f()"], "entry_point": None}),
-    ):
-        Path("odd.jsonl").write_text(json.dumps(row) + "\n")
-        flags = ["--dataset_name", "odd.jsonl", "--problem_column", "q", "--prompt_template", "plain", *named]
-        (script,) = TrlParser(MathArguments).parse_args_and_config(flags)
-        assert script.problems(chat=False, split="train").to_list() == [expected]
-
-
 JUDGED = """
 import sys
 
@@ -277,17 +240,12 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
 
 
 def test_the_help_is_short_and_names_the_flag_for_all(capsys):
-    for script, config in ((train_math, DASHConfig), (sft, sft.SupervisedConfig)):
-        shown = []
-        for flag in ("--help", "--help_all"):
-            with pytest.raises(SystemExit):
-                script.main([flag])
-            shown.append(capsys.readouterr().out)
-        short, whole = shown
-        ours = {one.name for one in fields(MathArguments)} | {*get_annotations(config)}
-        assert all(f"--{name}" in short for name in ours | {"model_name_or_path", "max_steps"})
-        assert "adam_beta1" in whole and "adam_beta1" not in short and len(short.splitlines()) < 300
-        assert short.splitlines()[-1].startswith("--help_all shows all flags")
+    for flag, whole in (("--help", False), ("--help_all", True)):
+        with pytest.raises(SystemExit):
+            train_math.main([flag])
+        shown = capsys.readouterr().out
+        assert ("adam_beta1" in shown) == whole and all(f"--{one.name}" in shown for one in fields(MathArguments))
+        assert whole or shown.splitlines()[-1].startswith("--help_all shows all flags")
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes
@@ -312,7 +270,6 @@ MISTAKES: list[tuple[type, list[str], str]] = [
         r"\['dataset_train_split'\] have no effect without --model_n",
     ),
     (Mathematics, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
-    (Mathematics, ["--reward_name", "judge"], "reward_name='judge' has no effect without --reward_path"),
     (
         Mathematics,
         [*MODEL, *DATA, "--dataset_test_split", "dev"],
@@ -361,22 +318,9 @@ def test_mistakes(own_folder, monkeypatch):
             train_math.main([*arguments, *flags(SMALL)], make_task=task)
 
 
-def test_what_asks_for_an_evaluation_gets_its_data():
-    for strategy, on_start, rows in (("no", False, None), ("steps", False, 256), ("no", True, 256)):
-        args = SimpleNamespace(eval_strategy=strategy, eval_on_start=on_start, seed=0)
-        evaluation = train_math.load_problems(Mathematics(MathArguments()), args, None)[1]
-        assert (evaluation and len(evaluation)) == rows
-
-
-def test_files_without_the_reward(own_rewards):
-    for text, name, message in (
-        (OWN_REWARDS, "compute_scores", r"defines no 'compute_scores'; it has \['compute_score', 'Length'\]"),
-        ("import nothing_like_it", "x", "fails when it is run: ModuleNotFoundError"),
-        ("def x(:", "x", "fails when it is run: SyntaxError"),
-    ):
-        own_rewards.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            load_reward(own_rewards, name)
+def test_a_file_without_the_reward(own_rewards):
+    with pytest.raises(ValueError, match=r"defines no 'compute_scores'; it has \['compute_score', 'Length'\]"):
+        load_reward(own_rewards, "compute_scores")
 
 
 @pytest.mark.parametrize(

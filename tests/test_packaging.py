@@ -1,7 +1,6 @@
 """The package around the code: public names, honest requirements, a Makefile that explains itself."""
 
 import configparser
-import importlib
 import os
 import platform
 import re
@@ -14,7 +13,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import dash_trl
 from dash_trl import versions
 
 ROOT = Path(__file__).parent.parent
@@ -22,13 +20,6 @@ REQUIREMENT_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt
 PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-
-
-def test_every_public_name_is_shown():
-    """What they stand for is imported by the test without the extras."""
-    assert set(dash_trl.__all__) <= set(dir(dash_trl))
-    with pytest.raises(AttributeError, match="no attribute 'DASHTrainr'"):
-        _ = dash_trl.DASHTrainr
 
 
 def test_links_of_the_documents_lead_somewhere():
@@ -78,9 +69,6 @@ def test_another_trl_than_was_run_is_warned_of(tmp_path, monkeypatch, recwarn):
         monkeypatch.syspath_prepend(metadata.parents[1])
         assert len(said()) == warned, version
     assert "trl 1.15.0 is installed" in said()[-1] and "trl<1.17" in said()[-1]
-    before = len(said())
-    importlib.reload(dash_trl)
-    assert len(recwarn) > before and dash_trl.DASHConfig.__name__ == "DASHConfig"
 
 
 WITHOUT_EXTRAS = """
@@ -157,10 +145,7 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
     assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *vllm, *pytest_only]
     assert run("test", "ARGS=-k filter") == pytest_only
     for changed in REQUIREMENT_FILES:
-        for age, path in [(300, root / name) for name in REQUIREMENT_FILES] + [
-            (200, path) for path in (root / ".venv").iterdir() if path.is_file()
-        ]:
-            os.utime(path, (time.time() - age,) * 2)
-        os.utime(root / changed, (time.time() - 100,) * 2)
+        os.utime(root / changed, (time.time() + 100,) * 2)
         assert len(run("test", "ARGS=-k filter")) == 3 + len(vllm)
+        os.utime(root / changed, (0, 0))
         assert run("test", "ARGS=-k filter") == pytest_only

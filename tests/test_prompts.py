@@ -3,20 +3,15 @@
 The expected prompts are those of a run that does not read ahead (`async_level=0`, Transformers' own reading).
 """
 
-import sys
-import weakref
-from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TrainerCallback, TrainerState
 
 from dash_trl import DASHTrainer
-from dash_trl.rollout import PromptReader, open_epoch
+from dash_trl.rollout import open_epoch
 from tests.tiny import prompts, run
 
 
@@ -59,17 +54,6 @@ SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "st
 
 def stream(rows):
     return prompts(rows).to_iterable_dataset()
-
-
-def read_once(rows):
-    """A stream that has nothing when it is read again."""
-    left = list(prompts(rows))
-
-    def generate():
-        while left:
-            yield left.pop(0)
-
-    return IterableDataset.from_generator(generate)
 
 
 # name → (dataset, settings, windows of the run)
@@ -132,47 +116,6 @@ def test_any_shape(tiny_model, tmp_path_factory, shapes, windows, more, length, 
     check(tiny_model, tmp_path_factory.mktemp("any"), dataset=dataset, **shapes, **duration)
 
 
-def test_a_stream_that_can_be_read_once_ends_the_run(tiny_model, tmp_path):
-    seen = []
-    for level in range(3):
-        settings = {"num_generations": 2, "dataset": read_once(10), "max_steps": 9, "async_level": level}
-        seen.append(run(Walk, tiny_model, tmp_path, **SMALL, **settings).seen)
-    assert len(seen[0]) == 10 and seen[0] == seen[1] == seen[2]
-
-
-def test_the_next_epoch_of_a_stream_is_read_as_soon_as_its_prompts_have_to_be_known(tiny_model, tmp_path):
-    """The micro-batches that are left at the end of an epoch make no step of their own."""
-    trainers, begun = [], []
-
-    def rows():
-        begun.append(len(trainers[0].seen) if trainers else 0)
-        yield from prompts(10)
-
-    settings = {**SMALL, "gradient_accumulation_steps": 4, "max_steps": 3, "num_generations": 2, "async_level": 2}
-    run(Walk, tiny_model, tmp_path, dataset=IterableDataset.from_generator(rows), prepare=trainers.append, **settings)
-    assert begun[-1] == 4 and len(trainers[0].seen) == 14
-
-
-class EndsTheEpoch(TrainerCallback):
-    """At the second event of this name."""
-
-    def __init__(self, event):
-        setattr(self, event, self._end)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.events = 0
-
-    def _end(self, args, state, control, **kwargs):
-        self.events += 1
-        control.should_epoch_stop = self.events == 2
-
-
-def test_a_callback_ends_an_epoch(tiny_model, tmp_path):
-    """What was read ahead of it is not trained on."""
-    for dataset, event in ((prompts(8), "on_substep_end"), (prompts(2), "on_step_end"), (stream(8), "on_step_end")):
-        check(tiny_model, tmp_path, **SMALL, max_steps=6, dataset=dataset, callbacks=[EndsTheEpoch(event)])
-
-
 def test_a_stream_that_is_over_before_its_first_step_is_refused(tiny_model, tmp_path):
     """Transformers would read it again and again, sample from it, and never take a step."""
     for rows, ends in ((4, 4), (1, 0)):
@@ -217,98 +160,6 @@ def test_no_prompt_is_lost_or_used_twice(tiny_model, tmp_path, name):
         rest = run(Walk, tiny_model, tmp_path / "resumed", **settings, **resume)
         done = dict(whole.ends)[step]
         assert rest.seen == whole.seen[done:] and rest.state.global_step == whole.state.global_step, step
-
-
-# ---------------------------------------------------------------------- the reader alone
-
-
-class Epochs:
-    """Epochs of numbered rows: in each so many windows, each in `window` micro-batches."""
-
-    def __init__(self, windows, window):
-        self.windows, self.window = windows, window
-        self.drawn = []
-
-    def __call__(self, epoch):
-        for i in range(self.windows * self.window):
-            self.drawn.append((epoch, i))
-            yield [{"prompt": f"epoch {epoch}, window {i // self.window}"}]
-
-    def reader(self, level, accumulation=1, sized=True):
-        settings = {"step_batches": accumulation, "sized": sized, "open_epoch": self}
-        return PromptReader(level, window_batches=self.window, **settings)
-
-
-def walk(level, epochs, accumulation, sized, max_steps, cut):
-    """Reads as Transformers does, without a trainer.
-
-    `cut` is the number of micro-steps after which a callback ends an epoch. Returns the prompts of each micro-step, and
-    for each window its first micro-step and the prompts that are announced then.
-    """
-    steps = -(-epochs.windows * epochs.window // accumulation)  # of an epoch
-    state = TrainerState(max_steps=max_steps, num_train_epochs=-(-max_steps // steps) if sized else sys.maxsize)
-    reader, seen, announced = epochs.reader(level, accumulation, sized), [], []
-
-    def micro_steps(given):
-        for _ in range(steps + (not sized)):  # only reading finds the end of a stream
-            if state.global_step < max_steps:
-                read = list(islice(reader.read(given, accumulation, step=len(seen), state=state), accumulation))
-                for number, rows in enumerate(read, 1):
-                    state.global_step += number == len(read) and (sized or number == accumulation)
-                    yield names(rows)
-
-    for epoch in range(min(state.num_train_epochs, max_steps + 1)):
-        for prompt in micro_steps(epochs(epoch)):
-            if len(seen) % epochs.window == 0:
-                announced.append((len(seen), list(map(names, reader.upcoming(len(seen))))))
-            seen.append(prompt)
-            if len(seen) == cut:
-                break
-    return seen, announced
-
-
-@settings(derandomize=True)
-@given(
-    st.integers(1, 3),
-    st.builds(Epochs, st.integers(1, 4), st.integers(1, 6)),
-    st.integers(1, 5),
-    st.booleans(),
-    st.integers(1, 9),
-    st.integers(0, 30),
-)
-def test_what_is_announced_is_what_is_sampled(level, epochs, accumulation, is_stream, max_steps, cut):
-    """From where a callback has ended an epoch on, too."""
-    sized = not is_stream or epochs.windows * epochs.window < accumulation  # a stream that takes no step is refused
-    seen, announced = walk(level, epochs, accumulation, sized, max_steps, cut)
-    assert seen == walk(0, epochs, accumulation, sized, max_steps, cut)[0]
-    windows = seen[:: epochs.window]
-    for number, (step, known) in enumerate(announced, 1):
-        assert known == windows[number : number + level] or step < cut, number
-
-
-def test_no_more_is_read_than_prompts_have_to_be_known():
-    epochs = Epochs(2, 4)
-    reader, state = epochs.reader(2, accumulation=4), TrainerState(max_steps=4, num_train_epochs=2)
-    assert len(list(reader.read(epochs(0), 4, step=0, state=state))) == 4
-    assert epochs.drawn == [(0, i) for i in range(8)] + [(1, 0)]  # the second window, the first row of the third
-
-
-def test_nothing_is_held_when_it_is_closed():
-    epochs = Epochs(4, 2)
-    reader, given = epochs.reader(2, accumulation=2), epochs(0)
-    reader.read(given, 2, step=0, state=TrainerState(max_steps=9, num_train_epochs=9))
-    assert len(reader.upcoming(0)) == 2
-    alive = weakref.ref(given)
-    del given
-    assert alive() is not None  # with the dataloader's workers
-    reader.close()
-    assert alive() is None and reader.upcoming(0) == []
-
-
-def test_at_level_0_transformers_reads_itself():
-    epochs = Epochs(4, 2)
-    reader, given = epochs.reader(0), epochs(0)
-    assert reader.read(given, 2, step=0, state=None) is given and epochs.drawn == [] and reader.upcoming(0) == []
 
 
 def test_an_epoch_is_opened_as_transformers_opens_it():

@@ -29,11 +29,6 @@ def test_humans_are_right_and_skip_steps():
     rows = list(arithmetic_dataset("train", size=500, completion=True))
     texts = [row["completion"][0]["content"] for row in rows]
     assert set(arithmetic_reward(texts, [row["answer"] for row in rows])) == {1.0}
-    for row, text in zip(rows, texts, strict=True):
-        operations = len(re.findall(r"[+-]", row["prompt"][0]["content"]))
-        *sums, _ = text.split("\n")
-        assert len(sums) == (operations + 1) // 2  # the model was taught one operation a line
-        assert all(eval(left) == int(right) for left, right in (line.split("=") for line in sums))
     by_problem = {row["prompt"][0]["content"]: text for row, text in zip(rows, texts, strict=True)}
     assert by_problem["7+9-2-2+4"] == "7+9-2=14\n14-2+4=16\nThe answer is 16"
     assert "completion" not in arithmetic_dataset("train", size=1).column_names
@@ -170,12 +165,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     assert len(measured) == 2
 
 
-def test_programs_and_what_is_cut_off(own_folder):
-    """Rows of MBPP's columns; the tests decide, in the sandbox, and what was cut off is not kept though it passes."""
-    row = {"text": "f", "test_list": ["assert f(1) == 1"]}
-    write_rows(own_folder / "code.jsonl", [row] * 2)
-    with pytest.raises(ValueError, match="No trace is kept: of 2 there are 0 kept, 2 wrong, 0 cut off, 0 failed. Look"):
-        traces.main(["model", *flags({"dataset_name": "code.jsonl", "max_completion_length": 4, "output": "t.jsonl"})])
+def test_what_was_cut_off_is_not_kept_though_it_passes():
     fates = {(1.0, False): "kept", (1.0, True): "cut off", (0.0, True): "wrong", (None, False): "failed"}
     for (reward, truncated), fate in fates.items():
         assert traces.fate({"reward": reward, "truncated": truncated}) == fate

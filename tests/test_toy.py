@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import itertools
 import random
 import re
 import unicodedata
@@ -19,7 +18,6 @@ from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-from dash_trl._cache import cache_folder
 from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
 
 LARGEST_TOTAL = 20
@@ -49,18 +47,8 @@ def test_training_and_test_problems_are_disjoint():
 
 
 def test_impossible_datasets_are_refused():
-    for make, arguments, message in [
-        (
-            arithmetic_dataset,
-            {"size": 500, "operands": (2,)},
-            r"size=500: there are only \d\d distinct problems of \(2,\)",
-        ),
-        (arithmetic_dataset, {"split": "dev"}, "split='dev' does not exist"),
-        (program_dataset, {"split": "dev"}, "split='dev' does not exist"),
-        (calculator_dataset, {"split": "dev"}, "split='dev' does not exist"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make(**{"split": "test", **arguments})
+    with pytest.raises(ValueError, match=r"size=500: there are only \d\d distinct problems of \(2,\)"):
+        arithmetic_dataset("test", size=500, operands=(2,))
 
 
 def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_has_words_for():
@@ -121,23 +109,16 @@ def test_the_reloaded_tokenizer_is_the_same(small_model):
 # -------------------------------------------------------------------------------------------------------- the warm-up
 
 
-def read_trace(trace: str) -> tuple[int, int, int]:
-    """(sums, of which wrong and left so, of which wrong and corrected); fails where a line does not follow."""
+def read_trace(trace: str) -> tuple[int, int]:
+    """(sums, of which wrong); fails where a line does not follow."""
     *lines, last = trace.split("\n")
-    sums = slips = corrected = 0
-    sides = result = ""
+    slips, result = 0, ""
     for line in lines:
-        left, _, written = line.removeprefix("Wait, ").partition("=")
-        right = str(eval(left, {"__builtins__": {}}))
-        if line.startswith("Wait, "):
-            assert left == sides and written == right != result, trace
-            slips, corrected = slips - 1, corrected + 1
-        else:
-            assert left.startswith(result), trace
-            sums, slips = sums + 1, slips + (written != right)
-        sides, result = left, written
+        left, _, written = line.partition("=")
+        assert left.startswith(result), trace
+        slips, result = slips + (written != str(eval(left, {"__builtins__": {}}))), written
     assert last == f"The answer is {result}"
-    return sums, slips, corrected
+    return len(lines), slips
 
 
 def learned(folder: Path, settings: WarmUp, **arguments) -> list[tuple[str, str]]:
@@ -155,18 +136,6 @@ def learned(folder: Path, settings: WarmUp, **arguments) -> list[tuple[str, str]
     return [(tokenizer.decode(ids[mask == 1]), tokenizer.decode(ids[labels != -100])) for ids, mask, labels in rows]
 
 
-def test_traces_slip_and_correct_themselves_at_the_given_rates(tmp_path):
-    counts, test = [0, 0, 0], set(problems("test"))
-    settings = dataclasses.replace(SMALL, steps=1, batch_size=2500, clean_share=0.0, slip_rate=0.12, wait_rate=0.05)
-    rows = learned(tmp_path, settings)
-    assert len(rows) == 2500 and not test & {re.search(r"user\n(.*)<\|im_end\|>", whole)[1] for whole, _ in rows}
-    for _, trace in rows:
-        for i, count in enumerate(read_trace(trace.removesuffix(END_OF_TURN))):
-            counts[i] += count
-    assert counts[1] / counts[0] == pytest.approx(0.12, abs=0.015)
-    assert counts[2] / counts[0] == pytest.approx(0.05, abs=0.015)
-
-
 def test_the_loss_is_on_the_trace_and_its_end_only_and_the_first_steps_are_clean(tmp_path):
     """Here, in the later steps all sums are wrong."""
     settings = dataclasses.replace(SMALL, steps=4, clean_share=0.5, slip_rate=1.0, wait_rate=0.0)
@@ -175,7 +144,7 @@ def test_the_loss_is_on_the_trace_and_its_end_only_and_the_first_steps_are_clean
     for i, (whole, trace) in enumerate(rows):
         assert re.fullmatch(r"(\d+[+-]\d=\d+\n){2,4}The answer is \d+<\|im_end\|>", trace)
         assert whole == whole.split("assistant\n")[0] + "assistant\n" + trace
-        sums, slips, _ = read_trace(trace.removesuffix(END_OF_TURN))
+        sums, slips = read_trace(trace.removesuffix(END_OF_TURN))
         assert slips == (0 if i < 8 else sums)
 
 
@@ -184,21 +153,14 @@ def names(folder: Path) -> set[str]:
 
 
 def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model):
-    written = (Path(small_model) / "model.safetensors").stat().st_mtime_ns
+    weights = Path(small_model) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
     assert toy_model(Path(small_model).parent, settings=SMALL, progress=False) == small_model
-    assert (Path(small_model) / "model.safetensors").stat().st_mtime_ns == written
-    folders = {Path(small_model).name}
-    for field in dataclasses.fields(WarmUp):
-        value = (7,) if field.name == "operands" else 7
-        made = cached_model(
-            "arithmetic",
-            dataclasses.asdict(dataclasses.replace(SMALL, **{field.name: value})),
-            lambda folder: (folder / "model").touch(),
-            tmp_path,
-        )
-        folders.add(Path(made).name)
-    assert len(folders) == 1 + len(dataclasses.fields(WarmUp))
-    assert names(tmp_path) == folders - {Path(small_model).name}
+    assert weights.stat().st_mtime_ns == written
+    for steps in (2, 3, 3):
+        settings = dataclasses.asdict(dataclasses.replace(SMALL, steps=steps))
+        cached_model("arithmetic", settings, lambda folder: (folder / "model").touch(), tmp_path)
+    assert len(names(tmp_path)) == 2
 
 
 def test_the_same_settings_make_the_same_model_and_leave_the_random_state(tmp_path, small_model):
@@ -237,13 +199,6 @@ def test_a_concurrent_call_waits_for_the_first(tmp_path):
 
         second = []
         assert cached_model("a", {}, make, tmp_path) == second[0].result()
-
-
-def test_the_user_s_cache_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-    for set_to, folder in {"/somewhere": "/somewhere", "relative/is/invalid": "/home/somebody/.cache"}.items():
-        monkeypatch.setenv("XDG_CACHE_HOME", set_to)
-        assert cache_folder() == Path(folder, "dash_trl")
 
 
 # -------------------------------------------------------------------------------------------------------- the programs
@@ -317,47 +272,6 @@ def test_what_counts_as_a_call():
     ]:
         message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
         assert (message["content"], message.get("tool_calls")) == (content, calls)
-
-
-def test_arguments_get_the_types_of_the_tool():
-    def add(left: int, right: int) -> int:
-        """Adds.
-
-        Args:
-            left: one.
-            right: other.
-        """
-        return left + right
-
-    call = "<tool_call>add\nleft=7\nright=5</tool_call><|im_end|>"
-    message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(call)["input_ids"], prefix=[], tools=[add])
-    assert message["tool_calls"] == [function_call("add", left=7, right=5)]
-    rendered = TOOL_TOKENIZER.apply_chat_template([message], tools=[add], tokenize=False)
-    assert rendered == f"<|im_start|>system\nadd(left,right)<|im_end|>\n<|im_start|>assistant\n{call}\n"
-
-
-def test_without_tools_the_template_is_the_other_one_s():
-    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "The answer is 3"}]
-    for generation in (False, True):
-        one, other = (
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
-            for tokenizer in (TOKENIZER, TOOL_TOKENIZER)
-        )
-        assert one == other
-
-
-def test_the_loss_is_on_what_the_model_writes_between_the_tool_s_answers(tmp_path):
-    lessons = dataclasses.replace(CALCULATOR_LESSONS, problems=lambda *_: itertools.repeat("512-291+204"))
-    settings = dataclasses.replace(SMALL, steps=1, batch_size=1, clean_share=1.0)
-    ((whole, written),) = learned(tmp_path, settings, lessons=lessons)
-    assert written == (
-        "<tool_call>calculator\nexpression=512-291</tool_call><|im_end|>"
-        "<tool_call>calculator\nexpression=221+204</tool_call><|im_end|>"
-        "The answer is 425<|im_end|>"
-    )
-    solution = CALCULATOR_LESSONS.solution("512-291+204", random.Random(0), 0.0, 0.0)
-    ids = token_ids(TOOL_TOKENIZER, [{"role": "user", "content": "512-291+204"}, *solution])
-    assert whole == TOOL_TOKENIZER.decode(ids)
 
 
 def test_the_calculator_computes_and_refuses_what_is_no_expression():

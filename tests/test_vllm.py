@@ -37,9 +37,9 @@ from dash_trl import DASHTrainer
 from dash_trl.evaluation import main, open_sampler
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from dash_trl.rewards import JudgeReward
-from dash_trl.sampling import VLLMPool, find_changes, own_key, pack
+from dash_trl.sampling import VLLMPool, find_changes, key_header, own_key, pack
 from dash_trl.sampling.weights import WeightMismatch
-from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
+from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
 from tests.tiny import run
@@ -66,7 +66,7 @@ class Pair:
     def start(self, number: int) -> Command:
         places = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {"DASH_TRL_SERVER_FOLDER": str(self.folder), "PYTHONPATH": places}
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = cores(number, 2)
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // 2))
         if visible_gpus():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[number::2])
         log = self.folder / f"{number}.log"
@@ -83,7 +83,7 @@ class Pair:
             ready = f"    --vllm_server_urls {url}\n\nCtrl+C stops the servers.\n"
             wait_until(
                 lambda command=command, ready=ready: ready in command.log.read_text() or not command.running,
-                READY_SECONDS,
+                600,
             )
             assert command.running, command.log.read_text()
 
@@ -199,6 +199,10 @@ def change(model: Any, seed: int, part: str = "", share: float = 1.0) -> None:
             if part in name:
                 some = torch.rand(parameter.shape, generator=generator) <= share
                 parameter += 0.02 * some * torch.randn(parameter.shape, generator=generator)
+
+
+def read(url: str) -> str:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=key_header(url)), timeout=10).read().decode()
 
 
 def generated_tokens(url: str) -> float:

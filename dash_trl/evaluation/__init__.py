@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.evaluation.command import EvaluationArguments, evaluate_models
+    from dash_trl.evaluation.command import EvaluationArguments, Task, evaluate_models
     from dash_trl.evaluation.figures import bootstrap_interval, figures_of, pass_at_k
     from dash_trl.evaluation.reward import Reward, evaluate
     from dash_trl.evaluation.samplers import LocalSampler, SampledCompletion, Sampler, ServerSampler, open_sampler
-    from dash_trl.evaluation.tasks import Task
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
-    from dash_trl.evaluation.checkpoint import TOY, Checkpoint
     from dash_trl.evaluation.command import command_parser, main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
-    from dash_trl.evaluation.samplers import prompt_ids
+    from dash_trl.evaluation.samplers import TOY, Checkpoint
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -16,8 +16,9 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,18 +26,111 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
-from dash_trl.evaluation.checkpoint import TOY, Checkpoint
-from dash_trl.evaluation.figures import comparison, differences, figures_of, remark, table
+from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
+from dash_trl.evaluation.figures import comparison, differences, figures_of, table
 from dash_trl.evaluation.reward import Reward, scored_samples
-from dash_trl.evaluation.samplers import BATCH_SIZE, MAX_COMPLETION_LENGTH, Draw, open_sampler
-from dash_trl.evaluation.tasks import Task
+from dash_trl.evaluation.samplers import (
+    BATCH_SIZE,
+    MAX_COMPLETION_LENGTH,
+    TOY,
+    Checkpoint,
+    check_sampling,
+    open_sampler,
+)
 from dash_trl.monitoring import plot_pass_at_k
+from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
 from dash_trl.sampling import WEIGHT_DIR
-from dash_trl.toy import toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
-logger = logging.getLogger(__name__)
 TOY_LENGTH = 64  # in tokens
 SHOWN = 500  # characters of a prompt that the command prints
+
+
+@dataclass
+class Task:
+    """The problems, and the reward function that decides which completions are correct: that of training, or your own.
+
+    Raises:
+        ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
+    """
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, MBPP+, or what has "
+            f"their columns; or {TOY}, the default of the toy model."
+        },
+    )
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of the dataset on the hub, such as 'main'."}
+    )
+    dataset_test_split: str = field(
+        default="test", metadata={"help": "Test split of the dataset, or a part of it: 'test[:100]'."}
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
+    )
+    problem_column: str | None = field(
+        default=None, metadata={"help": "The column with the problems, if it has another name than in those datasets."}
+    )
+    answer_column: str | None = field(
+        default=None,
+        metadata={"help": "The column with the gold answers, if it has another name than in those datasets."},
+    )
+    reward_path: str | None = field(
+        default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
+    )
+    reward_name: str = field(
+        default=DEFAULT_NAME,
+        metadata={"help": "Name in the file of --reward_path: a function, a class, or a RewardRunner."},
+    )
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether the problems are those of the toy model."""
+        return self.dataset_name == TOY
+
+    @cached_property
+    def has_tests(self) -> bool:
+        """Whether the problems are programming problems."""
+        if self.is_toy or self.answer_column is not None:
+            return False
+        return has_tests(str(self.dataset_name), config=self.dataset_config)
+
+    def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
+        """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
+
+        Args:
+            chat: True = make each prompt a conversation, for a tokenizer with a chat template. The prompts of toy
+                problems are always conversations.
+            split: a split, or a part of it, such as "train[:100]". None: `dataset_test_split`.
+            completion: True = add a column with solutions, for supervised fine-tuning.
+        """
+        split = split or self.dataset_test_split
+        if self.is_toy:
+            splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
+            return select_split(splits, split, TOY)
+        load: Callable[..., Dataset] = load_code_dataset
+        if not self.has_tests:
+            load = partial(load_math_dataset, answer_column=self.answer_column)
+        return load(
+            str(self.dataset_name),
+            config=self.dataset_config,
+            split=split,
+            prompt_template=self.prompt_template,
+            chat=chat,
+            completion=completion,
+            problem_column=self.problem_column,
+        )
+
+    def reward(self) -> Reward:
+        """Returns the reward function, as a context manager."""
+        if self.reward_path is not None:
+            return Reward(load_reward(self.reward_path, self.reward_name))
+        if self.has_tests:
+            return Reward(CodeReward())
+        return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
 
 
 @dataclass
@@ -71,16 +165,9 @@ class EvaluationArguments(Task):
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(given := self.chat_template_kwargs, str):
-            try:
-                self.chat_template_kwargs = dict(json.loads(given))
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"chat_template_kwargs={given!r} is no JSON object ({error}): write it like "
-                    "'{\"enable_thinking\": false}'."
-                ) from error
-        Draw(self.num_samples, self.temperature, 1, self.seed)  # raises now if the settings contradict each other
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = dict(json.loads(self.chat_template_kwargs))
+        check_sampling(self.num_samples, self.temperature)
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
             raise ValueError(
@@ -89,24 +176,19 @@ class EvaluationArguments(Task):
             )
 
     def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments with a dataset. With the toy model and no dataset, the problems are the toy's.
+        """Returns these arguments with a dataset and a length. The toy model's problems are the toy's by default.
 
         Raises:
             ValueError: if no dataset is given and the toy model is not among the models.
         """
-        if self.dataset_name is not None:
-            return self
-        if TOY not in models:
+        name = self.dataset_name or (TOY if TOY in models else None)
+        if name is None:
             raise ValueError(
                 f"There is no dataset for {models[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
                 f"--dataset_config main), a local path, or {TOY}."
             )
-        return replace(self, dataset_name=TOY)
-
-    @property
-    def length(self) -> int:
-        """The limit of tokens for a completion."""
-        return self.max_completion_length or (TOY_LENGTH if self.is_toy else MAX_COMPLETION_LENGTH)
+        length = self.max_completion_length or (TOY_LENGTH if name == TOY else MAX_COMPLETION_LENGTH)
+        return replace(self, dataset_name=name, max_completion_length=length)
 
 
 def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
@@ -153,7 +235,6 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     arguments, ks = arguments.task(models), arguments.k or []
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
-    compared: list[str] = []
     with arguments.reward() as reward:
         found = [Checkpoint(toy_model() if model == TOY else model) for model in models]
         jobs = dict(zip(labels(models), found, strict=True))
@@ -168,15 +249,13 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             if not results:
                 first, first_label = samples, label
             else:
-                difference = differences(samples, first, ks, seed=arguments.seed)
-                figures["difference"] = {"from": first_label, **difference}
-                compared.append(comparison(label, first_label, difference))
+                figures["difference"] = {"from": first_label, **differences(samples, first, ks, seed=arguments.seed)}
             results[label] = figures
             settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
             (folder / f"{label}.json").write_text(f"{settings}\n")
-            if said := remark(label, figures):
-                logger.warning(said)
-    print("\n".join(["", table(results, ks), *([""] if compared else []), *compared]))
+    print(f"\n{table(results, ks)}")
+    for label in list(results)[1:]:
+        print(comparison(label, results[label]["difference"]))
     print(f"\nsamples: {', '.join(str(folder / f'{label}.jsonl') for label in results)}")
     title = Path(str(arguments.dataset_name)).name
     print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=title)}")
@@ -228,7 +307,7 @@ def _sample(
             reward,
             num_samples=arguments.num_samples,
             temperature=arguments.temperature,
-            max_completion_length=arguments.length,
+            max_completion_length=arguments.max_completion_length,
             seed=arguments.seed,
             chat_template_kwargs=arguments.chat_template_kwargs,
         )

@@ -16,9 +16,9 @@ import numpy as np
 CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than this, the middle of a 0/1 reward
 LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
-CHUNK = 1 << 22  # number of indices that are drawn at a time, to limit memory: 32 MiB
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
 MARK = "*"
+EXPLANATION = f"{MARK} More than 1 % of the rewards failed, and count neither as right nor as wrong."
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -44,25 +44,19 @@ def bootstrap_interval(
     figure is not certain.
 
     Args:
-        values: [P], for example pass@k of each problem, or the number of correct samples of each problem.
+        values: [P], at least one: for example pass@k of each problem, or the number of correct samples of each problem.
         weights: [P], for example the number of scored samples of each problem. None = 1 for each problem, so that the
             interval is that of the mean.
         seed: seed of the resampling.
     Returns:
-        The lower and the upper end; both are NaN if there is no problem.
+        The lower and the upper end.
     """
     value = np.asarray(values, dtype=np.float64)
     weight = np.ones_like(value) if weights is None else np.asarray(weights, dtype=np.float64)
-    problems = len(value)
-    if problems == 0:
-        return math.nan, math.nan
     generator = np.random.default_rng(seed)
-    rows = max(1, CHUNK // problems)
-    ratios = []
-    for start in range(0, RESAMPLES, rows):
-        drawn = generator.integers(problems, size=(min(rows, RESAMPLES - start), problems))
-        ratios.append(value[drawn].sum(axis=1) / weight[drawn].sum(axis=1))
-    low, high = np.quantile(np.concatenate(ratios), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    draws = (generator.integers(len(value), size=len(value)) for _ in range(RESAMPLES))
+    ratios = [value[drawn].sum() / weight[drawn].sum() for drawn in draws]
+    low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
@@ -163,8 +157,8 @@ def metrics_of(
         groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
         figures = figures_of_rewards(groups, ks)
         place = f"rewards/{name}/" if len(names) > 1 else ""
-        values = {"accuracy": [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]}
-        values |= {f"pass_at_{k}": value for k, value in figures["pass_at"].items()}
+        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
+        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
         for what, of_one in values.items():
             for end, value in zip(("", "_low", "_high"), of_one, strict=True):
                 found[f"{place}{what}{end}"] = math.nan if value is None else value
@@ -207,40 +201,22 @@ def differences(
     return result
 
 
-def comparison(name: str, other: str, found: Mapping[str, list[Any]]) -> str:
-    """Returns the result of `differences` as one line of text, in percentage points.
+def comparison(name: str, found: Mapping[str, Any]) -> str:
+    """Returns the difference between two models as one line of text, in percentage points.
 
     Args:
         name: name of the model.
-        other: name of the other model.
-        found: the result of `differences`.
+        found: the result of `differences`, and "from": the name of the other model.
     """
-    cells = [
-        f"{what} {100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-        for what, (mean, low, high) in found.items()
-        if mean is not None
-    ]
-    return f"{name} − {other}, paired by problem: {'  '.join(cells)}"
-
-
-def remark(name: str, figures: Mapping[str, Any]) -> str:
-    """Returns a warning about failed rewards of a model, or an empty text.
-
-    Args:
-        name: name of the model.
-        figures: the result of `figures_of`.
-    """
-    left_out = ", ".join(f"pass@{k} leaves out {count}" for k, count in figures["left_out"].items() if count)
-    if not left_out:
-        return ""
-    return (
-        f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
-        f"neither as right nor as wrong. Of {figures['problems']} problems, {left_out} with too few scored samples."
-    )
+    estimates = [(what, *value) for what, value in found.items() if what != "from" and value[0] is not None]
+    cells = [f"{what} {100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" for what, mean, low, high in estimates]
+    return f"{name} − {found['from']}, paired by problem: {'  '.join(cells)}"
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
     """Returns figures as a text table with one line per model: shares in per cent, 95 % intervals in brackets.
+
+    A last line explains the mark, if a model is marked.
 
     Args:
         models: name of a model → the result of `figures_of`.
@@ -260,7 +236,8 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *([EXPLANATION] if any(one["marked"] for one in models.values()) else [])])
 
 
 def _cell(value: float | None, low: float, high: float) -> str:

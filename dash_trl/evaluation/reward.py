@@ -21,24 +21,21 @@ class Reward(AbstractContextManager["Reward"]):
 
     Args:
         function: one reward function, in a form that a trainer accepts as `reward_funcs`: a function of any form
-            (`dash_trl.rewards.forms`), a `RewardRunner` with one function, one of the `rewards` of a runner, or a list
-            with one of these. A runner that is passed here is not closed.
+            (`dash_trl.rewards.forms`), a list with one function, or a `RewardRunner` with one function, which is not
+            closed.
     Raises:
         ValueError: if there are several functions, or a reward model.
     """
 
     def __init__(self, function: Any):
-        given = function if isinstance(function, (list, tuple)) else [function]
-        runners = [one for one in given if isinstance(one, RewardRunner | RunnerReward)]
-        self._own = [RewardRunner(one, timeout=PATIENCE) for one in given if one not in runners]
-        found = unpack([*runners, *self._own])
+        self._own = [] if isinstance(function, RewardRunner) else [RewardRunner(function, timeout=PATIENCE)]
+        found = unpack(self._own or [function])
         if len(found) != 1 or not isinstance(found[0], RunnerReward):
             raise ValueError(
                 f"An evaluation needs one reward function, which says what is correct, but there are {len(found)}, or "
                 "it is a reward model. Give one function; to the commands, with --reward_name."
             )
-        (self._function,) = found
-        self._team = RewardTeam(found)  # so that other functions of the same runner are not called
+        self._function, self._team = found[0], RewardTeam(found)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
@@ -128,7 +125,5 @@ def evaluate(
         ValueError: if there are several reward functions, or if one needs a column that does not exist.
     """
     with Reward(reward_func) as reward:
-        if len(dataset):
-            reward.check_columns(list(dataset[0]))
         rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
     return figures_of([row["samples"] for row in rows.values()], k)

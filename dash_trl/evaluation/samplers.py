@@ -8,29 +8,30 @@ penalties of the model's `generation_config` are switched off. `open_sampler` ch
 Letters: P prompts, S samples of each.
 """
 
-import hashlib
-import math
+import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
-from dash_trl.serve import Servers, visible_gpus
+from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
 
 BATCH_SIZE = 64
 MAX_COMPLETION_LENGTH = 2048  # in tokens, as in the paper
+SEED_STRIDE = 1_000_003  # seeds of batches or rows are counted from a multiple of it, so no two runs share them
+TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
 Prompt = str | list[dict[str, str]]
-Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
 
 
 @dataclass(frozen=True)
@@ -48,34 +49,45 @@ class SampledCompletion:
     truncated: bool
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Settings for drawing completions.
+class Checkpoint:
+    """A model that is named by its directory or hub name, or a LoRA adapter that is named by its directory.
+
+    The constructor reads the config and the tokenizer, but no weights.
 
     Args:
-        num_samples: S, number of completions of each prompt.
-        temperature: sampling temperature; 0 = greedy decoding, with one sample.
-        max_completion_length: limit of a completion in tokens.
-        seed: seed of all random numbers.
+        name: the directory or the hub name.
+    Attributes:
+        base: name or directory of the config and the full weights: `name` itself, or, for an adapter, its base model.
+        is_adapter: whether the model is an adapter.
+        config: the config of the base model.
+        tokenizer: the tokenizer.
     Raises:
-        ValueError: if the settings contradict each other.
+        OSError: if no model has this name.
     """
 
-    num_samples: int
-    temperature: float
-    max_completion_length: int
-    seed: int
+    def __init__(self, name: str):
+        self.name = self.base = name
+        adapter = Path(name, "adapter_config.json")  # peft's file
+        self.is_adapter = adapter.is_file()
+        if self.is_adapter:
+            self.base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        self.config = AutoConfig.from_pretrained(self.base)
+        own = Path(name, "tokenizer_config.json").is_file()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(name if own else self.base, padding_side="left")
 
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or self.num_samples < 1 or (self.temperature == 0 and self.num_samples > 1):
-            raise ValueError(
-                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
-                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
-            )
+    def load(self, dtype: Any = None, device: str = "cpu") -> Any:
+        """Loads the model for inference. An adapter is merged into the weights.
 
-    def stream(self, number: int) -> int:
-        """Returns a seed of a batch or request, by its number. Hashed, so nearby seeds or numbers are independent."""
-        return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
+        Args:
+            dtype: dtype of the weights.
+            device: the device of the model.
+        """
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype)
+        if self.is_adapter:
+            from peft import PeftModel  # imported here, since most runs have no adapter
+
+            model = PeftModel.from_pretrained(model, self.name).merge_and_unload()
+        return model.to(device).eval()
 
 
 class Sampler(ABC):
@@ -89,8 +101,8 @@ class Sampler(ABC):
     def __init__(self, tokenizer: Any, generation_config: Any):
         self.tokenizer = tokenizer
         declared = generation_config.eos_token_id
-        ends = declared if isinstance(declared, list) else [declared]
-        self.end_tokens = list(dict.fromkeys(one for one in [*ends, tokenizer.eos_token_id] if one is not None))
+        ends = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
+        self.end_tokens = [one for one in dict.fromkeys(ends) if one is not None]
 
     def sample(
         self,
@@ -114,9 +126,14 @@ class Sampler(ABC):
                 training (TRL's option of this name), or the model gets other prompts than in training.
         Returns:
             An iterator over pairs: the index of a prompt, and the S completions of this prompt.
+        Raises:
+            ValueError: see `check_sampling`.
         """
-        ids = [prompt_ids(prompt, self.tokenizer, chat_template_kwargs) for prompt in prompts]
-        drawn = self._draw(ids, Draw(num_samples, temperature, max_completion_length, seed))
+        check_sampling(num_samples, temperature)
+        template = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
+        encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
+        ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in prompts]
+        drawn = self._draw(ids, num_samples, temperature, max_completion_length, seed)
         return ((index, self._decoded(rows)) for index, rows in drawn)
 
     def _decoded(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
@@ -126,16 +143,19 @@ class Sampler(ABC):
         ]
 
     @abstractmethod
-    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
+    def _draw(
+        self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
+    ) -> Iterator[tuple[int, list[list[int]]]]:
         """Yields each prompt when it is done: its index, and the token ids of its completions."""
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """Returns the token ids of a prompt. The chat template formats a prompt that is a conversation."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    settings = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
-    return tokenizer.apply_chat_template(prompt, **settings)["input_ids"]
+def check_sampling(num_samples: int, temperature: float) -> None:
+    """Raises a `ValueError` for several samples of greedy decoding, which would all be the same."""
+    if temperature == 0 and num_samples > 1:
+        raise ValueError(
+            f"temperature={temperature} with num_samples={num_samples}: greedy decoding (temperature 0) gives one "
+            "sample per prompt. Use num_samples=1, or a temperature above 0."
+        )
 
 
 class LocalSampler(Sampler):
@@ -154,36 +174,39 @@ class LocalSampler(Sampler):
         self.model = model
         self.batch_size = batch_size
 
-    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
-        rows = [prompt for prompt in prompts for _ in range(draw.num_samples)]
-        drawn: list[list[int]] = []
-        index = 0
-        for number, start in enumerate(range(0, len(rows), self.batch_size)):
-            drawn += self._generate(rows[start : start + self.batch_size], draw, number)
-            while len(drawn) >= draw.num_samples:
-                yield index, drawn[: draw.num_samples]
-                drawn = drawn[draw.num_samples :]
-                index += 1
+    def _draw(
+        self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
+    ) -> Iterator[tuple[int, list[list[int]]]]:
+        rows = [prompt for prompt in prompts for _ in range(num_samples)]
+        generated = (
+            row
+            for start in range(0, len(rows), self.batch_size)
+            for row in self._generate(
+                rows[start : start + self.batch_size], temperature, max_completion_length, seed * SEED_STRIDE + start
+            )
+        )
+        for index in range(len(prompts)):
+            yield index, list(islice(generated, num_samples))
 
-    def _generate(self, batch: list[list[int]], draw: Draw, number: int) -> list[list[int]]:
+    def _generate(self, batch: list[list[int]], temperature: float, length: int, seed: int) -> list[list[int]]:
         ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         # Neutral values must be given: generate() takes missing ones from the model's generation_config.
-        sampling = {"do_sample": True, "temperature": draw.temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
         # Saves the random state of all devices, since manual_seed changes all of them.
         rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
         with evaluating(self.model), rng, torch.no_grad():
-            torch.manual_seed(draw.stream(number))
+            torch.manual_seed(seed)
             generated = self.model.generate(
                 input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
                 attention_mask=torch.tensor(
                     [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
                 ),
-                max_new_tokens=draw.max_completion_length,
+                max_new_tokens=length,
                 repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=ends,
-                **(sampling if draw.temperature > 0 else {"do_sample": False}),
+                **(sampling if temperature > 0 else {"do_sample": False}),
             )
         rows = generated[:, width:].tolist()
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)] for ids in rows]
@@ -192,7 +215,7 @@ class LocalSampler(Sampler):
 class ServerSampler(Sampler):
     """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    Each request has its own seed, but the samples are still not reproducible: timing decides which requests share a
+    Each request has its own seeds, but the samples are still not reproducible: timing decides which requests share a
     batch, and this changes the last bits of the logits. Servers on a CPU get no seeds (`takes_seeds`).
 
     Args:
@@ -206,31 +229,28 @@ class ServerSampler(Sampler):
     """
 
     def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
-        super().__init__(checkpoint.tokenizer, checkpoint.generation_config)
+        model = checkpoint.load(check_servers(pool, checkpoint.config, checkpoint.name))
+        super().__init__(checkpoint.tokenizer, model.generation_config)
         self.pool = pool
-        dtype = check_servers(pool, checkpoint.config, checkpoint.name)
-        self._takes_seeds = takes_seeds(pool)
-        load_checkpoint(pool, checkpoint.load(dtype), len(self.tokenizer), weight_dir)
+        load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
 
-    def _draw(self, prompts: list[list[int]], draw: Draw) -> Iterator[Drawn]:
-        jobs = []
-        for index, prompt in enumerate(prompts):
-            sampling = {
-                # Neutral values for options that a server would otherwise take from the model's generation_config.
-                "top_p": 1.0,
-                "top_k": 0,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
-                "temperature": draw.temperature,
-                "max_tokens": draw.max_completion_length,
-                "stop_token_ids": self.end_tokens,
-                **({"seed": draw.stream(index)} if self._takes_seeds else {}),
-            }
-            (job,) = self.pool.completions([(prompt, draw.num_samples)], sampling)
-            job.number = index
-            jobs.append(job)
+    def _draw(
+        self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
+    ) -> Iterator[tuple[int, list[list[int]]]]:
+        sampling = {
+            # Neutral values for options that a server would otherwise take from the model's generation_config.
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "temperature": temperature,
+            "max_tokens": max_completion_length,
+            "stop_token_ids": self.end_tokens,
+            **({"seed": seed * SEED_STRIDE} if takes_seeds(self.pool) else {}),
+        }
+        jobs = self.pool.completions([(prompt, num_samples) for prompt in prompts], sampling)
         for index, completions in self.pool.as_completed(jobs):
             yield index, [completion.token_ids for completion in completions]
 
@@ -252,14 +272,15 @@ def open_sampler(
 
     Args:
         model: a directory, a hub name, the directory of a LoRA adapter, "toy", or a `Checkpoint`.
-        use_vllm: True = start vLLM servers on all visible GPUs, and stop them on exit.
+        use_vllm: True = start a vLLM server on each visible GPU, and stop them on exit.
         server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from. If they have other weights of the same
             shape, they get the model's weights and keep them.
         batch_size: number of rows that transformers samples together; it has no effect on servers.
         weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
             temporary directory on this machine.
     Raises:
-        ValueError: if the model does not exist, or servers have a model of another shape.
+        OSError: if the model does not exist.
+        ValueError: if servers have a model of another shape.
         PoolError: see `ServerSampler`.
         WeightMismatch: see `ServerSampler`.
     """
@@ -267,14 +288,11 @@ def open_sampler(
         model = Checkpoint(toy_model() if model == TOY else str(model))
     with ExitStack() as stack:
         if use_vllm and not server_urls:
-            config, gpus = model.config.get_text_config(), len(visible_gpus())
-            heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
-            count = max(1, gpus // max(1, math.gcd(gpus, *heads)))  # vLLM splits a model only by whole heads
-            servers = stack.enter_context(Servers(model.base, count))
-            servers.wait_until_ready()
-            server_urls = servers.urls
+            server_urls = stack.enter_context(vllm_servers(model.base, max(1, len(visible_gpus()))))
         if not server_urls:
-            yield LocalSampler(model.load_here(), model.tokenizer, batch_size)
+            # On a CPU, half precision is slow or missing.
+            place = ("auto", "cuda") if torch.cuda.is_available() else (torch.float32, "cpu")
+            yield LocalSampler(model.load(*place), model.tokenizer, batch_size)
             return
         folder = weight_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="dash_trl_weights_"))
         pool = ServerPool(server_urls)
