@@ -241,6 +241,24 @@ def f(x): return x + 1 if ctypes.CDLL(None).syscall(250, 0, -3, 0) > 0 else 0
 ## memory that no limit counts
 import os
 def f(x): return x + 1 if os.memfd_create('x') else 0
+## semaphores that no limit counts
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).semget(0, 32000, 0o600) >= 0 else 0
+## messages that no limit counts
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).msgget(0, 0o600) >= 0 else 0
+## attributes of files that no limit counts
+import os
+def f(x):
+    open('a', 'w').close()
+    os.setxattr('a', 'user.a', b'x' * 65536)
+    return x + 1
+## memory that a pipe holds
+import ctypes, os
+def f(x): return x + 1 if ctypes.CDLL(None).vmsplice(os.pipe()[1], None, 0, 0) >= 0 else 0
+## asynchronous input and output, whose number is limited for the whole machine
+import ctypes
+def f(x): return x + 1 if ctypes.CDLL(None).syscall(206, 1, (ctypes.c_ulong * 1)()) == 0 else 0
 ## sockets by io_uring
 import ctypes
 def f(x): return x + 1 if ctypes.CDLL(None).syscall(425, 8, bytes(120)) > 0 else 0
@@ -284,6 +302,9 @@ import os, signal
 def f(x):
     os.kill(-1, signal.SIGKILL)
     return x + 1
+## every process of its group killed
+import os, signal
+def f(x): os.killpg(0, signal.SIGKILL)
 ## the trainer killed
 import os, signal
 def f(x):

@@ -91,6 +91,12 @@ FORGED = {
         "import gc\ndef f(x):\n"
         "    return next((2 for one in gc.get_objects() if 'assert f(1)' in str(one) and 'gc.' not in str(one)), None)"
     ),
+    "a module that its tests import": (
+        "with open('numpy.py', 'w') as file:\n"
+        "    file.write('class array:\\n  size = 1\\n  __init__ = lambda *a: None\\n  __eq__ = lambda *a: True')\n"
+        "class Number:\n    __module__ = 'numpy'\n    tolist = lambda self: [1]\n"
+        "def f(x): return Number()"
+    ),
     "the tests in its input": "import sys\nTESTS = sys.stdin.read()\ndef f(x): return 2 if TESTS else None",
 }
 

@@ -54,7 +54,7 @@ def test_the_program_of_a_completion():
     for completion, entry_point, program in [
         (fenced(F), "f", F),
         (fenced(F, ""), "f", F),
-        (fenced(F, "Python"), "f", F),
+        *[(fenced(F, one), "f", F) for one in ("Python", "python 3", 'python id="f"', "python:f.py", "{.python}")],
         (f"Here it is:\n\n{fenced(F)}\n\nIt returns x.", "f", F),
         (f"1. Write it\n   ```python\n{F}\n   ```", "f", F),
         (f"~~~python\n{F}\n~~~", "f", F),
@@ -64,6 +64,7 @@ def test_the_program_of_a_completion():
         (fenced(F) + "\nUse it:\n" + fenced(USE), "f", F),
         (fenced(F) + "\n" + fenced("def f(x): return 2"), "f", "def f(x): return 2"),
         (fenced(F) + "\n" + fenced(USE), None, F),
+        (fenced(F) + "\n" + fenced("y = f(1)\nprint(y)"), None, F),
         (fenced(F) + "\n" + fenced("pip install f", "bash") + "\n" + fenced("1", "text"), "f", F),
         # no fence, or one that does not end
         (F, "f", F),
@@ -307,6 +308,49 @@ def f():
     return open('a').read()
 ---
 assert f() == 'x'
+## iterators of other kinds
+from itertools import chain, permutations
+def f(x): return reversed(x), chain(x, x), permutations(x), iter('ab'), iter({1: 2}.items())
+---
+a, b, c, d, e = map(list, f([1, 2]))
+assert (a, b, c, d, e) == ([2, 1], [1, 2, 1, 2], [(1, 2), (2, 1)], ['a', 'b'], [(1, 2)])
+## an iterator of its own class
+class A:
+    n = 3
+    __iter__ = lambda self: self
+    __next__ = lambda self: 1
+---
+assert A().n == 3
+## an empty array of the test's
+def f(x): return float(x.sum())
+---
+import numpy as np
+assert f(np.array([])) == 0.0
+## a tree that the test builds
+class Node:
+    def __init__(self, value): self.value, self.left = value, None
+def depth(node): return 1 + depth(node.left) if node else 0
+---
+root = Node(1)
+root.left = Node(2)
+root.left.left = Node(3)
+assert depth(root) == 3 and root.left.left.value == 3
+## the same instance
+import enum
+class E(enum.Enum):
+    A = object()
+    B = object()
+def f(x): return x
+---
+assert f(E.A) is E.A and f(E.A) == E.A and f(E.A) != E.B
+## a class that derives from Python's own and has methods
+from collections import OrderedDict
+class Cache(OrderedDict):
+    def put(self, key, value): self[key] = value
+---
+a = Cache()
+a.put(1, 2)
+assert a.get(1) == 2
 ## a function in a dict
 def f(x): return {1: f} if x else 0
 ---

@@ -22,6 +22,14 @@ SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
 TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
 LIMITS = {"cpu_seconds": 1, "wall_seconds": 10, "memory": 512 << 20, "disk": 8 << 20, "processes": 2}
+# If the trainer is root, a test can become root, but gets no rights.
+AS_ROOT = """
+user = os.getuid()
+if 0 in os.getresuid(): os.setresuid(0, 0, 0)
+rights, writable = open('/proc/self/status').read(), os.access('/proc/sys/kernel/core_pattern', os.W_OK)
+os.setresuid(user, user, -1)
+assert f() and not writable and ('CapEff:\t00000000000000c0' in rights or 'CapEff:\t0000000000000000' in rights)
+"""
 ATTACKS = TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND
 # A second or more each, of what others show, too.
 LONG = {
@@ -91,8 +99,12 @@ def test_a_program_sees_its_own_files_and_processes(box):
         "    return files, [one for one in os.listdir('/proc') if one.isdigit()]\n"
         "def is_read_only(path): return bool(os.statvfs(path).f_flag & os.ST_RDONLY)"
     )
-    tests = ["assert f() == ([0, 1, 2, 3, 4], ['1', '2'])", "assert not is_read_only('/tmp')"]
-    tests += [f"assert is_read_only({path!r})" for path in ("/", "/usr", sys.base_prefix + "/lib", "/dev")]
+    tests = [
+        "assert f() == ([0, 1, 2, 3, 4], ['1', '2'])",
+        "assert not is_read_only('/tmp')",
+        *(f"assert is_read_only({path!r})" for path in ("/", "/usr", sys.base_prefix + "/lib", "/dev", "/proc")),
+        AS_ROOT,
+    ]
     assert box.run(program, tests).right
 
 
@@ -139,12 +151,16 @@ def said(script: str, *become: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+RENAMES = (
+    "import os\ntry: os.rename({!r}, '/tmp/other')\nexcept OSError: pass\ndef f(): return os.path.exists('/tmp/other')"
+)
 ATTACKED = """
-import os, sys
+import os, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dash_trl.sandbox import Sandbox
+from dash_trl.sandbox.box import ENVIRONMENT
 from tests.attacks import FILES, LEFT_BEHIND, OUTWARD
-from tests.test_sandbox import LIMITS, LONG, TESTS
+from tests.test_sandbox import LIMITS, LONG, RENAMES, TESTS
 box, attacks = Sandbox(**LIMITS), OUTWARD | FILES | LEFT_BEHIND
 names = [name for name in attacks if name not in LONG]
 made = [attacks[name].replace("PID", str(os.getpid())).replace("FOLDER", sys.base_prefix) for name in names]
@@ -153,6 +169,10 @@ with ThreadPoolExecutor(2) as pool:
 right = box.run("import os, sqlite3\\ndef f(): return os.getuid()", ["assert f() == %d" % os.getuid()]).right
 print(os.getuid(), right)
 print(passed)
+with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # that contains the packages, and a program makes another one
+    os.mkdir(folder + "/packages")
+    ENVIRONMENT["PYTHONPATH"] = folder + "/packages"
+    print(box.run(RENAMES.format(folder), ["assert not f()"]).right)
 """
 
 
@@ -160,7 +180,7 @@ print(passed)
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's")
 def test_what_holds_for_an_ordinary_user():
     user = ("setpriv", "--reuid", "65533", "--regid", "65533", "--clear-groups", "--inh-caps=-all")
-    assert said(ATTACKED, *user) == ["65533 True", "[]"]
+    assert said(ATTACKED, *user) == ["65533 True", "[]", "True"]
 
 
 def test_a_machine_without_namespaces_is_an_error_with_the_remedies():
@@ -344,6 +364,7 @@ EXIT = "import os\ndef f(x): os._exit(0)"
 STOPPED = ("all(map(f, [1]))", "all(map(lambda x: f(x) == 2, [1]))", "list(filter(f, [1])) == []")
 CLOSE = "import numpy as np\nassert np.allclose"
 RAISES = "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
+ASSERTS = ("allclose", "array_equal", "almost_equal", "array_almost_equal")
 WRONG = [
     # what a program gives its tests to work on for ever
     ("def f(x): return range(10**15)", "assert sum(f(1)) == 2"),
@@ -366,6 +387,8 @@ WRONG = [
     ("import numpy\ndef f(x): return numpy.array([[]])", "assert (f(1) == 2.5).all()"),
     ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
     ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
+    ("def f(x): return []", "assert np.allclose(f(1), 2.5)"),
+    *[("def f(x): return []", f"import numpy as np\nnp.testing.assert_{name}(f(1), 2.5)") for name in ASSERTS],
     ("f = 5", "assert f(1) == 5"),
 ]
 
@@ -430,6 +453,7 @@ def test_what_is_right():
         ("def f(x): return [0.1 + 0.2, 1]", f"{CLOSE}(f(1), [0.3, 1]) and np.allclose(f(1)[0], 0.3)", None),
         ("import numpy\ndef f(x): return numpy.zeros((2, 2))", f"{CLOSE}(f(1), 0) and np.isclose(f(1), 0).all()", None),
         ("def f(x): return []", f"{CLOSE}(f(1), [])", None),
+        ("def f(x): return x", "np.testing.assert_allclose(actual=f(1.0), desired=1, rtol=1e-9)", None),
         ("class No(ValueError): pass\ndef f(x): raise No('no')", RAISES, None),
         ("def f(x): return x", "assert math.isclose(f(1), 1)", None),
     ]

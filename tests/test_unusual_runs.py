@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from tests.tiny import (
+    ScriptedReward,
     ScriptedRollouts,
     packed_by_mask,
     parameters,

@@ -106,7 +106,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 # ------------------------------------------------------------------------------------------------ from text to program
 
 # Programs are found by patterns, not by Python's parser: a text can crash the parser, and with it the trainer.
-_PYTHON = ("", "python", "py", "python3", "python 3")
+_PYTHON = ("", "python", "py", "python3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
 
@@ -169,8 +169,8 @@ def _split(text: str) -> tuple[str, str, list[str]]:
     for line in text.split("\n"):
         bare = line.strip()
         mark = bare[: len(bare) - len(bare.lstrip(bare[:1]))] if bare[:1] in ("`", "~") else ""
-        info = bare[len(mark) :].strip().lower()
-        if len(mark) < 3 or "`" in info:
+        info = re.sub(r"[{.]*(\w*).*", r"\1", bare[len(mark) :].strip().lower())  # of `python title="a.py"`, `{python}`
+        if len(mark) < 3 or "`" in bare[len(mark) :]:
             lines.append(line)
         elif fence is None or mark.startswith(fence) and len(blocks) == 1 and not first and info in _PYTHON[1:]:
             if fence is not None:  # the first fence closed a block that the prompt had opened
@@ -189,5 +189,6 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 def _defines(program: str, name: str | None) -> bool:
     """Returns whether the program defines this name at its top level. None = any function or class."""
     known = r"\w+" if name is None else re.escape(name)
-    defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
+    # `y = f(1)` defines no function: if the name is not known, a block that only uses the function has such lines.
+    defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b" + (rf"|^[ \t]*{known}[ ]*=[^=]" if name else "")
     return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

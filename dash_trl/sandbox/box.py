@@ -7,8 +7,8 @@
 
 `checker.py` is the program of the two confined processes. bubblewrap (`bwrap`) gives them namespaces for processes,
 files, network, IPC and the host name, and for users if the trainer is an ordinary user. The root folder is read-only,
-and contains Python, its packages and the system's libraries. Only /tmp and /dev/shm are writable; both are in memory
-and have a limited size. If the trainer is root, the processes have the id of a user that does not exist, and no
+and contains Python, its packages and the system's libraries. Only /tmp is writable, which is /dev/shm, too; it is in
+memory and has a limited size. If the trainer is root, the processes have the id of a user that does not exist, and no
 capabilities. When the thread that called `run` ends, the kernel kills `bwrap` and all processes in its namespaces, also
 if the trainer is killed by SIGKILL.
 """
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 # failed. Otherwise the machine is too busy, and the program is not scored.
 IDLE = 0.5
 PYTHON = [os.path.realpath(sys.executable), "-P", "-s", "-S"]  # the program that runs it is named by its arguments
+# If the machine runs out of memory, the kernel kills a program before the trainer. In the sandbox /proc is read-only.
+EXPENDABLE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$0" "$@"']
 # All environment variables that a program gets; the trainer's may contain secrets. PYTHONHASHSEED makes the order of
 # sets the same in each run.
 ENVIRONMENT = {
@@ -53,8 +55,12 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-# System folders and files that a program may read.
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
+# System folders and files that a program may read. Not all of /usr: in a container the checkout is often /usr/src/app,
+# and /usr/local/etc/npmrc may contain a key.
+SYSTEM = (
+    *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "share", "local/bin", "local/lib")),
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime"),
+)
 TASK_FOLDER = "/tmp/program"  # the program's folder with namespaces; /tmp itself may contain the Python environment
 # If the trainer is root, each run has a user id of this range, because the kernel counts processes by user. They belong
 # to no user; systemd, too, takes ids for a short time from this range.
@@ -79,7 +85,15 @@ REFUSED = {
     "clone3": (435, 435),  # its flags cannot be read by a filter; the C library uses clone instead
     "memfd_create": (319, 279),  # memory that no limit counts
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),
+    "shmget": (29, 194),  # so much memory of the kernel, too
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "vmsplice": (278, 75),  # a pipe then holds 2 MB for each page that it counts
+    "io_setup": (206, 0),  # has a limit for the whole machine, which one program can use up
     "keyctl": (250, 219),  # the user's keys, which have no namespace
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -103,7 +117,7 @@ REFUSED = {
 MACHINES = {"x86_64": (0xC000003E, 0, 56, 41), "aarch64": (0xC00000B7, 1, 220, 198)}
 X32 = 0x40000000  # on x86-64, numbers from here on are a second set of the same calls
 NEW_NAMESPACES = 0x7E020080  # flags of `clone`
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6. The network namespace does not hold AF_VSOCK, the way to the host.
+AF_UNIX = 1  # the memory of all TCP sockets of the machine has one limit; AF_VSOCK is a way to the machine's host
 
 
 def call_filter(machine: str) -> bytes:
@@ -120,9 +134,7 @@ def call_filter(machine: str) -> bytes:
         lines += [(equal, 0, 1, numbers[column]), refuse]
     # If the call is `clone`: its first argument must have none of the flags.
     lines += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), refuse, allow]
-    lines += [(equal, 1, 0, new_socket), allow, (load, 0, 0, 16)]
-    for family in FAMILIES:
-        lines += [(equal, 0, 1, family), allow]
+    lines += [(equal, 1, 0, new_socket), allow, (load, 0, 0, 16), (equal, 0, 1, AF_UNIX), allow]
     return b"".join(struct.pack("HBBI", *line) for line in [*lines, refuse])
 
 
@@ -143,25 +155,31 @@ def options(disk: int) -> list[str]:
     """Return bubblewrap's options for the namespaces and the root folder.
 
     Args:
-        disk: limit of the size of the files in /tmp, and of those in /dev/shm, in bytes.
+        disk: limit of the size of the files in /tmp, which is /dev/shm, too, in bytes.
     """
     new = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     # The processes of root become another user's, which is not possible in a user namespace with one user.
-    as_root = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    as_root = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     new += as_root if os.geteuid() == 0 else ["--unshare-user", "--disable-userns"]
-    for folder in ("/tmp", "/dev/shm"):
-        new += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
-        new += ["--dev-bind", device, device]
     # Not the whole prefix of Python, because it may be ~/.local or the home folder itself.
     own = [os.path.join(sys.base_prefix, part) for part in ("bin", "lib", "lib64", "share/zoneinfo")]
-    own += [sysconfig.get_path("stdlib"), *ENVIRONMENT["PYTHONPATH"].split(":")]
-    for path in [*SYSTEM, *sorted({os.path.realpath(path) for path in own})]:
+    own = [*map(os.path.realpath, [*own, sysconfig.get_path("stdlib"), *ENVIRONMENT["PYTHONPATH"].split(":")])]
+    # A folder in /tmp that contains Python is a mount of its own, because else a user's program could rename it.
+    tops = {str(one) for path in own for one in Path(path).parents if str(one.parent) == "/tmp"}
+    for folder in ("/tmp", *tops):
+        new += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
+    new += ["--perms", "0755", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        new += ["--dev-bind", device, device]
+    for path in [*SYSTEM, *sorted(set(own))]:
         for parent in reversed(Path(path).parents[:-1]):
             new += ["--perms", "0755", "--dir", str(parent)]  # else they would be closed to other users
         new += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
     new += ["--ro-bind", checker.__file__, "/checker.py", "--proc", "/proc", "--perms", "0777", "--dir", TASK_FOLDER]
-    return [*new, "--remount-ro", "/", "--chdir", TASK_FOLDER, "--die-with-parent", "--as-pid-1"]
+    for folder in ("/", "/proc", *tops):
+        new += ["--remount-ro", folder]
+    # Without --new-session, a program could kill `bwrap`, as a member of its own process group.
+    return [*new, "--chdir", TASK_FOLDER, "--die-with-parent", "--as-pid-1", "--new-session"]
 
 
 class Sandbox:
@@ -205,7 +223,7 @@ class Sandbox:
         self.kind = isolation or "namespaces"
         self.wall_seconds, self.disk, self.count = wall_seconds, disk, count or default_workers()
         self.limits = {"RLIMIT_CPU": cpu_seconds, "RLIMIT_AS": memory, "RLIMIT_FSIZE": disk, "RLIMIT_NOFILE": 64}
-        self.limits["RLIMIT_CORE"] = 0
+        self.limits["RLIMIT_CORE"] = 1  # with 0, the kernel may start a program of the machine for each crash
         self._bwrap: str | None = None
         if self.kind == "rlimits":
             logger.warning(
@@ -268,7 +286,7 @@ class Sandbox:
                 confined = [self._bwrap, *options(self.disk), "--seccomp", str(rules.fileno()), "--"]
                 command = [*confined, *PYTHON, "/checker.py", settings]
             return subprocess.Popen(
-                command,
+                [*EXPENDABLE, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -33,7 +33,7 @@ import signal
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -41,9 +41,6 @@ Test = str | tuple[str, str]  # a script with asserts, or a pair of standard inp
 
 MAX_ANSWER = 8 << 20  # limit of a value or an output of the program, in bytes of JSON
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-# Exceptions of a program that its tests get as `SolutionError`: after the first one, `all(map(f, inputs))` would be
-# true, and the others need more than a message.
-NOT_RAISED = (StopIteration, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 
 
 class Unfit(BaseException):
@@ -57,8 +54,8 @@ class SolutionError(Exception):
 # ------------------------------------------------------------------------------------------------------------- values
 
 # tag in the JSON data → type, function that converts a value to plainer data, function that converts the data back.
-# An instance of a class that derives from one of these types is sent as a value of the first type that fits.
-ITERATORS: Any = (types.GeneratorType, map, filter, zip, enumerate, reversed, type(iter([])))
+# An instance of a class that derives from one of these types is sent as a value of the first type that fits, but not if
+# it is the program's class and has methods.
 KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": (int, hex, lambda text: int(text, 16)),
     "float": (float, float, float),
@@ -76,19 +73,19 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "keys": (type({}.keys()), lambda value: [*value], lambda keys: dict.fromkeys(keys).keys()),
     "values": (type({}.values()), lambda value: [*value], lambda values: dict(enumerate(values)).values()),
     "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
-    "iterator": (ITERATORS, lambda value: [*value], iter),
+    "iterator": ((), list, iter),
     "array": ((), list, lambda values: array_of(values)),
 }
 
 
 def array_of(values: list[Any]) -> Any:
-    """Convert a list to an array of numpy. An empty list stays a list: numpy compares an empty array with anything.
+    """Convert a list to an array of numpy. In the tests, an empty one stays a list: numpy compares it with anything.
 
     Args:
         values: the list, which may be nested.
     """
     array = importlib.import_module("numpy").array(values)
-    return array if array.size else values
+    return array if array.size or "solution" in sys.modules else values
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -106,8 +103,12 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         plain = encode(value.tolist(), keep)
         return {"array": plain} if isinstance(plain, list) else plain
+    if kind.__module__ in ("builtins", "itertools") and isinstance(value, Iterator):
+        return {"iterator": encode([*value], keep)}
+    # A class of the program with methods of its own, such as `class Cache(OrderedDict)`: the tests call them.
+    own = kind.__module__ == "solution" and any(name[0] != "_" and callable(one) for name, one in vars(kind).items())
     for tag, (known, plainer, _) in KINDS.items():
-        if isinstance(value, known):
+        if isinstance(value, known) and not own:
             return {tag: encode(plainer(value), keep)}
     return {"object": keep(value)}
 
@@ -142,18 +143,19 @@ def run_solution(source: Any, sink: Any) -> None:
     """
     program = json.loads(source.readline())
     module = sys.modules["solution"] = sys.modules["__main__"] = types.ModuleType("solution")
-    objects: list[Any] = [module]
+    objects: dict[int, Any] = {0: module}
     if "random" in program:
         importlib.import_module("random").seed(0)  # makes random choices the same in each run
 
     def keep(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
+        objects[id(value)] = value
+        return id(value)
 
     operations: dict[str, Callable[..., Any]] = {
         "load": lambda: exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__),
         "call": lambda function, arguments, named: function(*arguments, **named),
         "attribute": getattr,
+        "set": setattr,
         "print": lambda given: printed(program, given),
     }
     for line in source:
@@ -181,11 +183,11 @@ def printed(program: str, given: str) -> str:
 
     with open("solution.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(program)
-    text = given.encode("utf-8", "surrogatepass")
-    done = subprocess.run([sys.executable, "-s", file.name], input=text, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-s", file.name], input=given.encode("utf-8", "surrogatepass"), capture_output=True
+    )
     if done.returncode:
-        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise RuntimeError(f"exit code {done.returncode}: {last}")
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-200:].decode('utf-8', 'replace')}")
     return done.stdout.decode("utf-8", "replace")
 
 
@@ -202,6 +204,7 @@ class Solution:
 
     Attributes:
         requests: number of requests.
+        objects: the program's objects that the tests have got, by their numbers.
         ended: why the solution has ended; None if it has not.
         cpu_seconds: CPU time of the solution; known when it has ended.
     """
@@ -209,6 +212,7 @@ class Solution:
     def __init__(self, process: int, source: Any, sink: Any):
         self.process, self.source, self.sink = process, source, sink
         self.requests = 0
+        self.objects: dict[int, Object] = {}
         self.ended: str | None = None
         self.cpu_seconds = math.nan
 
@@ -222,8 +226,8 @@ class Solution:
         Raises:
             Exception: the exception of the program. If its class is not built in, the nearest built-in base class is
                 raised, with the same message.
-            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), or one of `NOT_RAISED`.
-                Also if the solution has ended.
+            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), or of StopIteration,
+                after which `all(map(f, inputs))` would be true. Also if the solution has ended.
             Unfit: if an argument cannot be sent.
         """
         self.requests += 1
@@ -232,14 +236,14 @@ class Solution:
             print(request, file=self.sink, flush=True)
             kind, *content = json.loads(self.source.readline(MAX_ANSWER))
             if kind == "value":
-                return decode(content[0], lambda number: Object(self, number))
+                return decode(content[0], lambda number: self.objects.setdefault(number, Object(self, number)))
             name, message = map(str, content)
         except Exception as error:  # it has ended, or its answer is malformed
             self.end(f"it was killed, or its answer cannot be read or has more than {MAX_ANSWER:,} bytes ({error})")
             raise SolutionError(self.ended) from None
         known = getattr(builtins, name, None)
-        if isinstance(known, type) and issubclass(known, Exception) and known not in NOT_RAISED:
-            raise known(message)
+        if isinstance(known, type) and issubclass(known, Exception) and known is not StopIteration:
+            raise known(message)  # a TypeError if `known` needs more than a message, such as UnicodeDecodeError
         raise SolutionError(f"{name}: {message}")
 
     def end(self, reason: str) -> None:
@@ -258,7 +262,7 @@ class Solution:
 
 
 class Object:
-    """Stands for an object of the program: the solution makes each call of it, and reads each attribute.
+    """Stands for an object of the program: the solution makes each call of it, and reads and sets each attribute.
 
     Args:
         solution: the link to the solution.
@@ -266,7 +270,7 @@ class Object:
     """
 
     def __init__(self, solution: Solution, number: int):
-        self._solution_, self._number_ = solution, number
+        self.__dict__.update(_solution_=solution, _number_=number)
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         return self._solution_.ask("call", self, arguments, named)
@@ -275,6 +279,9 @@ class Object:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._solution_.ask("attribute", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._solution_.ask("set", self, name, value)
 
 
 def number_of(value: Any) -> int:
@@ -347,23 +354,30 @@ def same_word(found: str, expected: str) -> bool:
     return False
 
 
-def compare_shapes(numpy: Any) -> None:
-    """Replace `numpy.allclose` and `numpy.isclose`, so that values of different shapes are never close.
+# functions of numpy that `compare_shapes` replaces if the tests name them → their module
+COMPARE = {
+    **dict.fromkeys(("allclose", "isclose", "array_equiv"), "numpy"),
+    **dict.fromkeys(("assert_allclose", "assert_array_equal", "assert_almost_equal"), "numpy.testing"),
+    "assert_array_almost_equal": "numpy.testing",
+}
+
+
+def compare_shapes(module: Any, name: str) -> None:
+    """Replace a function of `COMPARE`, so that values of different shapes are never equal or close.
 
     numpy's own functions broadcast the values, and an empty array is close to any number. So a program that returns
     `[]` would pass. One case is still allowed: a nonempty array as the first value, a number as the second.
 
     Args:
-        numpy: the module numpy.
+        module: numpy or numpy.testing.
+        name: the function's name.
     """
+    numpy, plain = importlib.import_module("numpy"), getattr(module, name)
 
-    def strict(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def fit(a: Any, b: Any) -> bool:
-            return bool(numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a))
+    def fit(a: Any, b: Any, *_: Any) -> bool:
+        return bool(numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a))
 
-        return lambda a, b, *more, **named: fit(a, b) and plain(a, b, *more, **named)
-
-    numpy.allclose, numpy.isclose = strict(numpy.allclose), strict(numpy.isclose)
+    setattr(module, name, lambda *both, **more: plain(*both, **more) if fit(*both, *more.values()) else plain(0, 1e9))
 
 
 def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -> dict[str, Any]:
@@ -407,8 +421,10 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
     solution.end("the tests have ended")
     # No log can write characters such as '\ud800'.
     texts = [f"{type(one).__name__}: {one}"[:500].encode("utf-8", "backslashreplace").decode() for one in reasons]
-    verdict = {"passed": passed, "failed": len(job["tests"]) - passed, "reason": texts[0] if texts else None}
-    return {**verdict, "unfit": unfit, "cpu_seconds": solution.cpu_seconds}
+    return {
+        **{"passed": passed, "failed": len(job["tests"]) - passed, "reason": texts[0] if texts else None},
+        **{"unfit": unfit, "cpu_seconds": solution.cpu_seconds},
+    }
 
 
 def prepared(tests: list[Any]) -> list[Any]:
@@ -420,9 +436,9 @@ def prepared(tests: list[Any]) -> list[Any]:
     Raises:
         Unfit: if a test is not valid.
     """
-    if "numpy" in str(tests):
+    for name in filter(str(tests).__contains__, COMPARE):
         with suppress(ImportError):
-            compare_shapes(importlib.import_module("numpy"))
+            compare_shapes(importlib.import_module(COMPARE[name]), name)
     try:
         # `str.__str__` raises an error for what is no text.
         return [compile(one, "tests.py", "exec") if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
@@ -441,8 +457,6 @@ def confine(prctl: Callable[..., int], limits: dict[str, int], user: int | None 
         limits: names of the module `resource` → limits.
         user: id of the user who runs the program if the trainer is root, whose processes the kernel does not count.
     """
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if the machine runs out of memory, the kernel kills a program before the trainer
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -461,6 +475,8 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
         limits: see `confine`; {} on a server, which has limits of its own.
         user: see `confine`.
     """
+    # On a server this is also the folder of the program, whose `numpy.py` the tests must not import.
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.getcwd()]
     prctl = ctypes.CDLL(None).prctl
     confine(prctl, limits, user)
     source, output, null = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
