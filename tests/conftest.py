@@ -42,6 +42,7 @@ CORE = {
     *("test_collect", "test_async", "test_streaming", "test_pipeline", "test_dynamic_sampling", "test_prompts"),
     *("test_queue_training", "test_resume", "test_second_run", "test_skipped_steps", "test_rewards_failures"),
     *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input", "test_process_rewards", "test_seams"),
+    *("test_monte_carlo", "test_vllm_faults", "test_evaluation"),
 }
 MOST_SECONDS = 5.0  # of CPU time, for a case that uses nothing
 BEGAN = pytest.StashKey[float]()
