@@ -36,7 +36,7 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 from trl import GRPOConfig  # noqa: E402
 
 from dash_trl import DASHConfig, DASHTrainer, evaluation  # noqa: E402
-from dash_trl.serve import Servers  # noqa: E402
+from dash_trl.serve import vllm_servers  # noqa: E402
 from dash_trl.toy import (  # noqa: E402
     arithmetic_dataset,
     arithmetic_reward,
@@ -306,8 +306,7 @@ def server_beside(path: str, port: int = 8800) -> Iterator[str]:
         raise SystemExit(f"This needs 2 cores, one for the server and one for the trainer; there are {len(cores)}.")
     torch.set_num_threads(1)
     os.sched_setaffinity(0, cores[-1:])  # the server inherits this affinity
-    with Servers(path, 1, port=port) as servers:
+    with vllm_servers(path, port=port) as (url,):
         os.sched_setaffinity(0, cores[:1])
-        servers.wait_until_ready()
-        yield servers.urls[0]
+        yield url
     os.sched_setaffinity(0, cores)

@@ -22,6 +22,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import aiohttp
 import harness
@@ -30,7 +31,7 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from dash_trl.sampling import ServerPool, VLLMPool, key_header
-from dash_trl.serve import Servers, read
+from dash_trl.serve import vllm_servers
 from dash_trl.toy import arithmetic_dataset, toy_model
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
@@ -47,7 +48,7 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
 
 def latency(url: str) -> tuple[float, float]:
     """Returns (seconds, requests): the summed latencies and the number of all requests of the server so far."""
-    text = read(f"{url}/metrics")
+    text = urlopen(Request(f"{url}/metrics", headers=key_header(url))).read().decode()
     found = [re.search(rf"^vllm:e2e_request_latency_seconds_{part}.* (\S+)$", text, re.M) for part in ("sum", "count")]
     return float(found[0][1]), float(found[1][1])
 
@@ -72,24 +73,23 @@ def sampling(path: str) -> dict[str, float]:
     few = prompts[: BATCHES[0] // GROUP]
     work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows of a batch → all rows
     rates, overheads = defaultdict(list), defaultdict(list)
-    with Servers(path, 1, port=8600) as servers:
-        servers.wait_until_ready()
-        pool = ServerPool(servers.urls)
+    with vllm_servers(path, port=8600) as (url,):
+        pool = ServerPool([url])
         pool.wait_until_ready()
 
         def by_pool(rows: list[tuple[list[int], int]], at_a_time: int = BATCHES[0]) -> None:
             for start in range(0, len(rows), at_a_time // GROUP):
                 pool.run(pool.completions(rows[start : start + at_a_time // GROUP], options))
 
-        by_bare_client = partial(bare_client, servers.urls[0], path, options=options)
+        by_bare_client = partial(bare_client, url, path, options=options)
         by_pool(prompts[:4])  # the first requests compile kernels
         for _ in range(ROUNDS):
             for at_a_time, rows in work.items():
                 rates[at_a_time].append(GROUP * len(rows) / harness.timed(by_pool, rows, at_a_time)[1])
             for name, client in 2 * (("overhead", by_pool), ("bare_overhead", by_bare_client)):
-                before = latency(servers.urls[0])
+                before = latency(url)
                 wall = harness.timed(client, few)[1]
-                total, count = (b - a for a, b in zip(before, latency(servers.urls[0]), strict=True))
+                total, count = (b - a for a, b in zip(before, latency(url), strict=True))
                 overheads[name].append(wall / (total / count))
     rate = harness.medians(rates)
     return {
@@ -114,10 +114,9 @@ def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, A
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     copy = partial(shutil.copyfile, next(directory.glob("*.safetensors")), directory / "copy")
-    with Servers(str(directory), 1, port=8700) as servers:
-        servers.wait_until_ready()
+    with vllm_servers(str(directory), port=8700) as urls:
         pool = VLLMPool(
-            servers.urls,
+            urls,
             weight_dir=str(directory / "weights"),
             model=model,
             accelerator=Accelerator(cpu=True),

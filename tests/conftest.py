@@ -66,7 +66,7 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the cases of `make test`, puts the longest first, and groups what shares a fixture of its module."""
+    """Chooses the cases of `make test`, puts the longest first, and groups what shares a fixture of its module or the sandbox."""
     chosen = quick(items) if config.option.quick else list(items)
     if "exhaustive" not in config.option.markexpr:
         chosen = [item for item in chosen if not item.get_closest_marker("exhaustive")]
@@ -74,6 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
     items.sort(key=lambda item: [*USES, "nothing"].index(use_of(item)))
     for item in items:
+        if item.path.stem.startswith(("test_sandbox", "test_code")):  # one of them makes the kernel kill for memory
+            item.add_marker(pytest.mark.xdist_group("sandbox"))
+            continue
         fixtures = item._fixtureinfo.name2fixturedefs.values()
         if any(one[-1].scope == "module" for one in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -172,14 +172,3 @@ def test_what_the_trainer_waits_for_goes_first():
     one.add([Job(1, 4, order=-1)])
     assert [(job.order, job.number) for job in given] == [(1, 0), (1, 1)]
     assert [(job.order, job.number) for job in one.waiting] == [(-1, 0), (1, 1), (2, 0), (2, 1)]
-
-
-def test_a_job_that_failed_waits_for_room_elsewhere_while_smaller_ones_do_not_take_it():
-    one = backlog("a", "b", sequences=4)
-    one.add(Job(1, size, number=number) for number, size in enumerate((4, 1, 3, 1, 1, 1)))
-    (large, _), (first, url), (second, _) = one.assign()
-    one.failed(large, "broken", now=0.0)
-    for job in (first, second):
-        assert url == "b" and one.assign() == []  # a rests, and what b has left is kept
-        one.served(job)
-    assert [job for job, _ in one.assign()] == [large]
