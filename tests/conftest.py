@@ -66,7 +66,7 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Chooses the cases of `make test`, puts the longest first, and groups what shares a fixture of its module or the sandbox."""
+    """Chooses the cases of `make test`, puts the longest first, and groups what shares a fixture of its module."""
     chosen = quick(items) if config.option.quick else list(items)
     if "exhaustive" not in config.option.markexpr:
         chosen = [item for item in chosen if not item.get_closest_marker("exhaustive")]
