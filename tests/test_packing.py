@@ -109,6 +109,19 @@ def test_what_an_optimizer_step_takes_of_its_window():
         assert walk.share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
+def test_the_last_micro_step_runs_if_an_earlier_segment_did():
+    walk = schedule(steps_per_generation=2)
+    walk.begin_optimizer_step(0, 4, 0)
+    walk.window_sampled(0)
+    signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
+    assert [len(walk.passes(step, signal, 9.0)[0]) for step in (0, 1)] == [0, 1]
+    walk.window_sampled(2)
+    silent = torch.zeros(1, 4, 3, dtype=torch.long)
+    assert walk.passes(2, silent, 0.0)[0] == []
+    (dummy,) = walk.passes(3, silent, 0.0)[0]
+    assert dummy.micro_batch.rows == ((),)
+
+
 def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
     walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch

@@ -24,6 +24,13 @@ def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
     assert meet(dist.HashStore(), 1, 2, KeyError(1), ["1"], [], patience=0.0)[1][0] == "KeyError: 1"
 
 
+def test_who_waits_within_an_agreement_hears_of_a_failure_around_it():
+    """The rank that failed does not come to the agreement within."""
+    store = dist.HashStore()
+    meet(store, 1, 2, KeyError(1), ["1"], [], patience=0.0)
+    assert meet(store, 0, 2, None, ["1", "1.1"], [], timeout=HANGS)[1][0] == "KeyError: 1"
+
+
 def test_a_failure_is_known_before_its_rank_has_come():
     """Otherwise the last rank would find that all ranks have come, and no failure."""
     order = []
