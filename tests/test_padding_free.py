@@ -2,11 +2,16 @@
 
 import copy
 import pickle
+import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -100,6 +105,60 @@ def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
     mask[0, :2] = 1
     packed_log_probs(model, torch.ones(2, 3, dtype=torch.long), mask, 1, flash=False)[0].sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def in_float64(model: torch.nn.Module) -> Callable[..., SimpleNamespace]:
+    """A pass of the model in float64 throughout: Transformers' norms and TRL's LM head have parts in float32."""
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = torch.nn.functional.rms_norm
+            module.forward = partial(norm, normalized_shape=module.weight.shape, weight=module.weight, eps=1e-6)
+
+    def one_pass(labels: torch.Tensor, fused_lm_head: bool, **inputs: torch.Tensor) -> SimpleNamespace:
+        every = model(**inputs, use_cache=False).logits[:, :-1].log_softmax(dim=-1)
+        return SimpleNamespace(log_probs=every.gather(2, inputs["input_ids"][:, 1:, None])[..., 0], aux_loss=None)
+
+    return one_pass
+
+
+def random_groups(seed: int, groups: int) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Groups of 1 to 4 rows with prompts of 2 to 9 tokens and completions of 1 to 8, and an empty row at the end."""
+    generator = random.Random(seed)
+    sizes = [(generator.randint(2, 9), generator.randint(1, 4)) for _ in range(groups)]
+    prompts = torch.tensor([*(prompt for prompt, rows in sizes for _ in range(rows)), 0])
+    same = torch.tensor([*(row > 0 and prompt > 2 for prompt, rows in sizes for row in range(rows)), False])
+    completions = torch.tensor([*(generator.randint(1, 8) for _ in same[1:]), 0])
+    ids = torch.randint(1, 97, (len(same), 9 + 8), generator=torch.Generator().manual_seed(seed))
+    for row in same.nonzero()[:, 0].tolist():
+        ids[row, :9] = ids[row - 1, :9]
+    columns = torch.arange(9 + 8)
+    mask = ((columns >= 9 - prompts[:, None]) & (columns < 9 + completions[:, None])).long()
+    return ids * mask, mask, 8, same
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(ARCHITECTURES)), groups=st.integers(1, 4))
+def test_shared_prompts_give_the_gradients_of_one_row_at_a_time_in_float64(seed, name, groups):
+    """Log-probs and the gradients of all parameters, to 1e-9."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]().eval()
+    assert passes_of(model).padding_free
+    one_pass = in_float64(model)
+    ids, mask, keep, same = random_groups(seed, groups)
+    weights = torch.randn(len(ids), keep, dtype=torch.float64) * mask[:, -keep:]
+
+    def gradients(rows: list[tuple[torch.Tensor, torch.Tensor]], **kwargs: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        found = torch.cat([packed_log_probs(one_pass, *row, keep, flash=False, **kwargs)[0] for row in rows])
+        (found * weights[: len(found)]).sum().backward()
+        return [found.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    alone = gradients([(ids[row : row + 1], mask[row : row + 1]) for row in range(len(ids) - 1)])
+    together = gradients([(ids, mask)], same_prompt=same)
+    assert not together[0][-1].any()
+    torch.testing.assert_close([together[0][:-1], *together[1:]], alone, atol=1e-9, rtol=1e-9)
+    saved = ((mask[:, :-keep].sum(dim=1) - 1) * same).sum()  # the last token of a shared prompt is computed per row
+    assert len(PackedLayout.of(mask, keep, same).tokens) == mask.sum() - saved
 
 
 def test_flash_attention_gets_its_arguments():

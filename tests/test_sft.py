@@ -106,8 +106,6 @@ def test_mistakes(own_folder, monkeypatch):
         (MODEL, [], "model_name_or_path='model' with dataset_name=None: give both"),
         (DATA, [], "model_name_or_path=None with dataset_name='own.jsonl': give both"),
         ({**MODEL, **FILE, "lora_r": "64"}, [], r"\['lora_r'\] have no effect without --use_peft"),
-        ({"reward_path": "own.py"}, [], "reward_path='own.py' has no effect, since supervised"),
-        ({**MODEL, **DATA, **FILE}, [], "dataset_name='own.jsonl' has no effect with completions='rows.jsonl'"),
         ({"model_name_or_path": "./nowhere", **FILE}, [GOOD], "model='./nowhere' cannot be loaded"),
         # the file of completions, by datasets
         ({**FILE, "completions": "none.jsonl"}, [], "Unable to find .*none.jsonl"),

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from transformers import TrainerState
 
 from dash_trl import DASHTrainer
-from dash_trl.monitoring import RunPictureCallback, plot_pass_at_k, plot_run, read_metrics, smooth
+from dash_trl.monitoring import RunPictureCallback, plot_pass_at_k, plot_run, read_metrics
 from tests.tiny import run, write_rows
 
 
@@ -29,8 +29,7 @@ def test_a_run_is_drawn_when_it_ends_if_it_has_a_log(tmp_path, caplog):
         callback = RunPictureCallback(tmp_path / "metrics.jsonl")
         if rows is not None:
             write_rows(callback.metrics, rows)
-        args = SimpleNamespace(output_dir=str(tmp_path))
-        callback.on_train_end(args, TrainerState(is_world_process_zero=True), None)
+        callback.on_train_end(SimpleNamespace(output_dir=str(tmp_path)), TrainerState(is_world_process_zero=True), None)
         assert callback.picture == picture and (tmp_path / "run.png").is_file() == (picture is not None)
     assert caplog.text.count("There is no picture of the run") == 1
 
@@ -49,10 +48,6 @@ def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_la
     steps = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
     rows = [{"step": 1, "eval_reward": 1.0}, *({"step": step, "reward": reward} for step, reward in steps)]
     assert [log["reward"] for log in read_metrics(write_rows(tmp_path / "m.jsonl", rows))] == [0.1, 0.25, 0.35]
-
-
-def test_smooth_is_a_weighted_mean():
-    assert smooth([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
 
 
 def test_pass_at_k_of_several_models(tmp_path, monkeypatch):
