@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
     items.sort(key=lambda item: [*USES, "nothing"].index(use_of(item)))
     for item in items:
-        if item.path.stem.startswith(("test_sandbox", "test_code")):  # one of them makes the kernel kill for memory
+        # One of these makes the kernel kill for memory; those of `serve` take the next free ports.
+        if item.path.stem.startswith(("test_sandbox", "test_code", "test_serve")):
             item.add_marker(pytest.mark.xdist_group("sandbox"))
             continue
         fixtures = item._fixtureinfo.name2fixturedefs.values()
