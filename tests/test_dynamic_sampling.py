@@ -64,12 +64,11 @@ def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int
 @pytest.mark.parametrize(
     ("most", "constant", "settings"),
     [
+        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"}),  # Mini
         (8, 0.5, {"loss_type": "grpo", "max_tokens_per_microbatch": 60}),
         (2, 0.9, {"loss_type": "dapo"}),  # not filled: silent groups are in the normaliser
         (2, 0.9, {"loss_type": "bnpo", "filter_denominator": "kept"}),
-        # one window of two optimizer steps
-        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "dapo"}),  # Mini
-        (8, 0.5, {"num_iterations": 2, "loss_type": "grpo"}),  # Multi
+        (8, 0.5, {"num_iterations": 2, "loss_type": "grpo"}),  # Multi: one window of two optimizer steps, as Mini
     ],
 )
 def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, tmp_path, most, constant, settings):
