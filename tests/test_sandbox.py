@@ -262,11 +262,10 @@ def test_what_something_else_ends_is_not_scored(box):
     sleeping, others = "import time\ndef f(x): time.sleep(600)", below(os.getpid())  # such as servers of other tests
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(box.run, sleeping, TESTS)
-        while not (started := below(os.getpid()) - others):
-            time.sleep(0.01)
-        for one in started:
-            with suppress(ProcessLookupError):
-                os.kill(one, 9)
+        while not verdict.done():
+            for one in below(os.getpid()) - others:
+                with suppress(ProcessLookupError):
+                    os.kill(one, 9)
         with pytest.raises(SandboxError, match="could not be run"):
             verdict.result()
 
