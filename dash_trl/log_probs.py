@@ -12,20 +12,49 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
 
-from dash_trl.distributed import Ranks
+from dash_trl.host import Host, one_ahead
+from dash_trl.micro_batches import MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, GenerationWindow, RolloutBatch, Survivors
 from dash_trl.seams import give_late_ratio
-from dash_trl.update import behaviour_log_probs, importance_sampling_ratio, unknown_log_probs
+from dash_trl.update import (
+    behaviour_log_probs,
+    has_dropout,
+    importance_sampling_ratio,
+    to_device,
+    trl_settings,
+    unknown_log_probs,
+)
 
 Inputs = dict[str, Any]  # the inputs of a model pass, on the device
+
+
+def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
+    """Return the settings that replace attributes of the trainer while TRL computes the loss; see `trl_settings`.
+
+    TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
+    therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
+    window while it waits for rewards. In an evaluation, our losses have no correction, because the policy itself
+    samples.
+
+    Args:
+        host: the trainer.
+        training: False in an evaluation.
+    """
+    args = host.args
+    settings = trl_settings(args.loss_type, delta=args.aipo_delta)
+    if settings and not training:
+        settings["vllm_importance_sampling_correction"] = False
+    corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(host))
+    return settings | ({"use_vllm": True} if corrected else {})
 
 
 @dataclass(frozen=True)
@@ -38,17 +67,46 @@ class LogProbRules:
         sampler_is_old: True = the old log-probs are the sampler's log-probs.
         correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no importance sampling
             correction.
-        repeatable: function that returns whether a training pass computes the same log-probs as a pass without
-            gradient. It does if the model has no dropout, NEFTune adds no noise, and `num_iterations` is 1. (With more
-            iterations, a row has several training passes. They are meant to lie in one optimizer step, but if a
-            callback ends an epoch early, an optimizer step may come between them and change the weights.)
+        model: the policy, whose dropout is looked up.
+        noisy: True = NEFTune adds noise, or a row has several training passes (`num_iterations`). These are meant to
+            lie in one optimizer step, but if a callback ends an epoch early, an optimizer step may come between them
+            and change the weights.
     """
 
     outlives_its_weights: bool
     reference: bool
     sampler_is_old: bool
     correction: dict[str, Any] | None
-    repeatable: Callable[[], bool]
+    model: Any
+    noisy: bool
+
+    @classmethod
+    def of(cls, host: Host) -> LogProbRules:
+        """Return the rules for the settings of a run."""
+        args, settings = host.args, loss_settings(host, training=True)
+
+        def setting(name: str) -> Any:
+            return settings.get(name, getattr(args, name))
+
+        correction = {
+            "mode": setting("vllm_importance_sampling_mode"),
+            "clip_min": args.vllm_importance_sampling_clip_min,
+            "clip_max": args.vllm_importance_sampling_clip_max,
+        }
+        corrects = setting("use_vllm") and setting("vllm_importance_sampling_correction")
+        return cls(
+            outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
+            != 0,
+            reference=args.beta != 0.0,
+            sampler_is_old=args.loss_type == "aipo",
+            correction=correction if corrects else None,
+            model=host.model,
+            noisy=args.num_iterations > 1 or args.neftune_noise_alpha is not None,
+        )
+
+    def repeatable(self) -> bool:
+        """Whether a training pass computes the same log-probs as a pass without gradient. Visits every module."""
+        return not self.noisy and not has_dropout(self.model)
 
     def names(self, *, serves_one_step: bool) -> list[str]:
         """Return the fields of log-probs that must be computed before training.
@@ -69,39 +127,17 @@ class LogProbs:
     All ranks call every method at the same point, because model passes and the gathering of lengths are collectives.
 
     Args:
-        ranks: the ranks of the run.
-        rules: function that returns the current rules.
-        inputs_of: function that takes a window and lengths [R, N, 4], and plans passes over the rows whose length is
-            not 0. For each pass, it yields the indices of this rank's rows (at most S) and the inputs of the pass.
-        policy: function that runs a pass of the policy. It takes the inputs and `compute_entropy`, and returns a tuple
-            that begins with log-probs [S, T'] and entropies [S, T'] or `None`.
-        reference: function that runs a pass of the reference model in the same way.
-        log: function that adds one value to each figure; see `Recorder.log`.
-        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
+        host: the trainer.
+        micro_batches: makes the inputs of passes.
     Attributes:
+        rules: which log-probs the loss needs.
         in_pass: computes importance sampling ratios within training passes; see `CorrectionInPass`.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        rules: Callable[[], LogProbRules],
-        inputs_of: Callable[[GenerationWindow, Tensor], Iterator[tuple[list[int], Inputs]]],
-        *,
-        policy: Callable[..., tuple],
-        reference: Callable[..., tuple],
-        log: Callable[[dict[str, float]], None],
-        timed: Callable[[str], AbstractContextManager[Any]],
-    ):
-        self._rules = rules
-        self.in_pass = CorrectionInPass(rules, ranks.rank)
-        self._ranks, self._inputs_of, self._log, self._timed = ranks, inputs_of, log, timed
-        self._passes = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
-
-    @property
-    def rules(self) -> LogProbRules:
-        """The current rules."""
-        return self._rules()
+    def __init__(self, host: Host, micro_batches: MicroBatches):
+        self._host, self._micro_batches, self._ranks = host, micro_batches, host.ranks
+        self.rules = LogProbRules.of(host)
+        self.in_pass = CorrectionInPass(self.rules, host.ranks.rank)
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
@@ -121,9 +157,9 @@ class LogProbs:
             lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
 
         def run(inputs: Inputs) -> list[Tensor]:
-            return [self._passes[name](inputs)[0] for name in names]
+            return [self._host.forward(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
 
-        with self._timed("logprobs"):
+        with self._host.recorder.timed("logprobs"):
             known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
             known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
@@ -152,21 +188,20 @@ class LogProbs:
         )
 
     @torch.no_grad()
-    def of_tokens(
-        self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
-    ) -> list[list[float]]:
+    def of_tokens(self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[list[float]]:
         """Compute the policy's log-probs of each completion's tokens.
 
         Args:
             prompt_ids: B lists of token ids.
             completion_ids: B lists of token ids.
-            pad_token_id: token id of padding.
         Returns:
             B lists with one log-prob per completion token.
         """
-        rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
-        with self._timed("logprobs"):
-            (known,) = self._of_rows(rollouts, rollouts.lengths(), self._passes["old_per_token_logps"], 1)
+        rollouts = Survivors.of_tokens(
+            prompt_ids, completion_ids, pad_token_id=self._host.processing_class.pad_token_id
+        )
+        with self._host.recorder.timed("logprobs"):
+            (known,) = self._of_rows(rollouts, rollouts.lengths(), self._host.forward, 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:
@@ -184,7 +219,7 @@ class LogProbs:
             assert sampled is not None, "the sampler's log-probs were checked when they were sampled"
             rows = unknown_log_probs(sampled, mask).any(dim=1)
             found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
-            self._log({"off_policy/rescored_rows": found / kept} if kept else {})
+            self._host.recorder.log({"off_policy/rescored_rows": found / kept} if kept else {})
         if ratio is not None:
             assert old is not None and sampled is not None, "the ratio was computed from them"
             self._log_correction(old, sampled, mask, ratio)
@@ -200,8 +235,8 @@ class LogProbs:
     def _log_correction(self, old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor) -> None:
         correction = self.rules.correction
         assert correction is not None, "the ratio was computed with it"
-        self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
-        self._log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
+        self._host.recorder.log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
+        self._host.recorder.log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
@@ -220,10 +255,15 @@ class LogProbs:
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
-        found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
-        for rows, inputs in self._inputs_of(window, lengths) if found else ():
-            for values, known in zip(run(inputs), found, strict=False):  # `values` and `known` may differ in columns
-                known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
+        if not count:
+            return []
+        found, args = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)], self._host.args
+        with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
+            for rows, inputs in self._micro_batches.without_gradient(window, lengths):
+                on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
+                # `values` and `known` may differ in columns
+                for values, known in zip(run(on_device), found, strict=False):
+                    known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
     def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
@@ -256,11 +296,11 @@ class CorrectionInPass:
     forward pass, so the ratio can be added to the inputs in time.
 
     Args:
-        rules: function that returns the current rules.
+        rules: which log-probs the loss needs.
         rank: index of this rank.
     """
 
-    def __init__(self, rules: Callable[[], LogProbRules], rank: int):
+    def __init__(self, rules: LogProbRules, rank: int):
         self._rules, self._rank = rules, rank
         # The running pass, if it needs ratios: its inputs, the correction, and the list of its window in `_tables`.
         self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
@@ -274,7 +314,7 @@ class CorrectionInPass:
             inputs: the inputs of the loss.
             window: number that identifies the window of the rows within the optimizer step.
         """
-        correction = self._rules().correction
+        correction = self._rules.correction
         if correction is not None and "importance_sampling_ratio" not in inputs:
             self._running = inputs, correction, self._tables[window]
         try:

@@ -1,118 +1,18 @@
-"""`MicroSteps` decides which model passes a micro-step runs; `MicroBatches` makes the inputs of these passes::
+"""`MicroSteps` decides which model passes a micro-step runs::
 
     Collector ──► parts of a window ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
 The *share* of an optimizer step is the rows that it uses of a window: all of them, or some of them (Mini).
-
-Letters: R ranks, M rows of a rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
-from dash_trl.collect import Part
-from dash_trl.monitoring import packing_metrics
+from dash_trl.collect import Collector
+from dash_trl.host import Host
+from dash_trl.micro_batches import MicroBatches
 from dash_trl.rollout import GenerationWindow, Window
-from dash_trl.update import MicroBatch, ModelPasses, Pass, Schedule, loss_scale, plan_segment, regularizer_weight
-
-
-class MicroBatches:
-    """Makes the inputs of model passes from the rows of a window.
-
-    Args:
-        passes: builds the inputs, padding-free or padded.
-        rank: index of this rank.
-        pad_token_id: token id of padding.
-        max_rows: row budget of a pass; see `plan_segment`.
-        max_tokens: token budget of a pass; see `plan_segment`.
-        loss_type: see `loss_scale`.
-        filter_denominator: see `loss_scale`.
-    """
-
-    def __init__(
-        self,
-        passes: ModelPasses,
-        rank: int,
-        *,
-        pad_token_id: int,
-        max_rows: int,
-        max_tokens: int | None,
-        loss_type: str,
-        filter_denominator: str,
-    ):
-        self.passes = passes
-        self._rank, self._pad_token_id = rank, pad_token_id
-        self._max_rows, self._max_tokens = max_rows, max_tokens
-        self._loss_type, self._filter_denominator = loss_type, filter_denominator
-
-    def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
-        """Plan the micro-batches of each micro-step; see `plan_segment`.
-
-        Args:
-            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
-            micro_steps: number of micro-steps.
-            last_must_run: True = the last micro-step runs a pass even if there is no survivor.
-        """
-        return plan_segment(
-            lengths,
-            micro_steps,
-            last_must_run,
-            max_rows=self._max_rows,
-            max_tokens=self._max_tokens,
-            padding_free=self.passes.padding_free,
-            min_shared=self.passes.min_shared,
-        )
-
-    def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """Return figures about the packing of micro-batches; see `packing_metrics`.
-
-        Args:
-            planned: the micro-batches.
-            lengths: [R, M, 4] of the window.
-        """
-        passes = self.passes
-        return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
-
-    def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
-
-        Args:
-            window: the window of the rows.
-            lengths: [R, M, 4].
-        Yields:
-            For each pass, the indices of this rank's rows in `window.rollouts`, and the inputs on the CPU.
-        """
-        for micro_batch in self.plan(lengths, 1)[0]:
-            yield self._of(window, micro_batch)
-
-    def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
-        """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
-
-        The whole loss of the pass is multiplied by `loss_scale`. A regularizer, which should have the weight of
-        `regularizer_weight`, is therefore multiplied by `regularizer_scale`, the ratio of the two weights.
-
-        Args:
-            window: the window of the rows.
-            one: the pass.
-        """
-        _, inputs = self._of(window, one.micro_batch)
-        tokens, segment = one.tokens[self._rank], one.segment
-        scale = loss_scale(
-            self._loss_type, self._filter_denominator, rows=one.micro_batch.size, tokens=tokens, segment=segment
-        )
-        weights = {
-            "loss_scale": scale,
-            "regularizer_scale": regularizer_weight(tokens, segment) / scale if scale else 0.0,
-        }
-        return {**inputs, **weights, "num_items_in_batch": window.num_items_in_batch, "pass": one}
-
-    def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """Return this rank's rows of a micro-batch, as indices in `window.rollouts`, and the inputs of their pass."""
-        rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
-        inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
-        return rows, inputs
+from dash_trl.update import MicroBatch, Pass, Schedule
 
 
 class MicroSteps:
@@ -121,33 +21,25 @@ class MicroSteps:
     All ranks call `wait_for_rest`, and every method with an argument `step`, at the same point.
 
     Args:
-        schedule: decides which rows run in which micro-step.
+        host: the trainer.
         micro_batches: makes the inputs of passes.
-        collect: function that collects a window; see `Collector.window`.
-        by_group: True = rewards are awaited group by group (`reward_pipeline`).
-        num_generations: number of rows of a group.
-        log: function that adds one value to each figure; see `Recorder.log`.
-        to_training: function that puts the model into training mode. It is called before waiting for rewards, because
-            an evaluation may have changed the mode.
+        collector: collects the windows.
     Attributes:
-        schedule: as above.
+        schedule: decides which rows run in which micro-step.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        micro_batches: MicroBatches,
-        collect: Callable[..., Iterator[Part]],
-        *,
-        by_group: bool,
-        num_generations: int,
-        log: Callable[[dict[str, float]], None],
-        to_training: Callable[[], Any],
-    ):
-        self.schedule = schedule
-        self._micro_batches, self._collect, self._by_group = micro_batches, collect, by_group
-        self._num_generations, self._log, self._to_training = num_generations, log, to_training
+    def __init__(self, host: Host, micro_batches: MicroBatches, collector: Collector):
+        args = host.args
+        self.schedule = Schedule(
+            steps_per_generation=args.steps_per_generation,
+            num_iterations=args.num_iterations,
+            accumulation=args.gradient_accumulation_steps,
+            rows_per_step=args.per_device_train_batch_size,
+            pack=micro_batches.plan,
+        )
+        self._host, self._micro_batches, self._collector = host, micro_batches, collector
         self._window: Window | None = None  # the window in use
+        self._step = 0  # the micro-step that runs
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step, with the arguments of `Schedule.begin_optimizer_step`."""
@@ -167,7 +59,8 @@ class MicroSteps:
         Yields:
             A list with the inputs of some passes, and a bool, True = they are the last passes of the micro-step.
         """
-        by_group = self._by_group and self.schedule.has_whole_share(step)
+        self._step = step
+        by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(step)
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
@@ -181,13 +74,9 @@ class MicroSteps:
         else:
             yield from self._inputs_of_parts(step, self._window)
 
-    def groups_of_step(self, step: int) -> int:
-        """Return the number of groups that this rank has in an optimizer step's share of the window in use.
-
-        Args:
-            step: a micro-step of the optimizer step.
-        """
-        return len(self.schedule.share(step)) * self.schedule.rows_per_step // self._num_generations
+    def _groups_of_step(self) -> int:
+        """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
+        return len(self.schedule.share(self._step)) * self.schedule.rows_per_step // self._host.args.num_generations
 
     def wait_for_rest(self) -> None:
         """Wait for all remaining parts of the window in use.
@@ -196,7 +85,7 @@ class MicroSteps:
         """
         window = self._window
         if window is not None and window.whole is None:
-            self._to_training()
+            self._host.model.train()  # an evaluation may have changed the mode
             ran = window.rows
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
@@ -225,7 +114,8 @@ class MicroSteps:
 
     def _begin_window(self, step: int, global_step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:
         one_step = len(self.schedule.share(step)) == self.schedule.steps_per_generation
-        parts = self._collect(examples, by_group=by_group, serves_one_step=one_step)
+        groups_of_step = self._groups_of_step if by_group else None
+        parts = self._collector.window(examples, step=step, groups_of_step=groups_of_step, serves_one_step=one_step)
         self._window = Window(((part.window, part.ends_step) for part in parts), global_step)
         if not by_group:
             self._window.wait()
@@ -244,5 +134,5 @@ class MicroSteps:
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
-            self._log(self._micro_batches.metrics(planned, window.lengths))
+            self._host.recorder.log(self._micro_batches.metrics(planned, window.lengths))
         return [self._micro_batches.with_gradient(window, one) for one in passes]

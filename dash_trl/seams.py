@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,12 +129,6 @@ def sampling_changes(model: Any, generation_config: Any) -> list[str]:
     return [type(one).__name__ for one in processors] + [mode.name] * (mode != GenerationMode.SAMPLE)
 
 
-def weights_of(trainer: Any) -> int:
-    """Return the optimizer step of the weights with which the trainer samples now."""
-    loaded = trainer._last_loaded_step if trainer.use_vllm else -1
-    return trainer.state.global_step if loaded < 0 else loaded  # < 0: vLLM gets the current weights before it samples
-
-
 def sync_weights(trainer: Any) -> None:
     """Send vLLM the current weights if vLLM has other weights, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
@@ -147,6 +142,28 @@ def vllm_is_behind(trainer: Any) -> None:
     TRL itself sends weights only after an optimizer step.
     """
     trainer._last_loaded_step = -1
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The fields of a `GRPOTrainer` that TRL's `log` reads.
+
+    Attributes:
+        tables: the columns of the table of completions.
+        extra: the columns that reward functions have logged with `log_extra`.
+        metrics: the values that reward functions have logged with `log_metric`.
+        weights: [F], the weights of the reward functions.
+    """
+
+    tables: dict[str, Any]
+    extra: dict[str, list[Any]]
+    metrics: dict[str, list[float]]
+    weights: Tensor
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Logs":
+        """Read them from a trainer."""
+        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics, trainer.reward_weights)
 
 
 class FirstStates:

@@ -7,6 +7,7 @@
 `assembly.py` builds these objects from the trainer's settings.
 """
 
+import logging
 import math
 import time
 from collections.abc import Sized
@@ -23,23 +24,20 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
+from trl.trainer.utils import use_adapter
 
 from dash_trl.assembly import (
     evaluated_turns,
-    knows_log_probs,
-    loss_settings,
     new_checkpoints,
-    new_collector,
     new_conversations,
-    new_micro_steps,
+    new_dynamic_sampling,
     new_order,
     new_passes,
     new_reader,
     new_recorder,
-    new_rewards,
-    one_ahead,
+    new_sampler,
 )
-from dash_trl.callbacks import DASHCallback, dispatch
+from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
@@ -56,9 +54,14 @@ from dash_trl.checks import (
     checked_rollouts,
     context_of,
 )
+from dash_trl.collect import Collector, Rewards
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
+from dash_trl.host import looks_ahead, one_ahead
+from dash_trl.log_probs import LogProbs, loss_settings
+from dash_trl.micro_batches import MicroBatches
+from dash_trl.micro_steps import MicroSteps
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import PromptQueue, RolloutBatch
@@ -75,6 +78,7 @@ from dash_trl.seams import (
     log_step_time,
     regularized,
     step_schedule,
+    sync_weights,
     to_training_mode,
     undo_jit_checkpoint,
     vllm_is_behind,
@@ -88,6 +92,8 @@ from dash_trl.update import (
     outcome_advantages,
     to_device,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class DASHTrainer(GRPOTrainer):
@@ -193,14 +199,29 @@ class DASHTrainer(GRPOTrainer):
         """
         begin_anew(self)
         self.recorder = new_recorder(self)
-        self._reader = new_reader(self)
-        self._rewards = new_rewards(self, DASHTrainer)
-        self._collector = new_collector(self, self._rewards)
-        self._micro_steps = new_micro_steps(self, self._collector)
+        dynamic = new_dynamic_sampling(self)
+        self._reader = new_reader(self, dynamic)
+        self._rewards = Rewards(self, self.reward_funcs, self.reward_func_names, early=self._rewards_may_begin_early())
+        micro_batches = MicroBatches(self, self._passes)
+        log_probs = LogProbs(self, micro_batches)
+        sampler = new_sampler(self, self._rewards.early, log_probs)
+        self._collector = Collector(self, self._reader, sampler, self._rewards, log_probs, dynamic)
+        self._micro_steps = MicroSteps(self, micro_batches, self._collector)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
         self._off_policy = OffPolicyMetrics(self.args.aipo_delta if self.args.loss_type == "aipo" else None)
         self._skipped = SkippedSteps(loss_scaling=self.args.fp16)
-        self._checkpoints = new_checkpoints(self, self._collector.log_probs)
+        self._checkpoints = new_checkpoints(self, log_probs)
+
+    def _rewards_may_begin_early(self) -> bool:
+        """Return whether rewards may begin while rows are sampled. An override may change rows before."""
+        overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
+        if overridden and looks_ahead(self) and self.accelerator.is_main_process:
+            logger.warning(
+                f"{type(self).__name__} overrides _calculate_rewards. The override may change rows before they are "
+                "scored, so rewards begin only when it is called, not while rows are sampled. If you only change "
+                "rewards, use a DASHCallback (on_rewards) instead: rewards then begin early."
+            )
+        return looks_ahead(self) and not overridden
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Continue in the generation window of the checkpoint, if it has a window that this run can use.
@@ -321,7 +342,7 @@ class DASHTrainer(GRPOTrainer):
             self.recorder.end_step()
             self.recorder.log(self._pass_metrics.of_step(schedule.segments.values()))
             self._collector.log_probs.log_step()
-            if knows_log_probs(self):
+            if self.use_vllm or self.rollout_func is not None or one_ahead(self):
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
 
@@ -424,13 +445,6 @@ class DASHTrainer(GRPOTrainer):
             failed = torch.tensor(self._conversations.failed(len(inputs)))
         return self._rewards.of_all(ask, training=training, failed=failed)
 
-    def _advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""
-        rewards = rewards.to(self.accelerator.device)
-        takes_lengths = "lengths" in signature(self.compute_advantages).parameters
-        advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))
-        return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
-
     def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Compute advantages by the estimator `advantage_estimator`. Override this method for your own estimator.
 
@@ -460,17 +474,68 @@ class DASHTrainer(GRPOTrainer):
             rewards, weights, self.num_generations, scale_rewards=scale, multi_objective_aggregation=aggregation
         )
 
-    def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
-        arguments = self.args, self.state, self.control
-        others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
-        dispatch(event, rollouts, self._dash_callbacks(), self.ranks, arguments, others)
-
     def _dash_callbacks(self) -> list[DASHCallback]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, DASHCallback)]
 
     def add_callback(self, callback: Any) -> None:
         check_callbacks([callback])
         super().add_callback(callback)
+
+    # ------------------------------------------------------------------ what the objects of a run ask, see `Host`
+
+    def tokenize(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Return what `_tokenize_prompts` returns; an empty tuple if prompts are tokenized later.
+
+        A `rollout_func` tokenizes prompts itself. An environment may add to its prompt when it is reset.
+        """
+        if self.rollout_func is not None or self.environment_factories is not None:
+            return ()
+        return self._tokenize_prompts(prompts)
+
+    def generate(self, tokenized: tuple[Any, ...], num_generations: int) -> tuple[list[list[int]], Any]:
+        """Sample completions of tokenized prompts; return their token ids, and their log-probs or `None`."""
+        return self._generate_single_turn(*tokenized, num_generations)
+
+    def sampling_version(self) -> int:
+        """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
+        sync_weights(self)
+        return self.state.global_step
+
+    def calculate_rewards(self, *rows: Any) -> Tensor:
+        """Call `_calculate_rewards`, which a subclass may override."""
+        return self._calculate_rewards(*rows)
+
+    def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""
+        rewards = rewards.to(self.accelerator.device)
+        takes_lengths = "lengths" in signature(self.compute_advantages).parameters
+        advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))
+        return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
+
+    def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
+        """Call an event of the callbacks, which may change the rollouts."""
+        arguments = self.args, self.state, self.control
+        others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
+        dispatch(event, rollouts, self._dash_callbacks(), self.ranks, arguments, others)
+
+    def group_sampled(self, group: SampledGroup) -> None:
+        """Call `on_group_sampled` of the callbacks that watch groups."""
+        for callback in self._dash_callbacks():
+            if callback.watches_groups:
+                callback.on_group_sampled(self.args, self.state, self.control, group, trainer=self)
+
+    def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        """Run a pass without gradient of the policy or the reference model; return log-probs and entropies."""
+        run = partial(self._passes.run, self._get_per_token_logps_and_entropies)
+        if not reference:
+            return run(self.model, inputs, **kwargs)
+        if self.ref_model is not None:
+            return run(self.ref_model, inputs)
+        # With PEFT, the reference is the adapter "ref", a copy of the adapter with which training began. Without "ref",
+        # the reference is the base model.
+        model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return run(self.model, inputs)
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 

@@ -6,7 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.collect.awaited import Awaited, ByGroup, RewardBatch, Rewards, Together
-    from dash_trl.collect.collector import Collector, Part, RowSettings
+    from dash_trl.collect.collector import Collector, Part
     from dash_trl.collect.decode import Prompts, Sampled, TurnCounts, decoded, is_truncated, to_rollouts
     from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window
     from dash_trl.collect.log import WindowLog, length_figures, reward_figures

@@ -8,6 +8,7 @@ A *request* (`workers.Request`) collects the results of the reward functions whi
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dash_trl.distributed import Ranks
-from dash_trl.monitoring import Recorder
+from dash_trl.host import Host
 from dash_trl.rewards import (
     EarlyRewards,
     FailureWatch,
@@ -129,43 +129,33 @@ class Rewards:
     every window. If rewards are awaited by group, this call comes after the last group.
 
     Args:
-        ranks: the ranks of the run.
-        recorder: logs figures and seconds.
+        host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         names: the names of the reward functions.
-        num_generations: number of rows of a group in training.
-        group_size: function that returns the group size in the current mode: training or evaluation.
         early: True = start the functions on rows as soon as the rows are sampled, if every function scores each
             completion by itself. Otherwise `early` has no effect. Rewards of environments do not count here, because
             they are known when a row ends.
-        calculate: the trainer's `_calculate_rewards`. It takes this rank's rows and returns [N, F].
-        groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-            from the window.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        recorder: Recorder,
-        functions: Sequence[Any],
-        names: Sequence[str],
-        *,
-        num_generations: int,
-        group_size: Callable[[], int],
-        early: bool,
-        calculate: Callable[..., Tensor],
-        groups_of_step: Callable[[], int],
-    ):
-        self._ranks, self._recorder, self._functions = ranks, recorder, functions
-        self._num_generations, self._calculate, self._groups_of_step = num_generations, calculate, groups_of_step
+    def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, early: bool):
+        self._host, self._functions, self.names = host, functions, names
+        self._ranks, self._recorder, self._num_generations = host.ranks, host.recorder, host.args.num_generations
+        this = weakref.ref(host)  # a runner's worker may outlive the trainer and must not keep the model in memory
+
+        def group_size() -> int:
+            if (alive := this()) is None:
+                return 0
+            training = alive.model.training
+            return (not training and alive.args.num_generations_eval) or alive.args.num_generations
+
         runners = [func for func in functions if isinstance(func, RunnerReward)]
-        self.team = RewardTeam(runners, ranks.count, group_size)
+        self.team = RewardTeam(runners, host.ranks.count, group_size)
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         wanted = early and bool(others) and all(map(scores_alone, others))
-        self.early = EarlyRewards(self.team, num_generations, wanted=wanted)
+        self.early = EarlyRewards(self.team, self._num_generations, wanted=wanted)
         self._failures = FailureWatch(functions, names)
 
-    def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
+    def begin(self, window: int, batch: RewardBatch, groups_of_step: Callable[[], int] | None) -> Awaited:
         """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
@@ -174,24 +164,25 @@ class Rewards:
         Args:
             window: number of the generation batch; see `Prompts.number`.
             batch: the rows of the generation batch.
-            by_group: True = await the rewards group by group, False = together.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+                from the window. `None`: await the rewards together, not group by group.
         """
         arguments = batch.examples, batch.prompts, batch.completions, batch.completion_ids
         request = self.early.claim(window)
-        if request is None and by_group:
+        if request is None and groups_of_step is not None:
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
             if request is not None:  # TRL's calls of the functions then return this request's results
                 self.team.hand_over(request, batch.completions)
-            rewards = self._calculate(*arguments)
+            rewards = self._host.calculate_rewards(*arguments)
             return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
 
-        if not by_group:
+        if groups_of_step is None:
             return Together(report, self._ranks.own(len(batch.examples)))
         assert request is not None, "the request was started above"
         groups = len(batch.examples) // self._num_generations
-        waiting = arrivals(request, groups, self._least_of_ranks, self._groups_of_step)
+        waiting = arrivals(request, groups, self._least_of_ranks, groups_of_step)
         for phase in ("wait_for_rewards", "reward"):
             waiting = self._recorder.timed_each(phase, waiting)
 

@@ -25,12 +25,14 @@ from dash_trl.collect.decode import Prompts, Sampled, is_truncated, to_rollouts
 from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window
 from dash_trl.collect.log import WindowLog
 from dash_trl.collect.samplers import Sampler
-from dash_trl.distributed import Ranks
+from dash_trl.host import Host, looks_ahead
 from dash_trl.log_probs import LogProbs
-from dash_trl.monitoring import EmptyWindows, Recorder, UnfilledWindows, filter_metrics, staleness_metrics
+from dash_trl.monitoring import EmptyWindows, UnfilledWindows, filter_metrics, staleness_metrics
 from dash_trl.rollout import (
     CreditedRollouts,
     GenerationWindow,
+    PromptQueue,
+    PromptReader,
     RolloutBatch,
     RunAhead,
     ScoredRollouts,
@@ -38,30 +40,10 @@ from dash_trl.rollout import (
     joined,
     widened,
 )
+from dash_trl.seams import shuffled
 from dash_trl.update import Filtered, filter_rows
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """Settings for building rows from sampled tokens, and for the filter.
-
-    Attributes:
-        num_generations: number of rows of a group.
-        end_ids: token ids. A completion is truncated if its last token is not one of these.
-        mask_truncated: True = no token of a truncated completion counts in the loss.
-        pad_token_id: see `to_rollouts`.
-        pad_to_multiple_of: see `to_rollouts`.
-        threshold: `gradient_filter_threshold`.
-    """
-
-    num_generations: int
-    end_ids: frozenset[int]
-    mask_truncated: bool
-    pad_token_id: int
-    pad_to_multiple_of: int | None
-    threshold: float | None
 
 
 @dataclass(frozen=True)
@@ -120,29 +102,12 @@ class Collector:
     All ranks call `window` at the same point, and wait together for the parts of the window.
 
     Args:
-        ranks: the ranks of the run.
-        settings: function that returns the current settings. A callback may change settings during a run.
+        host: the trainer.
+        prompts: reads the prompts of later windows and, with dynamic sampling, of further rounds.
         sampler: samples completions.
         rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
-        recorder: logs figures and seconds.
-        log: writes the figures and tables that TRL logs about a window.
-        tokenize: function that takes prompts and returns the tuple of TRL's `_tokenize_prompts`. `None`: prompts are
-            tokenized later, by a `rollout_func` or after environments are reset.
-        upcoming: function that returns the prompts of the next windows that may be sampled ahead: for each of these
-            windows, a list of this rank's rows of the dataset.
-        ahead: decides how far sampling runs ahead of training.
-        log_staleness: True = log the age of the weights with which a window was sampled.
-        step: function that returns the number of optimizer steps taken.
-        dispatch: function that calls the callbacks; it takes the name of an event and the rollouts.
-        advantages: function that takes rewards [N, F] and numbers of loss tokens [N], and returns the advantages by
-            outcome, [N].
-        draw_order: function that takes a number of rows and draws the random order in which micro-steps get the rows,
-            [rows] int64.
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
-        more: function that takes a number of prompts and returns this rank's next rows of the dataset. Needed with
-            `dynamic`.
-        epochs: function that returns the number of epochs whose prompts were all taken; only with `dynamic`.
 
     Attributes:
         log_probs: as above.
@@ -150,38 +115,33 @@ class Collector:
 
     def __init__(
         self,
-        ranks: Ranks,
-        settings: Callable[[], RowSettings],
+        host: Host,
+        prompts: PromptReader | PromptQueue,
         sampler: Sampler,
         rewards: Rewards,
         log_probs: LogProbs,
-        recorder: Recorder,
-        log: WindowLog,
-        *,
-        tokenize: Callable[[list[Any]], tuple[Any, ...]] | None,
-        upcoming: Callable[[], Sequence[list[dict[str, Any]]]],
-        ahead: RunAhead,
-        log_staleness: bool,
-        step: Callable[[], int],
-        dispatch: Callable[[str, RolloutBatch], None],
-        advantages: Callable[[Tensor, Tensor], Tensor],
-        draw_order: Callable[[int], Tensor],
         dynamic: DynamicSampling | None = None,
-        more: Callable[[int], list[dict[str, Any]]] | None = None,
-        epochs: Callable[[], int] | None = None,
     ):
-        self.log_probs = log_probs
-        self._ranks, self._settings, self._recorder, self._log = ranks, settings, recorder, log
-        self._sampler, self._rewards = sampler, rewards
-        self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
-        self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
-        self._dynamic, self._more, self._epochs = dynamic, more, epochs
+        self._host, self._reader, self._sampler, self._rewards = host, prompts, sampler, rewards
+        self.log_probs, self._dynamic, self._log = log_probs, dynamic, WindowLog(host, rewards.names)
+        self._args, self._ranks, self._recorder = host.args, host.ranks, host.recorder
+        self._pad_token_id = host.processing_class.pad_token_id
+        self._ahead = RunAhead(self._args.async_level if looks_ahead(host) else 0)
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
-        self._log_staleness = log_staleness
-        self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
+        self._empty_windows, self._unfilled_windows = (
+            EmptyWindows(self._args.gradient_filter_threshold),
+            UnfilledWindows(),
+        )
 
-    def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
+    def window(
+        self,
+        examples: list[dict[str, Any]],
+        *,
+        step: int,
+        groups_of_step: Callable[[], int] | None,
+        serves_one_step: bool,
+    ) -> Iterator[Part]:
         """Sample the next window and start its rewards. Iterating over the result waits for the rewards.
 
         With dynamic sampling, this method only announces the prompts. Sampling and rewards follow when the caller
@@ -189,22 +149,23 @@ class Collector:
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
-            by_group: True = await rewards group by group, False = await them together.
+            step: the micro-step with which the window begins.
+            groups_of_step: see `Rewards.begin`. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             An iterator over the parts of the window. Before it yields the last part, it logs the figures of the window.
         """
-        prompts = self._announce(examples)
+        prompts = self._announce(examples, step)
         find_log_probs: Callable[[GenerationWindow], None]
         find_log_probs = partial(self.log_probs.of_window, serves_one_step=serves_one_step)
         if self._dynamic is not None:
             return self._in_rounds(self._dynamic, prompts, find_log_probs)
-        begun = self._begin(prompts, by_group=by_group)
+        begun, by_group = self._begin(prompts, groups_of_step), groups_of_step is not None
         self._log_sampled(begun.sampled, begun.truncated)
         rollouts = begun.rollouts
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(rollouts.loss_mask.sum())
-        draw_order = self._draw_order
+        draw_order = shuffled
         if by_group:
             # Groups are trained on in the order in which their rewards come. A random order is drawn and dropped, so
             # that the random state, and with it later samples, do not depend on `reward_pipeline`.
@@ -215,14 +176,6 @@ class Collector:
             # steps, so they are computed now, for all rows.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
-
-    def first_prompts(self, prompts: int) -> int:
-        """Return the number of prompts that a rank samples first for the next window.
-
-        Args:
-            prompts: number of prompts of a window on a rank. Without dynamic sampling, the result is this number.
-        """
-        return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
         """Start the rewards of later windows' rows that were sampled since the last call.
@@ -240,12 +193,12 @@ class Collector:
 
     # ------------------------------------------------------------------ from prompts to rows
 
-    def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
+    def _announce(self, examples: list[dict[str, Any]], step: int) -> Prompts:
         """Begin the next window: give the sampler its prompts, and the prompts of windows that may be sampled ahead.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        number, windows = self._ahead.window + 1, [examples, *self._upcoming()]
+        number, windows = self._ahead.window + 1, [examples, *self._reader.upcoming(step)]
         # The dataset reader returns the same list objects that it announced, so it is enough to compare identity.
         has_changed = number in self._announced and self._announced[number].examples is not examples
         if has_changed:
@@ -256,7 +209,7 @@ class Collector:
                 )
             self._forget()
         new = []
-        not_announced = self._ahead.begin(self._step(), known=len(windows) - 1, anew=has_changed)
+        not_announced = self._ahead.begin(self._host.state.global_step, known=len(windows) - 1, anew=has_changed)
         for window in not_announced:
             self._announced[window] = self._prompts(windows[window - number])
             new.append(self._announced[window])
@@ -266,7 +219,7 @@ class Collector:
 
     def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
         with self._recorder.timed("generate"):
-            tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in examples])
+            tokenized = self._host.tokenize([row["prompt"] for row in examples])
         prompts = Prompts(next(self._numbers), examples, tokenized)
         self._rewards.early.begin(prompts.number, examples)
         return prompts
@@ -277,11 +230,11 @@ class Collector:
         self._rewards.early.forget()
         self._sampler.forget()
 
-    def _begin(self, prompts: Prompts, *, by_group: bool) -> _Begun:
+    def _begin(self, prompts: Prompts, groups_of_step: Callable[[], int] | None = None) -> _Begun:
         """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
         sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # decoding may fail on one rank
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
-        truncated = is_truncated(sampled.completion_ids, self._settings().end_ids)
+        truncated = is_truncated(sampled.completion_ids, {*self._host.eos_token_ids, self._pad_token_id})
         rollouts = self._rollouts(prompts, sampled, truncated)
         batch = RewardBatch(
             rollouts.examples,
@@ -290,27 +243,28 @@ class Collector:
             sampled.completion_ids,
             None if sampled.turns is None else sampled.turns.failed,
         )
-        awaited = self._rewards.begin(prompts.number, batch, by_group=by_group)
+        awaited = self._rewards.begin(prompts.number, batch, groups_of_step)
         self._ranks.agree(self._sampler.meanwhile)
-        self._dispatch("on_rollouts_sampled", rollouts)
+        self._host.dispatch("on_rollouts_sampled", rollouts)
         return _Begun(prompts, sampled, truncated, rollouts, batch, awaited)
 
     def _log_sampled(self, sampled: Sampled, truncated: Tensor) -> None:
-        if self._log_staleness:
-            self._recorder.log(staleness_metrics(sampled.policy_version, self._step(), self._ranks.gather))
+        if looks_ahead(self._host):
+            step = self._host.state.global_step
+            self._recorder.log(staleness_metrics(sampled.policy_version, step, self._ranks.gather))
         self._log.sampled(sampled, truncated)
         self._sampler.log()
 
     def _rollouts(self, prompts: Prompts, sampled: Sampled, truncated: Tensor) -> RolloutBatch:
         """Build this rank's rows, in CPU memory."""
-        own, settings = self._ranks.own(len(prompts.examples)), self._settings()
+        own = self._ranks.own(len(prompts.examples))
         return to_rollouts(
             sampled,
             sampled.examples(prompts.examples),
-            group=torch.arange(own.start, own.stop) // settings.num_generations,
-            pad_token_id=settings.pad_token_id,
-            masked=truncated if settings.mask_truncated else None,
-            pad_to_multiple_of=settings.pad_to_multiple_of,
+            group=torch.arange(own.start, own.stop) // self._args.num_generations,
+            pad_token_id=self._pad_token_id,
+            masked=truncated if self._args.mask_truncated_completions else None,
+            pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
 
     # ------------------------------------------------------------------ from rewards to parts
@@ -351,8 +305,8 @@ class Collector:
         rounds = [self._round(prompts, before=0)]
         with self._recorder.timed("dynamic_sampling"):
             while groups := dynamic.next([one.signal for one in rounds]):
-                assert self._more is not None, "`more` is given with `dynamic`"
-                prompts = self._prompts(self._more(groups))
+                assert isinstance(self._reader, PromptQueue), "dynamic sampling reads from a queue"
+                prompts = self._prompts(self._reader.take(groups))
                 self._sampler.begin(prompts.number, [prompts])
                 rounds.append(self._round(prompts, before=sum(len(one.keep) for one in rounds)))
         begun = [one.begun for one in rounds]
@@ -367,10 +321,10 @@ class Collector:
         self._log_sampled(joined(sampled), torch.cat([one.truncated for one in begun]))
         signal = [one.signal for one in rounds]
         trained, whole = places_in_window(signal, dynamic.room)
-        rollouts = joined(widened([one.credited for one in rounds], self._settings().pad_token_id))
+        rollouts = joined(widened([one.credited for one in rounds], self._pad_token_id))
         survivors = self._own_rows(trained) & torch.cat([one.keep for one in rounds])
         num_items = self._ranks.sum(rollouts.loss_mask[self._own_rows(whole)].sum())
-        least = dynamic.room * self._settings().num_generations // self._ranks.count
+        least = dynamic.room * self._args.num_generations // self._ranks.count
         window = GenerationWindow(*self._placed(rollouts, survivors.nonzero().flatten(), least=least), num_items)
         find_log_probs(window)
         outcome = self._by_rank([one.outcome for one in rounds])
@@ -386,7 +340,7 @@ class Collector:
 
     def _round(self, prompts: Prompts, before: int) -> _Round:
         """Sample, score and filter a round; `before` is the number of this rank's rows in the earlier rounds."""
-        begun = self._begin(prompts, by_group=False)
+        begun = self._begin(prompts)
         ((_, rewards, _),) = begun.awaited.parts()
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
         self._log.end_round(before, len(rewards))  # callbacks have logged their columns, too
@@ -396,7 +350,7 @@ class Collector:
 
     def _groups_with(self, rows: Tensor) -> Tensor:
         """Return [K] bool, True = at least one row of the group is True in `rows`."""
-        return rows.view(-1, self._settings().num_generations).any(dim=1)
+        return rows.view(-1, self._args.num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
         """Return which of this rank's rows are in chosen groups: [B] bool, where B counts the rows of all rounds.
@@ -405,7 +359,7 @@ class Collector:
             groups: for each round, [R, K] bool, True = the group is chosen.
         """
         own = torch.cat([one[self._ranks.rank] for one in groups])
-        return own.repeat_interleave(self._settings().num_generations)
+        return own.repeat_interleave(self._args.num_generations)
 
     def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
         """Concatenate a tensor [R · B, …] of each round. In the result, the rows of a rank are adjacent, in round
@@ -428,7 +382,7 @@ class Collector:
         places = max(-self._ranks.least(-len(rows)), least)
         lengths = torch.zeros(places, 4, dtype=torch.long)
         lengths[: len(rows)] = rollouts.lengths()[rows]
-        order = self._draw_order(places)
+        order = shuffled(places)
         lengths, order = lengths[order], order[order < len(rows)]
         return rollouts.survivors(rows[order]), self._ranks.gather(lengths).view(-1, places, 4)
 
@@ -438,12 +392,12 @@ class Collector:
         Returns:
             The rows with their advantages after the callbacks, and `Part.outcome`, the advantages before the callbacks.
         """
-        self._dispatch("on_rewards", rollouts)
+        self._host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
-        outcome = self._advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
+        outcome = self._host.advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
         credited = rollouts.with_advantages(outcome[self._ranks.own(len(rollouts))].clone())
-        self._dispatch("on_advantages", credited)
+        self._host.dispatch("on_advantages", credited)
         return credited, outcome
 
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
@@ -454,13 +408,15 @@ class Collector:
         """
         lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)
         lengths = lengths[order]
-        # Column 1 counts completion tokens. It is also 0 for a masked row (`RowSettings.mask_truncated`), so such a row
+        # Column 1 counts completion tokens. It is also 0 for a masked row (`mask_truncated_completions`), so such a row
         # is no survivor, even if the filter keeps it.
         survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 4)
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
-        return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)
+        return filter_rows(
+            rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._args.gradient_filter_threshold
+        )
 
     def _log_whole(self, begun: Sequence[_Begun], rewards: Tensor, parts: Sequence[Part]) -> None:
         """Log a window whose parts have all come.
@@ -472,17 +428,15 @@ class Collector:
         """
         order = torch.cat([part.rows for part in parts]).argsort()
         rollouts = joined([part.rollouts for part in parts]).rows(order)
-        silent = (torch.cat([part.outcome for part in parts]).view(-1, self._settings().num_generations) == 0).all(
-            dim=1
-        )
+        silent = (torch.cat([part.outcome for part in parts]).view(-1, self._args.num_generations) == 0).all(dim=1)
         advantages = self._ranks.gather(rollouts.mean_advantages())
         batch = joined([one.batch for one in begun])
         self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
         filtered = self._filtered(rollouts)
         metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
-        if self._epochs is not None:
-            self._recorder.total("prompts/epoch", self._epochs())
+        if isinstance(self._reader, PromptQueue):
+            self._recorder.total("prompts/epoch", self._reader.epochs)
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))

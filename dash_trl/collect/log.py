@@ -4,7 +4,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from dash_trl.collect.decode import Sampled, TurnCounts
-from dash_trl.distributed import Ranks
+from dash_trl.host import Host
 
 # The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
 # of the first window, the run ends at once, as it does if a reward function raises on every row of the first batch.
@@ -58,33 +58,14 @@ class WindowLog:
     All ranks call every method at the same point.
 
     Args:
-        ranks: the ranks of the run.
-        figures: function that adds one value to each figure; see `Recorder.log`.
-        total: function that sets a running total; see `Recorder.total`.
-        tables: TRL's `_logs`, the columns of the table of completions.
-        extra: TRL's `_pending_extra_logs`, the columns that reward functions have logged with `log_extra`.
-        metrics: TRL's `_pending_metrics`, the values that reward functions have logged with `log_metric`.
+        host: the trainer.
         names: names of the F reward functions.
-        weights: function that returns the current weights of the reward functions.
-        count_tokens: function that takes a number of tokens, adds it to the run's total, and returns the new total.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        figures: Callable[[Mapping[str, float]], None],
-        total: Callable[[str, float], None],
-        tables: MutableMapping[str, Any],
-        extra: MutableMapping[str, list[Any]],
-        metrics: MutableMapping[str, list[float]],
-        names: Sequence[str],
-        weights: Callable[[], Tensor],
-        count_tokens: Callable[[int], int],
-    ):
-        self._ranks, self._figures, self._total = ranks, figures, total
-        self._tables, self._extra, self._metrics = tables, extra, metrics
-        self._names, self._weights, self._count_tokens = names, weights, count_tokens
+    def __init__(self, host: Host, names: Sequence[str]):
+        self._host, self._ranks, self._figures, self._names = host, host.ranks, host.recorder.log, names
+        self._logs = logs = host.recorder.logs
+        self._tables, self._extra, self._metrics = logs.tables, logs.extra, logs.metrics
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
         self._columns: set[str] = set()  # columns that were logged in the earlier rounds of a window
@@ -103,7 +84,8 @@ class WindowLog:
         completions = torch.tensor([len(ids) for ids in sampled.completion_ids] if own is None else list(map(sum, own)))
         prompts = torch.tensor(list(map(len, sampled.prompt_ids)))
         prompts, completions = self._ranks.gather(prompts), self._ranks.gather(completions)
-        self._total("num_tokens", self._count_tokens(int(prompts.sum() + completions.sum())))
+        self._host.state.num_input_tokens_seen += int(prompts.sum() + completions.sum())
+        self._host.recorder.total("num_tokens", self._host.state.num_input_tokens_seen)
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
         if sampled.turns is not None:
             self._turns(sampled.turns)
@@ -150,7 +132,7 @@ class WindowLog:
             advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
             silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
         """
-        self._figures(reward_figures(rewards, self._names, self._weights()))
+        self._figures(reward_figures(rewards, self._names, self._logs.weights))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
         for name, rows in (("prompt", prompts), ("completion", completions)):
             self._tables[name] = _table(self._gathered(rows))

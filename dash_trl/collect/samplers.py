@@ -7,30 +7,38 @@ windows that are sampled ahead. Otherwise `on_rows` is `None`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dash_trl.collect.decode import Prompts, Sampled
+from dash_trl.callbacks import SampledGroup
+from dash_trl.collect.decode import Prompts, Sampled, decoded
+from dash_trl.host import Host, one_ahead
+from dash_trl.log_probs import LogProbs
+from dash_trl.rewards import EarlyRewards
 
-Generate = Callable[[tuple[Any, ...]], tuple[list[list[int]], Any]]  # tokenized prompts → token ids; log-probs or None
-Decode = Callable[[Sequence[Any], Sequence[list[int]], Sequence[list[int]]], list[Any]]  # see `decode.decoded`
-Versions = Callable[[int], Tensor]  # number of rows → [rows, 2], see `RolloutBatch.policy_version`
 # (window, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
-OnGroup = Callable[[Prompts, int, list[list[int]]], None]  # (generation batch, first row, token ids)
-Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a context whose seconds are logged
 
 
 class Sampler:
     """Base of all samplers. Unless a sampler says otherwise, a method does nothing.
 
     All ranks call a method at the same point; `look` and `forget` are the exceptions.
+
+    Args:
+        host: the trainer.
+        early: gets rows as soon as they are sampled, if their rewards begin early.
     """
+
+    def __init__(self, host: Host, early: EarlyRewards):
+        self._host, self._timed = host, host.recorder.timed
+        self._on_rows: OnRows | None = early.take if early.wanted else None
+
+    def _decoded(self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[Any]:
+        return decoded(self._host.processing_class, prompts, prompt_ids, ids)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         """Begin a generation batch: a window, or another round of a window. The next `take` returns its rows.
@@ -66,31 +74,20 @@ class Sampler:
 
 
 class ByFunction(Sampler):
-    """Samples with a user's `rollout_func`. It samples no window ahead.
-
-    Args:
-        function: function that takes prompts, calls the `rollout_func`, checks its result, and returns the result.
-        decode: see `decode.decoded`.
-        versions: function that takes a number of rows and returns the policy versions of rows sampled now.
-        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
-    """
-
-    def __init__(
-        self, function: Callable[[list[Any]], dict[str, Any]], *, decode: Decode, versions: Versions, timed: Timed
-    ):
-        self._function, self._decode, self._versions, self._timed = function, decode, versions, timed
+    """Samples with a user's `rollout_func`. It samples no window ahead."""
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            columns = dict(self._function(deepcopy(prompts.prompts)))
+            version = self._host.sampling_version()  # TRL, too, sends the weights before it calls a `rollout_func`
+            columns = dict(self._host.rollout_func(deepcopy(prompts.prompts), self._host))
         prompt_ids, completion_ids, log_probs = (
             columns.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
         )
         return Sampled(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            completions=self._decode(prompts.prompts, prompt_ids, completion_ids),
-            policy_version=self._versions(len(completion_ids)),
+            completions=self._decoded(prompts.prompts, prompt_ids, completion_ids),
+            policy_version=torch.full((len(completion_ids), 2), version),
             prompts=prompts.prompts,
             log_probs=log_probs,
             own_tokens=columns.pop("env_mask", None),
@@ -104,28 +101,15 @@ class InProcess(Sampler):
     With `async_level=1`, it samples the next window while rewards are awaited.
 
     Args:
-        generate: function that takes tokenized prompts and returns token ids, and log-probs or `None`.
-        decode: see `decode.decoded`.
-        versions: function that takes a number of rows and returns the policy versions of rows sampled now.
-        on_rows: see the docstring of the module.
-        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
-        log_probs: function that takes prompt ids and completion ids and computes the log-probs of the sampled tokens.
-            It is called if `generate` returns no log-probs. `None`: the rows then stay without log-probs, because the
-            loss does not need them.
+        host: see `Sampler`.
+        early: see `Sampler`.
+        log_probs: computes the log-probs of the sampled tokens, if this process samples the next window while it waits
+            for rewards, and the engine does not report log-probs.
     """
 
-    def __init__(
-        self,
-        generate: Generate,
-        *,
-        decode: Decode,
-        versions: Versions,
-        on_rows: OnRows | None,
-        timed: Timed,
-        log_probs: Callable[[list[list[int]], list[list[int]]], Any] | None = None,
-    ):
-        self._generate, self._decode, self._versions = generate, decode, versions
-        self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
+    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs):
+        super().__init__(host, early)
+        self._log_probs = log_probs
         self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
@@ -144,9 +128,9 @@ class InProcess(Sampler):
 
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            completion_ids, log_probs = self._generate(prompts.tokenized)
-            completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
-        versions = self._versions(len(completion_ids))
+            completion_ids, log_probs = self._host.generate(prompts.tokenized, self._host.args.num_generations)
+            completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
+        versions = torch.full((len(completion_ids), 2), self._host.sampling_version())
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
         )
@@ -154,8 +138,8 @@ class InProcess(Sampler):
 
     def _finished(self, window: int, sampled: Sampled) -> Sampled:
         """Add log-probs if they are needed, and pass the rows to `on_rows`, so that their rewards begin."""
-        if sampled.log_probs is None and self._log_probs is not None:
-            sampled = replace(sampled, log_probs=self._log_probs(sampled.prompt_ids, sampled.completion_ids))
+        if sampled.log_probs is None and one_ahead(self._host):
+            sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
         if self._on_rows is not None:
             completions = deepcopy(sampled.completions)
             self._on_rows(window, 0, sampled.prompts, sampled.completion_ids, completions)
@@ -170,35 +154,18 @@ class OnServers(Sampler):
     """Samples on vLLM servers: all windows whose prompts are known, including windows that have not begun.
 
     Args:
+        host: see `Sampler`.
+        early: see `Sampler`.
         pool: a `VLLMPool`.
-        generate: function that sends new weights to the pool's servers and then gets completions from the pool. It
-            takes tokenized prompts and returns token ids and log-probs.
-        decode: see `decode.decoded`.
-        on_rows: see the docstring of the module.
-        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
-        figures: function that adds one value to each figure; see `Recorder.log`.
-        total: function that sets a running total; see `Recorder.total`.
-        add: function that adds up a tensor over the ranks.
         on_group: function that gets each group as soon as it is sampled, for callbacks with `on_group_sampled`. `None`:
             there are no such callbacks.
     """
 
     def __init__(
-        self,
-        pool: Any,
-        generate: Generate,
-        *,
-        decode: Decode,
-        on_rows: OnRows | None,
-        timed: Timed,
-        figures: Callable[[dict[str, float]], None],
-        total: Callable[[str, float], None],
-        add: Callable[[Tensor], Tensor],
-        on_group: OnGroup | None = None,
+        self, host: Host, early: EarlyRewards, pool: Any, on_group: Callable[[SampledGroup], None] | None = None
     ):
-        self._on_group = on_group
-        self._pool, self._generate, self._decode, self._on_rows, self._timed = pool, generate, decode, on_rows, timed
-        self._figures, self._total, self._add = figures, total, add
+        super().__init__(host, early)
+        self._pool, self._on_group = pool, on_group
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
@@ -211,12 +178,11 @@ class OnServers(Sampler):
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            completion_ids, log_probs = self._generate(
-                prompts.tokenized
-            )  # while this call waits, the pool calls `_come` on this thread
+            # While this call waits, the pool calls `_come` on this thread.
+            completion_ids, log_probs = self._host.generate(prompts.tokenized, self._host.args.num_generations)
             versions = self._pool.policy_version
             if self._on_rows is None:  # then `_come` has not decoded the completions
-                completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
+                completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
             else:
                 completions = self._completions.pop(prompts.number)
         del self._known[prompts.number]
@@ -226,10 +192,10 @@ class OnServers(Sampler):
         """Pass rows that have been sampled to `on_group` and `on_rows`. The pool calls it on the main thread."""
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
         if self._on_group is not None:
-            self._on_group(prompts, first, completion_ids)
+            self._on_group(SampledGroup(prompts.number, prompts.examples[own], prompts.ids[own], completion_ids))
         if self._on_rows is None:
             return
-        completions = self._decode(prompts.prompts[own], prompts.ids[own], completion_ids)
+        completions = self._decoded(prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[window][own] = completions
         self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
@@ -240,9 +206,9 @@ class OnServers(Sampler):
     def log(self) -> None:
         """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
         healthy, *counts = self._pool.metrics()
-        retried, queued = self._add(torch.tensor(counts)).tolist()
-        self._figures({"servers/healthy": healthy, "async/queued_groups": queued})
-        self._total("servers/retried_requests", retried)
+        retried, queued = self._host.ranks.sum(torch.tensor(counts)).tolist()
+        self._host.recorder.log({"servers/healthy": healthy, "async/queued_groups": queued})
+        self._host.recorder.total("servers/retried_requests", retried)
 
     def forget(self) -> None:
         self._known.clear()

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
 from dash_trl.collect.samplers import InProcess, OnServers
-from dash_trl.distributed import Ranks
+from dash_trl.host import Host, on_servers
+from dash_trl.log_probs import LogProbs
+from dash_trl.rewards import EarlyRewards
 from dash_trl.tools import Conversation, Conversations
-
-# (token ids that the turn continues, whether it is the first turn) → token ids; log-probs or None
-GenerateTurn = Callable[[list[list[int]], bool], tuple[list[list[int]], list[Any] | None]]
 
 Use = Callable[[list[Any]], None]  # passes the environments of a window's rows to reward functions
 
@@ -31,14 +30,12 @@ class Rounds:
     All ranks call every method at the same point.
 
     Args:
-        ranks: the ranks of the run.
+        host: the trainer.
         conversations: runs tools and environments.
-        generate: function that samples one turn of each row. Every rank calls it in every round, even if none of the
-            rank's rows waits for a turn.
     """
 
-    def __init__(self, ranks: Ranks, conversations: Conversations, generate: GenerateTurn):
-        self._ranks, self._conversations, self._generate = ranks, conversations, generate
+    def __init__(self, host: Host, conversations: Conversations):
+        self._host, self._ranks, self._conversations = host, host.ranks, conversations
 
     def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
         """Sample all turns of rows.
@@ -67,6 +64,22 @@ class Rounds:
             contexts = [row.turns.context for row in waiting if row.turns is not None]
             waiting = self._answered(waiting, *self._generate(contexts, first))
             first = False
+
+    def _generate(self, contexts: list[list[int]], first: bool) -> tuple[list[list[int]], list[Any] | None]:
+        """Sample one turn of each row, given the token ids that the turn continues.
+
+        Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
+        completion of a prompt with a single token, and drops the completion. With tensor parallelism, TRL finds a
+        rank's completions by multiplying its place in its group by its own number of prompts. So all ranks must pass
+        the same number of prompts.
+        """
+        args, rows, wanted = self._host.args, len(contexts), 0
+        if not on_servers(self._host):
+            is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
+            wanted = -self._ranks.least(-rows) if is_split else 1
+        contexts = [*contexts, *[[self._host.processing_class.eos_token_id]] * (wanted - rows)]
+        ids, log_probs = self._host.generate((contexts, None, {}), args.num_generations if first else 1)
+        return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 
     def _answered(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
@@ -153,16 +166,17 @@ class TurnsInProcess(InProcess):
     """Samples rows with several turns in this process.
 
     Args:
-        rounds: samples the turns.
+        host: see `InProcess`.
+        early: see `InProcess`.
+        log_probs: see `InProcess`.
         conversations: runs tools and environments.
         use: function that passes the environments of a window's rows to reward functions.
-        knows_log_probs: True = `rounds` samples turns with their log-probs.
-        others: the arguments of `InProcess`.
     """
 
-    def __init__(self, rounds: Rounds, conversations: Conversations, use: Use, *, knows_log_probs: bool, **others: Any):
-        super().__init__(**others)
-        self._rounds, self._windows = rounds, _Windows(conversations, use, knows_log_probs=knows_log_probs)
+    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs, conversations: Conversations, use: Use):
+        super().__init__(host, early, log_probs)
+        self._rounds = Rounds(host, conversations)
+        self._windows = _Windows(conversations, use, knows_log_probs=host.args.use_vllm)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         super().begin(window, new)
@@ -177,7 +191,9 @@ class TurnsInProcess(InProcess):
         rows = self._windows.add(prompts)
         with self._timed("generate"):
             self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        sampled = self._windows.sampled(prompts.number, self._versions(len(rows)))
+        # If every row failed before its first turn, this is the first that sends vLLM the current weights.
+        versions = torch.full((len(rows), 2), self._host.sampling_version())
+        sampled = self._windows.sampled(prompts.number, versions)
         return self._finished(prompts.number, sampled)
 
     def forget(self) -> None:
@@ -189,13 +205,15 @@ class TurnsOnServers(OnServers):
     """Samples rows with several turns on vLLM servers.
 
     Args:
+        host: see `OnServers`.
+        early: see `OnServers`.
+        pool: see `OnServers`.
         conversations: runs tools and environments.
         use: function that passes the environments of a window's rows to reward functions.
-        others: the arguments of `OnServers`.
     """
 
-    def __init__(self, conversations: Conversations, use: Use, **others: Any):
-        super().__init__(**others)
+    def __init__(self, host: Host, early: EarlyRewards, pool: Any, conversations: Conversations, use: Use):
+        super().__init__(host, early, pool)
         self._conversations, self._windows = conversations, _Windows(conversations, use, knows_log_probs=True)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
@@ -216,7 +234,9 @@ class TurnsOnServers(OnServers):
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            self._generate(([], None, {}))  # waits until all turns of the window's rows are sampled
+            self._host.generate(
+                ([], None, {}), self._host.args.num_generations
+            )  # waits until all turns of the window's rows are sampled
         self._windows.taken(prompts.number)
         return self._windows.sampled(prompts.number, self._pool.policy_version)
 

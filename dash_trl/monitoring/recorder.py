@@ -30,6 +30,9 @@ class Recorder:
         servers: True = vLLM servers sample, so the trainer may wait for them.
         rewards: True = rewards are awaited while the trainer trains (`reward_pipeline`).
         rounds: True = a window may take several rounds.
+        logs: what else TRL's `log` reads; see `seams.Logs`.
+    Attributes:
+        logs: as above.
     """
 
     def __init__(
@@ -41,8 +44,9 @@ class Recorder:
         servers: bool = False,
         rewards: bool = False,
         rounds: bool = False,
+        logs: Any = None,
     ):
-        self.metrics = metrics
+        self.metrics, self.logs = metrics, logs
         self._phases = PHASES + (ROUNDS if rounds else ()) + (WAITING if servers else ())
         self._phases += WAITING_FOR_REWARDS if rewards else ()
         self._on_gpu = device.type == "cuda"

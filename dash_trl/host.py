@@ -1,0 +1,79 @@
+"""`Host`: what the objects of a run ask of the trainer.
+
+`DASHTrainer` is the host. The objects that sample windows, wait for rewards and compute log-probs get it as their first
+argument, and use no other attribute of the trainer.
+
+Letters: B rows of this rank, N rows of all ranks, F reward functions, S rows of a pass, T completion tokens.
+"""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+from transformers import TrainerState
+
+from dash_trl.distributed import Ranks
+from dash_trl.monitoring import Recorder
+from dash_trl.rollout import RolloutBatch
+
+if TYPE_CHECKING:
+    from dash_trl.config import DASHConfig
+
+
+class Host(Protocol):
+    """The trainer, as the objects of a run see it.
+
+    Attributes:
+        args: the settings.
+        state: the state of the run, as Transformers keeps it.
+        model: the policy.
+        processing_class: the tokenizer.
+        eos_token_ids: token ids that end a completion.
+        ranks: the ranks of the run.
+        recorder: logs figures and seconds.
+        rollout_func: the user's function that samples. `None`: there is none.
+    """
+
+    args: "DASHConfig"
+    state: TrainerState
+    model: Any
+    processing_class: Any
+    eos_token_ids: list[int]
+    ranks: Ranks
+    recorder: Recorder
+    rollout_func: Any
+
+    def tokenize(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Return the tuple of TRL's `_tokenize_prompts`; an empty one if prompts are tokenized later."""
+
+    def generate(self, tokenized: tuple[Any, ...], num_generations: int) -> tuple[list[list[int]], Any]:
+        """Sample completions of tokenized prompts; return their token ids, and their log-probs or `None`."""
+
+    def sampling_version(self) -> int:
+        """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
+
+    def calculate_rewards(self, *rows: Any) -> Tensor:
+        """Call all reward functions with the arguments of TRL's `_calculate_rewards`; return [N, F]."""
+
+    def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """Return the advantages by outcome, [N], of rewards [N, F] and numbers of loss tokens [N]."""
+
+    def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
+        """Call an event of the callbacks, which may change the rollouts."""
+
+    def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        """Run a pass of the policy or the reference model; return log-probs [S, T], and entropies [S, T] or `None`."""
+
+
+def on_servers(host: Host) -> bool:
+    """Whether vLLM servers sample."""
+    return host.args.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
+
+
+def one_ahead(host: Host) -> bool:
+    """Whether this process samples the next window while it waits for rewards (`async_level=1` without servers)."""
+    return host.args.async_level > 0 and not on_servers(host) and host.rollout_func is None
+
+
+def looks_ahead(host: Host) -> bool:
+    """Whether the sampler can sample a window before training needs it."""
+    return on_servers(host) or one_ahead(host)

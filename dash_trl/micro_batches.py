@@ -1,0 +1,93 @@
+"""`MicroBatches` makes the inputs of model passes from the rows of a window.
+
+Letters: R ranks, M rows of a rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from dash_trl.host import Host
+from dash_trl.monitoring import packing_metrics
+from dash_trl.rollout import GenerationWindow
+from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_segment, regularizer_weight
+
+
+class MicroBatches:
+    """Makes the inputs of model passes from the rows of a window.
+
+    Args:
+        host: the trainer.
+        passes: builds the inputs, padding-free or padded.
+    """
+
+    def __init__(self, host: Host, passes: ModelPasses):
+        self._args, self._rank, self.passes = host.args, host.ranks.rank, passes
+        self._pad_token_id = host.processing_class.pad_token_id
+
+    def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
+        """Plan the micro-batches of each micro-step; see `plan_segment`.
+
+        Args:
+            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
+            micro_steps: number of micro-steps.
+            last_must_run: True = the last micro-step runs a pass even if there is no survivor.
+        """
+        return plan_segment(
+            lengths,
+            micro_steps,
+            last_must_run,
+            max_rows=self._args.per_device_train_batch_size,
+            max_tokens=self._args.max_tokens_per_microbatch,
+            padding_free=self.passes.padding_free,
+            min_shared=self.passes.min_shared,
+        )
+
+    def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
+        """Return figures about the packing of micro-batches; see `packing_metrics`.
+
+        Args:
+            planned: the micro-batches.
+            lengths: [R, M, 4] of the window.
+        """
+        passes = self.passes
+        return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
+
+    def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
+
+        Args:
+            window: the window of the rows.
+            lengths: [R, M, 4].
+        Yields:
+            For each pass, the indices of this rank's rows in `window.rollouts`, and the inputs on the CPU.
+        """
+        for micro_batch in self.plan(lengths, 1)[0]:
+            yield self._of(window, micro_batch)
+
+    def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
+        """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
+
+        The whole loss of the pass is multiplied by `loss_scale`. A regularizer, which should have the weight of
+        `regularizer_weight`, is therefore multiplied by `regularizer_scale`, the ratio of the two weights.
+
+        Args:
+            window: the window of the rows.
+            one: the pass.
+        """
+        _, inputs = self._of(window, one.micro_batch)
+        tokens, segment = one.tokens[self._rank], one.segment
+        kind = self._args.loss_type, self._args.filter_denominator
+        scale = loss_scale(*kind, rows=one.micro_batch.size, tokens=tokens, segment=segment)
+        weights = {
+            "loss_scale": scale,
+            "regularizer_scale": regularizer_weight(tokens, segment) / scale if scale else 0.0,
+        }
+        return {**inputs, **weights, "num_items_in_batch": window.num_items_in_batch, "pass": one}
+
+    def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
+        """Return this rank's rows of a micro-batch, as indices in `window.rollouts`, and the inputs of their pass."""
+        rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
+        inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
+        return rows, inputs
