@@ -7,7 +7,6 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, is_peft_model
 
-from dash_trl.checkpoints import Checkpoints
 from dash_trl.checks import check_prompt, check_prompt_lengths
 from dash_trl.collect import (
     ByFunction,
@@ -24,7 +23,7 @@ from dash_trl.host import looks_ahead, on_servers
 from dash_trl.log_probs import LogProbs
 from dash_trl.monitoring import Recorder
 from dash_trl.rewards import EarlyRewards
-from dash_trl.rollout import EpochOrder, PromptQueue, PromptReader, Shapes, open_epoch
+from dash_trl.rollout import PromptQueue, PromptReader, open_epoch
 from dash_trl.seams import Logs, tool_suffix
 from dash_trl.tools import (
     NO_PROMPT,
@@ -70,16 +69,6 @@ def new_reader(trainer: Any, dynamic: DynamicSampling | None) -> PromptReader | 
 def prompts_of_rank(args: Any) -> int:
     """Return the number of prompts that a rank has in a generation batch."""
     return args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-
-
-def new_order(trainer: Any, sampler: Any) -> EpochOrder:
-    """Build the `EpochOrder`: the prompts of each epoch in TRL's order.
-
-    Args:
-        trainer: a `DASHTrainer`.
-        sampler: TRL's `RepeatSampler`, which orders the prompts.
-    """
-    return EpochOrder(sampler, lambda: int(trainer.state.epoch or 0))
 
 
 def new_sampler(trainer: Any, early: EarlyRewards, log_probs: LogProbs) -> Sampler:
@@ -244,23 +233,4 @@ def new_recorder(trainer: Any) -> Recorder:
         rewards=trainer.args.reward_pipeline,
         rounds=trainer.args.max_num_gen_batches > 1,
         logs=Logs.of(trainer),
-    )
-
-
-def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
-    """Build the `Checkpoints`, which save and restore the window in use."""
-
-    def shapes() -> Shapes:
-        dataset, rules = trainer.train_dataset, log_probs.rules
-        return Shapes.of(
-            trainer.args,
-            processes=trainer.ranks.count,
-            prompts=len(dataset) if isinstance(dataset, Sized) else None,
-            corrected=rules.correction is not None,
-            sampler_is_old=rules.sampler_is_old,
-        )
-
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    return Checkpoints(
-        trainer.ranks, shapes, trainer._dash_callbacks, sharded=plugin is not None and plugin.zero_stage > 0
     )

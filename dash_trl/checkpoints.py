@@ -13,7 +13,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dash_trl.callbacks import DASHCallback, restore_states, states_of
-from dash_trl.distributed import Ranks
+from dash_trl.host import Host
+from dash_trl.log_probs import LogProbRules
 from dash_trl.rollout import (
     STATES,
     GenerationWindow,
@@ -69,21 +70,27 @@ class Checkpoints:
     every method at the same point.
 
     Args:
-        ranks: the ranks of the run.
-        shapes: function that returns the current settings on which the contents of a checkpoint depend.
+        host: the trainer.
+        rules: which log-probs a window has.
+        prompts: number of rows of the training set; `None` for a stream.
         callbacks: function that returns the callbacks that may have a state.
         sharded: True = each rank saves a shard of the optimizer's state, so only the same number of ranks can resume.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
-        shapes: Callable[[], Shapes],
+        host: Host,
+        rules: LogProbRules,
+        prompts: int | None,
         callbacks: Callable[[], list[DASHCallback]],
         *,
         sharded: bool,
     ):
-        self._ranks, self._shapes, self._callbacks, self._sharded = ranks, shapes, callbacks, sharded
+        self._ranks, self._callbacks, self._sharded = host.ranks, callbacks, sharded
+        corrected, sampler_is_old = rules.correction is not None, rules.sampler_is_old
+        self._shapes = Shapes.of(
+            host.args, processes=host.ranks.count, prompts=prompts, corrected=corrected, sampler_is_old=sampler_is_old
+        )
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
@@ -122,7 +129,7 @@ class Checkpoints:
                 optimizer step are saved, because they belong to the time before this window was sampled.
             reader: the reader of the prompts.
         """
-        shapes = self._shapes()
+        shapes = self._shapes
         states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
         run = SavedRun(shapes, shapes.position(epoch, max_steps), step, skipped_steps, window, prompts)
         run.save(self._file(folder))
@@ -148,9 +155,7 @@ class Checkpoints:
         saved = one_run(found, self._ranks.count, checkpoint)
         if self._sharded:
             check_shards(saved, self._ranks.count, checkpoint)
-        reason = why_a_new_window(
-            saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip
-        )
+        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
         states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
         for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):
             self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")

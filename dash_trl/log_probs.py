@@ -93,7 +93,7 @@ class LogProbRules:
             "clip_min": args.vllm_importance_sampling_clip_min,
             "clip_max": args.vllm_importance_sampling_clip_max,
         }
-        corrects = setting("use_vllm") and setting("vllm_importance_sampling_correction")
+        corrects = settings.get("use_vllm", host.use_vllm) and setting("vllm_importance_sampling_correction")
         return cls(
             outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
             != 0,
@@ -188,7 +188,7 @@ class LogProbs:
         )
 
     @torch.no_grad()
-    def of_tokens(self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[list[float]]:
+    def of_tokens(self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[Any]:
         """Compute the policy's log-probs of each completion's tokens.
 
         Args:

@@ -28,16 +28,15 @@ from trl.trainer.utils import use_adapter
 
 from dash_trl.assembly import (
     evaluated_turns,
-    new_checkpoints,
     new_conversations,
     new_dynamic_sampling,
-    new_order,
     new_passes,
     new_reader,
     new_recorder,
     new_sampler,
 )
 from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
+from dash_trl.checkpoints import Checkpoints
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
@@ -64,7 +63,7 @@ from dash_trl.micro_batches import MicroBatches
 from dash_trl.micro_steps import MicroSteps
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
-from dash_trl.rollout import PromptQueue, RolloutBatch
+from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
     FirstStates,
@@ -201,7 +200,9 @@ class DASHTrainer(GRPOTrainer):
         self.recorder = new_recorder(self)
         dynamic = new_dynamic_sampling(self)
         self._reader = new_reader(self, dynamic)
-        self._rewards = Rewards(self, self.reward_funcs, self.reward_func_names, early=self._rewards_may_begin_early())
+        self._rewards = Rewards(
+            self, self.reward_funcs, self.reward_func_names, in_background=self._rewards_run_in_background()
+        )
         micro_batches = MicroBatches(self, self._passes)
         log_probs = LogProbs(self, micro_batches)
         sampler = new_sampler(self, self._rewards.early, log_probs)
@@ -210,10 +211,13 @@ class DASHTrainer(GRPOTrainer):
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
         self._off_policy = OffPolicyMetrics(self.args.aipo_delta if self.args.loss_type == "aipo" else None)
         self._skipped = SkippedSteps(loss_scaling=self.args.fp16)
-        self._checkpoints = new_checkpoints(self, log_probs)
+        prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
+        plugin = self.accelerator.state.deepspeed_plugin
+        sharded = plugin is not None and plugin.zero_stage > 0
+        self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks, sharded=sharded)
 
-    def _rewards_may_begin_early(self) -> bool:
-        """Return whether rewards may begin while rows are sampled. An override may change rows before."""
+    def _rewards_run_in_background(self) -> bool:
+        """Return whether rewards may begin before `_calculate_rewards`, whose override may change the rows."""
         overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
         if overridden and looks_ahead(self) and self.accelerator.is_main_process:
             logger.warning(
@@ -221,7 +225,7 @@ class DASHTrainer(GRPOTrainer):
                 "scored, so rewards begin only when it is called, not while rows are sampled. If you only change "
                 "rewards, use a DASHCallback (on_rewards) instead: rewards then begin early."
             )
-        return looks_ahead(self) and not overridden
+        return not overridden
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Continue in the generation window of the checkpoint, if it has a window that this run can use.
@@ -290,7 +294,7 @@ class DASHTrainer(GRPOTrainer):
         return dataloader
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
-        return new_order(self, super()._get_train_sampler(dataset))
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     # ------------------------------------------------------------------ an optimizer step
 

@@ -278,7 +278,7 @@ def test_what_a_training_pass_corrects():
     """Its own rows by their loss tokens; neither dummy rows, nor other passes, nor what a pass before has corrected."""
     correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
     segment = Segment(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
-    in_pass = CorrectionInPass(lambda: LogProbRules(False, False, False, correction, lambda: True), rank=1)
+    in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
         "completion_mask": torch.tensor([[1, 1], [0, 0]]),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.collect.awaited import Awaited, ByGroup, RewardBatch, Rewards, Together
+    from dash_trl.collect.awaited import Awaited, Rewards
     from dash_trl.collect.collector import Collector, Part
     from dash_trl.collect.decode import Prompts, Sampled, TurnCounts, decoded, is_truncated, to_rollouts
     from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window

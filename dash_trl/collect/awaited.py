@@ -1,7 +1,7 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
     some rows have been sampled ──► EarlyRewards ──┐
-    all rows have been sampled ────────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
+    all rows have been sampled ────────────────────┴──► begin ──► the request ──► Awaited ──► parts ──► report
 
 A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
@@ -10,14 +10,14 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.host import Host
+from dash_trl.collect.decode import Sampled
+from dash_trl.host import Host, looks_ahead
 from dash_trl.rewards import (
     EarlyRewards,
     FailureWatch,
@@ -32,32 +32,32 @@ from dash_trl.tools import EnvironmentReward
 from dash_trl.workers import Request
 
 
-@dataclass(frozen=True)
-class RewardBatch:
-    """The rows that reward functions score: the arguments of TRL's `_calculate_rewards`, and the rows that have failed.
-
-    Attributes:
-        examples: for each of the B rows, its row of the dataset.
-        prompts: B texts or conversations.
-        completions: B texts or lists of messages.
-        completion_ids: B lists of token ids.
-        failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored whatever the
-            functions return. `None`: there are no tools and no environments.
-    """
-
-    examples: list[dict[str, Any]]
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    failed: Tensor | None = None
-
-
-class Awaited(Protocol):
-    """Interface with which the collector waits for the rewards of one generation batch, in one or several parts.
+class Awaited:
+    """Waits for the rewards of one generation batch, in one or several parts.
 
     A part has the same number of groups on every rank. A reward is NaN if the function does not apply to the row. If a
     function failed on a row, all rewards of the row are NaN.
+
+    Args:
+        rewards: the rewards of the run.
+        examples: for each of the B rows, its row of the dataset.
+        sampled: the B rows.
+        request: the results of the reward functions. `None`: the functions are called when `parts` waits for them.
+        groups_of_step: see `Rewards.begin`.
     """
+
+    def __init__(
+        self,
+        rewards: "Rewards",
+        examples: list[dict[str, Any]],
+        sampled: Sampled,
+        request: Request | None,
+        groups_of_step: Callable[[], int] | None,
+    ):
+        self._rewards, self._examples, self._sampled = rewards, examples, sampled
+        self._request, self._groups_of_step = request, groups_of_step
+        self._failed = None if sampled.turns is None else sampled.turns.failed
+        self._known: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Wait for the rewards, and yield them as they come.
@@ -67,58 +67,30 @@ class Awaited(Protocol):
             F]; and True if the running optimizer step needs no further part of this window, else False
             (`Part.ends_step`).
         """
+        rewards, host = self._rewards, self._rewards.host
+        if self._groups_of_step is None or self._request is None:
+            # A copy, because callbacks may change the rewards, and the log must show the original ones.
+            own = self.report()[host.ranks.own(len(self._examples))].to("cpu", copy=True)
+            yield torch.arange(len(own)), own, True  # the part is the whole window
+            return
+        groups = len(self._examples) // host.args.num_generations
+        waiting = arrivals(self._request, groups, rewards.least_of_ranks, self._groups_of_step)
+        for phase in ("wait_for_rewards", "reward"):
+            waiting = host.recorder.timed_each(phase, waiting)
+        for rows, ends_step in waiting:
+            own = rewards.team.rewards(self._request, rewards.functions, rows.tolist())
+            yield rows, own if self._failed is None else _without(self._failed[rows], own), ends_step
 
     def report(self) -> Tensor:
-        """Return the rewards of all ranks' rows, [N, F]. Call it only after all parts have come."""
-
-
-class Together:
-    """Awaits all rewards of a window together, as one part.
-
-    Args:
-        report: function that calls all reward functions, waits for them and returns [N, F].
-        own: slice of this rank's rows among the N rows of all ranks.
-    """
-
-    def __init__(self, report: Callable[[], Tensor], own: slice):
-        self._report, self._own = report, own
-        self._rewards: Tensor | None = None
-
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        # A copy, because callbacks may change the rewards, and the log must show the original ones.
-        rewards = self.report()[self._own].to("cpu", copy=True)
-        yield torch.arange(len(rewards)), rewards, True  # the part is the whole window
-
-    def report(self) -> Tensor:
-        if self._rewards is None:
-            self._rewards = self._report()
-        return self._rewards
-
-
-class ByGroup:
-    """Awaits the rewards of a window group by group.
-
-    Args:
-        arriving: iterator that waits for rewards. Each item has the indices of the rows whose rewards have come since
-            the last item, and a bool, see `Part.ends_step`. `arrivals` makes this iterator.
-        rewards: function that takes the indices of rows and returns their rewards, [rows, F].
-        report: as in `Together`. It is called after all rewards have come.
-    """
-
-    def __init__(
-        self,
-        arriving: Iterator[tuple[Tensor, bool]],
-        rewards: Callable[[Sequence[int]], Tensor],
-        report: Callable[[], Tensor],
-    ):
-        self._arriving, self._rewards, self._report = arriving, rewards, report
-
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        for rows, ends_step in self._arriving:
-            yield rows, self._rewards(rows.tolist()), ends_step
-
-    def report(self) -> Tensor:
-        return self._report()
+        """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last part."""
+        if self._known is None:
+            host, sampled = self._rewards.host, self._sampled
+            if self._request is not None:  # TRL's calls of the functions then return this request's results
+                self._rewards.team.hand_over(self._request, sampled.completions)
+            rows = self._examples, sampled.prompts, sampled.completions, sampled.completion_ids
+            known = host.calculate_rewards(*rows)
+            self._known = known if self._failed is None else _without(host.ranks.gather(self._failed), known)
+        return self._known
 
 
 class Rewards:
@@ -132,14 +104,21 @@ class Rewards:
         host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         names: the names of the reward functions.
-        early: True = start the functions on rows as soon as the rows are sampled, if every function scores each
-            completion by itself. Otherwise `early` has no effect. Rewards of environments do not count here, because
-            they are known when a row ends.
+        in_background: True = start the functions before the rewards are awaited, if every function scores each
+            completion by itself. Rewards of environments do not count here, because they are known when a row ends. The
+            functions start when all rows of a generation batch are sampled; if the sampler looks ahead, they start on
+            rows as soon as these are sampled.
+
+    Attributes:
+        run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
+        host: as above.
+        functions: as above.
+        names: as above.
     """
 
-    def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, early: bool):
-        self._host, self._functions, self.names = host, functions, names
-        self._ranks, self._recorder, self._num_generations = host.ranks, host.recorder, host.args.num_generations
+    def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, in_background: bool):
+        self.host, self.functions, self.names = host, functions, names
+        self._ranks = host.ranks
         this = weakref.ref(host)  # a runner's worker may outlive the trainer and must not keep the model in memory
 
         def group_size() -> int:
@@ -151,46 +130,42 @@ class Rewards:
         runners = [func for func in functions if isinstance(func, RunnerReward)]
         self.team = RewardTeam(runners, host.ranks.count, group_size)
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
-        wanted = early and bool(others) and all(map(scores_alone, others))
-        self.early = EarlyRewards(self.team, self._num_generations, wanted=wanted)
+        self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
+        wanted = self.run_in_background and looks_ahead(host)
+        self.early = EarlyRewards(self.team, host.args.num_generations, wanted=wanted)
         self._failures = FailureWatch(functions, names)
 
-    def begin(self, window: int, batch: RewardBatch, groups_of_step: Callable[[], int] | None) -> Awaited:
+    def begin(
+        self,
+        window: int,
+        examples: list[dict[str, Any]],
+        sampled: Sampled,
+        groups_of_step: Callable[[], int] | None,
+    ) -> Awaited:
         """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
-        if the rewards are awaited by group, and otherwise when the caller iterates over `Awaited.parts`.
+        if the rewards are awaited by group or `run_in_background` is True, and otherwise when the caller iterates over
+        `Awaited.parts`.
 
         Args:
             window: number of the generation batch; see `Prompts.number`.
-            batch: the rows of the generation batch.
+            examples: for each of the B rows, its row of the dataset.
+            sampled: the B rows.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
                 from the window. `None`: await the rewards together, not group by group.
         """
-        arguments = batch.examples, batch.prompts, batch.completions, batch.completion_ids
         request = self.early.claim(window)
-        if request is None and groups_of_step is not None:
-            request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
+        if request is None and (self.run_in_background or groups_of_step is not None):
 
-        def report() -> Tensor:
-            if request is not None:  # TRL's calls of the functions then return this request's results
-                self.team.hand_over(request, batch.completions)
-            rewards = self._host.calculate_rewards(*arguments)
-            return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
+            def start() -> Request:
+                request = self.team.begin(len(examples), self.host.args.num_generations)
+                rows = reward_rows(examples, sampled.prompts, sampled.completions, sampled.completion_ids)
+                self.team.start(request, 0, rows)
+                return request
 
-        if groups_of_step is None:
-            return Together(report, self._ranks.own(len(batch.examples)))
-        assert request is not None, "the request was started above"
-        groups = len(batch.examples) // self._num_generations
-        waiting = arrivals(request, groups, self._least_of_ranks, groups_of_step)
-        for phase in ("wait_for_rewards", "reward"):
-            waiting = self._recorder.timed_each(phase, waiting)
-
-        def rewards_of(rows: Sequence[int]) -> Tensor:
-            rewards = self.team.rewards(request, self._functions, rows)
-            return rewards if batch.failed is None else _without(batch.failed[rows], rewards)
-
-        return ByGroup(waiting, rewards_of, report)
+            request = self._ranks.agree(start)
+        return Awaited(self, examples, sampled, request, groups_of_step)
 
     def of_all(
         self,
@@ -210,7 +185,8 @@ class Rewards:
             training: True = the rows are trained on. False = the rows belong to an evaluation, or to the Monte Carlo
                 estimate of a value; failures on these rows do not end the run.
             group_size: the group size of these rows. `None`: the group size in the current mode.
-            failed: see `RewardBatch.failed`.
+            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored whatever the
+                functions return. `None`: there are no tools and no environments.
         Returns:
             [N, F]. If a function failed on a row, all F rewards of the row are NaN.
         Raises:
@@ -218,14 +194,14 @@ class Rewards:
                 function that returns no list of rewards, raises `WatchedReward.mistake` instead.
         """
         self.team.join(group_size)
-        with self._recorder.timed("reward", counts=training):
+        with self.host.recorder.timed("reward", counts=training):
             rewards = call_functions()
-        self._ranks.agree(partial(raise_mistakes, self._functions))
+        self._ranks.agree(partial(raise_mistakes, self.functions))
         rewards = self._failures.unscore(
             rewards, lambda rows: self._ranks.gather(rows).to(rows.device), counts=training
         )
         if training:
-            self._recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
+            self.host.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
         return rewards if failed is None else _without(self._ranks.gather(failed), rewards)
 
     def cancel(self) -> None:
@@ -233,18 +209,13 @@ class Rewards:
         self.early.forget()
         self.team.cancel()
 
-    def _start(self, rows: Sequence[dict[str, Any]]) -> Request:
-        request = self.team.begin(len(rows), self._num_generations)
-        self.team.start(request, 0, rows)
-        return request
-
-    def _least_of_ranks(self, groups: int) -> int:
+    def least_of_ranks(self, groups: int) -> int:
         """Return the smallest of all ranks' numbers of groups. `wait_for_ranks` logs the seconds of waiting.
 
         Args:
             groups: number of this rank's groups that have all rewards and are not yet yielded.
         """
-        with self._recorder.timed("wait_for_ranks"):
+        with self.host.recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
 
 

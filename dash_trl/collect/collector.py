@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.collect.awaited import Awaited, RewardBatch, Rewards
+from dash_trl.collect.awaited import Awaited, Rewards
 from dash_trl.collect.decode import Prompts, Sampled, is_truncated, to_rollouts
 from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window
 from dash_trl.collect.log import WindowLog
@@ -50,11 +50,9 @@ logger = logging.getLogger(__name__)
 class _Begun:
     """A generation batch whose rows are sampled and whose rewards have begun."""
 
-    prompts: Prompts
     sampled: Sampled
     truncated: Tensor  # [B] bool, True = the completion is truncated
     rollouts: RolloutBatch
-    batch: RewardBatch
     awaited: Awaited
 
 
@@ -156,26 +154,22 @@ class Collector:
             An iterator over the parts of the window. Before it yields the last part, it logs the figures of the window.
         """
         prompts = self._announce(examples, step)
-        find_log_probs: Callable[[GenerationWindow], None]
-        find_log_probs = partial(self.log_probs.of_window, serves_one_step=serves_one_step)
         if self._dynamic is not None:
-            return self._in_rounds(self._dynamic, prompts, find_log_probs)
+            return self._in_rounds(self._dynamic, prompts, serves_one_step=serves_one_step)
         begun, by_group = self._begin(prompts, groups_of_step), groups_of_step is not None
         self._log_sampled(begun.sampled, begun.truncated)
         rollouts = begun.rollouts
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(rollouts.loss_mask.sum())
-        draw_order = shuffled
         if by_group:
             # Groups are trained on in the order in which their rewards come. A random order is drawn and dropped, so
             # that the random state, and with it later samples, do not depend on `reward_pipeline`.
-            draw_order(len(rollouts))
-            draw_order = torch.arange
-        if by_group and not serves_one_step:
-            # Several optimizer steps use the window. Old log-probs belong to the weights before the first of these
-            # steps, so they are computed now, for all rows.
-            rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
-        return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
+            shuffled(len(rollouts))
+            if not serves_one_step:
+                # Old log-probs belong to the weights before the first of these steps, so they are computed now, for all
+                # rows.
+                rollouts = self.log_probs.of_all(rollouts)
+        return self._parts(begun, rollouts, num_items, by_group=by_group, serves_one_step=serves_one_step)
 
     def look(self) -> None:
         """Start the rewards of later windows' rows that were sampled since the last call.
@@ -236,17 +230,10 @@ class Collector:
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
         truncated = is_truncated(sampled.completion_ids, {*self._host.eos_token_ids, self._pad_token_id})
         rollouts = self._rollouts(prompts, sampled, truncated)
-        batch = RewardBatch(
-            rollouts.examples,
-            sampled.prompts,
-            rollouts.completions,
-            sampled.completion_ids,
-            None if sampled.turns is None else sampled.turns.failed,
-        )
-        awaited = self._rewards.begin(prompts.number, batch, groups_of_step)
+        awaited = self._rewards.begin(prompts.number, rollouts.examples, sampled, groups_of_step)
         self._ranks.agree(self._sampler.meanwhile)
         self._host.dispatch("on_rollouts_sampled", rollouts)
-        return _Begun(prompts, sampled, truncated, rollouts, batch, awaited)
+        return _Begun(sampled, truncated, rollouts, awaited)
 
     def _log_sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         if looks_ahead(self._host):
@@ -270,37 +257,31 @@ class Collector:
     # ------------------------------------------------------------------ from rewards to parts
 
     def _parts(
-        self,
-        begun: _Begun,
-        rollouts: RolloutBatch,
-        num_items: Tensor,
-        draw_order: Callable[[int], Tensor],
-        find_log_probs: Callable[[GenerationWindow], None],
+        self, begun: _Begun, rollouts: RolloutBatch, num_items: Tensor, *, by_group: bool, serves_one_step: bool
     ) -> Iterator[Part]:
         """Yield the parts of a window as their rewards come: compute credit, filter the rows, and add log-probs.
 
         Args:
             begun: the generation batch.
-            rollouts: the rows of the batch, possibly with log-probs already.
+            rollouts: the rows of the batch. If their rewards come by group and several steps use the window, they have
+                their log-probs already.
             num_items: number of loss tokens of the window on all ranks, dropped rows included.
-            draw_order: function that takes M and returns the order in which micro-steps get the rows of a part, [M]
-                int64.
-            find_log_probs: function that computes the log-probs of a part's survivors, as far as the loss needs them
-                (`LogProbRules`), and stores them in the part.
+            by_group: True = the rewards come by group.
+            serves_one_step: see `window`.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in begun.awaited.parts():
             credited, outcome = self._credited(rollouts.rows(rows).with_rewards(rewards))
-            window = GenerationWindow(*self._kept(credited, draw_order(len(rows))), num_items)
-            find_log_probs(window)
+            order = torch.arange(len(rows)) if by_group else shuffled(len(rows))
+            window = GenerationWindow(*self._kept(credited, order), num_items)
+            if serves_one_step or not by_group:
+                self.log_probs.of_window(window, serves_one_step=serves_one_step)
             parts.append(Part(rows, credited, outcome, window, ends_step))
             if sum(len(part.rows) for part in parts) == len(rollouts):
                 self._log_whole([begun], begun.awaited.report(), parts)
             yield parts[-1]
 
-    def _in_rounds(
-        self, dynamic: DynamicSampling, prompts: Prompts, find_log_probs: Callable[[GenerationWindow], None]
-    ) -> Iterator[Part]:
+    def _in_rounds(self, dynamic: DynamicSampling, prompts: Prompts, *, serves_one_step: bool) -> Iterator[Part]:
         """Sample rounds until the window has enough groups with signal or reaches its limit; yield it as one part."""
         rounds = [self._round(prompts, before=0)]
         with self._recorder.timed("dynamic_sampling"):
@@ -326,7 +307,7 @@ class Collector:
         num_items = self._ranks.sum(rollouts.loss_mask[self._own_rows(whole)].sum())
         least = dynamic.room * self._args.num_generations // self._ranks.count
         window = GenerationWindow(*self._placed(rollouts, survivors.nonzero().flatten(), least=least), num_items)
-        find_log_probs(window)
+        self.log_probs.of_window(window, serves_one_step=serves_one_step)
         outcome = self._by_rank([one.outcome for one in rounds])
         part = Part(torch.arange(len(rollouts)), rollouts, outcome, window, ends_step=True)
         metrics = dynamic.metrics(signal)
@@ -430,8 +411,9 @@ class Collector:
         rollouts = joined([part.rollouts for part in parts]).rows(order)
         silent = (torch.cat([part.outcome for part in parts]).view(-1, self._args.num_generations) == 0).all(dim=1)
         advantages = self._ranks.gather(rollouts.mean_advantages())
-        batch = joined([one.batch for one in begun])
-        self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
+        prompts = [prompt for one in begun for prompt in one.sampled.prompts]
+        completions = [completion for one in begun for completion in one.sampled.completions]
+        self._log.rewarded(prompts, completions, rewards, advantages, silent)
         filtered = self._filtered(rollouts)
         metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
@@ -440,7 +422,3 @@ class Collector:
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))
-
-
-def _are_known(window: GenerationWindow) -> None:
-    """Do nothing. It is used in place of `find_log_probs` if the rows have their log-probs already."""
