@@ -2,13 +2,14 @@
 
 The path of a call::
 
-    submit ──► a task on the backend's loop ──► waits for a place, then for the pace ──► a thread, another loop, a
+    submit ──► waits for a place on the backend's loop, then for the pace ──► a thread, another loop, a
     Call.finish ◄── value, or last error ◄── again after a pause, if the error allows ◄── worker process or a Ray task
 """
 
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -98,8 +99,7 @@ class Backend:
     Args:
         count: largest number of calls at once.
         rate_limit: largest number of calls that start per second. None: no limit.
-        retry_on: types of the exceptions after which a call is made again. During the pause before, another call may
-            take its place.
+        retry_on: types of the exceptions after which a call is made again. It keeps its place during the pause before.
         retries: largest number of repetitions of a call.
     """
 
@@ -134,7 +134,8 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._room, self._next_start = asyncio.Semaphore(self._count), 0.0
+                self._waiting, self._served, self._places = deque[Call](), dict[Call, asyncio.Task[None]](), self._count
+                self._next_start = 0.0
                 self._loop.run(self._open())
             self._calls.update(calls)
             self._loop.start(self._begin(calls))
@@ -149,36 +150,49 @@ class Backend:
             loop.close(self._stop)
 
     async def _begin(self, calls: Sequence[Call]) -> None:
-        """Begin a task for each call. If the call is cancelled, the task is cancelled."""
+        """Add calls to those that wait, and begin a task for each free place."""
         loop = asyncio.get_running_loop()
+
+        def has_ended(call: Future[Any]) -> None:
+            self._calls.discard(call)  # type: ignore[arg-type]
+            if call.cancelled():
+                loop.call_soon_threadsafe(give_up, call)
+
+        def give_up(call: Call) -> None:
+            if call in self._served:
+                self._served[call].cancel()
+
         for call in calls:
-            task = loop.create_task(self._run(call))
-
-            def has_ended(call: Future[Any], task: asyncio.Task[None] = task) -> None:
-                self._calls.discard(call)  # type: ignore[arg-type]
-                if call.cancelled():
-                    loop.call_soon_threadsafe(task.cancel)
-
             call.add_done_callback(has_ended)
+        self._waiting.extend(calls)
+        for _ in range(min(self._places, len(calls))):
+            self._places -= 1
+            loop.create_task(self._serve())
 
-    async def _run(self, call: Call) -> None:
-        """Make a call, with repetitions, and finish it. Never raises an error: SystemExit would end the loop."""
-        try:
-            call.finish(await self._make(call))
-        except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
-            call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
+    async def _serve(self) -> None:
+        """Make the calls that wait, one after the other. Never raises an error: SystemExit would end the loop."""
+        while self._waiting:
+            call = self._waiting.popleft()
+            if call.done():
+                continue
+            self._served[call] = asyncio.current_task()  # type: ignore[assignment]
+            try:
+                call.finish(await self._make(call))
+            except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
+                call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
+            del self._served[call]
+        self._places += 1
 
     async def _attempt(self, call: Call) -> Any:
-        """Make a call once, when there is room for it."""
-        async with self._room:
-            if self._distance and not call.done():
-                now = asyncio.get_running_loop().time()
-                self._next_start = max(now, self._next_start) + self._distance
-                await asyncio.sleep(self._next_start - self._distance - now)
-            try:
-                return None if call.done() else await self._made(call)
-            finally:
-                note_end()
+        """Make a call once, at the pace."""
+        if self._distance:
+            now = asyncio.get_running_loop().time()
+            self._next_start = max(now, self._next_start) + self._distance
+            await asyncio.sleep(self._next_start - self._distance - now)
+        try:
+            return await self._made(call)
+        finally:
+            note_end()
 
     async def _in_time(self, call: Call, outcome: Awaitable[Outcome]) -> Any:
         """Wait for the outcome of a call, at most for its timeout; return its value or raise its error."""
