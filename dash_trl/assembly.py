@@ -22,7 +22,7 @@ from trl.trainer.utils import use_adapter
 
 from dash_trl.callbacks import SampledGroup
 from dash_trl.checkpoints import Checkpoints
-from dash_trl.checks import check_prompt, check_prompt_lengths
+from dash_trl.checks import check_prompt_lengths, plain_prompt
 from dash_trl.collect import (
     ByFunction,
     Collector,
@@ -43,7 +43,6 @@ from dash_trl.log_probs import LogProbRules, LogProbs
 from dash_trl.micro_steps import MicroBatches, MicroSteps
 from dash_trl.monitoring import Recorder
 from dash_trl.rollout import (
-    EpochOrder,
     GenerationWindow,
     PromptQueue,
     PromptReader,
@@ -109,12 +108,6 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
     return settings | ({"use_vllm": True} if corrected else {})
 
 
-def is_repeatable(trainer: Any) -> bool:
-    """Whether training passes are repeatable; see `LogProbRules.repeatable`. The check visits every module."""
-    args = trainer.args
-    return args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
-
-
 def log_prob_rules(trainer: Any) -> LogProbRules:
     """Return the `LogProbRules`: which log-probs the loss needs with the trainer's settings."""
     args, settings = trainer.args, loss_settings(trainer, training=True)
@@ -131,7 +124,9 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
         reference=trainer.beta != 0.0,
         sampler_is_old=args.loss_type == "aipo",
         correction=correction if corrects else None,
-        repeatable=partial(is_repeatable, trainer),
+        repeatable=lambda: (
+            args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
+        ),
     )
 
 
@@ -168,16 +163,6 @@ def new_reader(trainer: Any) -> PromptReader | PromptQueue:
 def prompts_of_rank(args: Any) -> int:
     """Return the number of prompts that a rank has in a generation batch."""
     return args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
-
-
-def new_order(trainer: Any, sampler: Any) -> EpochOrder:
-    """Build the `EpochOrder`: the prompts of each epoch in TRL's order.
-
-    Args:
-        trainer: a `DASHTrainer`.
-        sampler: TRL's `RepeatSampler`, which orders the prompts.
-    """
-    return EpochOrder(sampler, lambda: int(trainer.state.epoch or 0))
 
 
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
@@ -258,9 +243,8 @@ def new_conversations(trainer: Any) -> Conversations | None:
     tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
-        check_prompt(prompt, "A row")
         ids = tokenizer.apply_chat_template(
-            prompt,
+            plain_prompt(prompt, "A row"),
             tools=list(tools) or None,
             chat_template=trainer.chat_template,
             add_generation_prompt=True,
@@ -286,7 +270,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
             context=min((one for one in (context, of_sampler) if one is not None), default=None),
             most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
             parse=parse,
-            encode=partial(tool_suffix, trainer, tokenizer),
+            encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
     calls, environments = ToolCalls(trainer.args.tool_timeout), None
@@ -345,8 +329,8 @@ def evaluated_turns(
         [one.messages for one in turns],
         [one.completion_ids for one in turns],
         None if log_probs is None else [one.log_probs for one in turns],
-        sum(row.calls for row in rows),
-        sum(row.failed_calls for row in rows),
+        [row.calls for row in rows],  # TRL adds them up when they are gathered
+        [row.failed_calls for row in rows],
         [[] for _ in rows],  # images
     )
 
@@ -575,7 +559,7 @@ def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
     """Build the `Checkpoints`, which save and restore the window in use."""
 
     def shapes() -> Shapes:
-        dataset, rules = trainer.train_dataset, log_probs.rules
+        dataset, rules = trainer.train_dataset, log_probs.rules()
         return Shapes.of(
             trainer.args,
             processes=trainer.ranks.count,

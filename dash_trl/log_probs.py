@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class LogProbs:
         log: function that adds one value to each figure; see `Recorder.log`.
         timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
     Attributes:
+        rules: see the argument.
         in_pass: computes importance sampling ratios within training passes; see `CorrectionInPass`.
     """
 
@@ -93,15 +94,10 @@ class LogProbs:
         log: Callable[[dict[str, float]], None],
         timed: Callable[[str], AbstractContextManager[Any]],
     ):
-        self._rules = rules
+        self.rules = rules
         self.in_pass = CorrectionInPass(rules, ranks.rank)
         self._ranks, self._inputs_of, self._log, self._timed = ranks, inputs_of, log, timed
         self._passes = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
-
-    @property
-    def rules(self) -> LogProbRules:
-        """The current rules."""
-        return self._rules()
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
@@ -114,11 +110,13 @@ class LogProbs:
             window: the window. Its `rollouts` are replaced by the same rows with these fields.
             serves_one_step: see `LogProbRules.names`.
         """
-        rules, survivors, lengths = self.rules, window.rollouts, window.lengths
+        rules, survivors, lengths = self.rules(), window.rollouts, window.lengths
         names = rules.names(serves_one_step=serves_one_step)
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         if rules.sampler_is_old:
-            lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
+            unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
+            unknown[lengths[self._ranks.rank, :, 1] > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
+            lengths = lengths * self._ranks.gather(unknown).view(self._ranks.count, -1, 1)
 
         def run(inputs: Inputs) -> list[Tensor]:
             return [self._passes[name](inputs)[0] for name in names]
@@ -148,7 +146,11 @@ class LogProbs:
         self.of_window(window)
         found = {name: getattr(window.rollouts, name) for name in LOG_PROB_FIELDS}
         return rollouts.with_log_probs(
-            **{name: _spread(value, rows, len(rollouts)) for name, value in found.items() if value is not None}
+            **{
+                name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
+                for name, value in found.items()
+                if value is not None
+            }
         )
 
     @torch.no_grad()
@@ -166,7 +168,8 @@ class LogProbs:
         """
         rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
         with self._timed("logprobs"):
-            (known,) = self._of_rows(rollouts, rollouts.lengths(), self._passes["old_per_token_logps"], 1)
+            _, window = self._window(rollouts, rollouts.lengths())
+            (known,) = self._found(window, window.lengths, self._passes["old_per_token_logps"], 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:
@@ -180,7 +183,7 @@ class LogProbs:
         """
         sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
         old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
-        if self.rules.sampler_is_old:
+        if self.rules().sampler_is_old:
             assert sampled is not None, "the sampler's log-probs were checked when they were sampled"
             rows = unknown_log_probs(sampled, mask).any(dim=1)
             found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
@@ -198,17 +201,10 @@ class LogProbs:
             self._log_correction(*tables)
 
     def _log_correction(self, old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor) -> None:
-        correction = self.rules.correction
+        correction = self.rules().correction
         assert correction is not None, "the ratio was computed with it"
         self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
         self._log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
-
-    def _of_rows(
-        self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
-    ) -> list[Tensor]:
-        """Run passes over the rows whose length in `lengths` [B, 4] is not 0. See `_found`; all other rows get 0."""
-        rows, window = self._window(rollouts, lengths)
-        return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
 
     def _found(
         self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
@@ -236,17 +232,6 @@ class LogProbs:
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
 
-    def _unknown_rows(self, window: GenerationWindow, unknown: Tensor) -> Tensor:
-        """Return `window.lengths` with 0 for all rows that are not marked in `unknown` ([survivors] bool)."""
-        of_rank = torch.zeros(window.lengths.shape[1], dtype=torch.long)
-        of_rank[window.lengths[self._ranks.rank, :, 1] > 0] = unknown.long()
-        return window.lengths * self._ranks.gather(of_rank).view(self._ranks.count, -1, 1)
-
-
-def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Place the values of some rows in a tensor of `count` rows; all other rows are 0."""
-    return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)
-
 
 class CorrectionInPass:
     """Computes importance-sampling ratios within training passes, which saves the passes for old log-probs.
@@ -262,41 +247,25 @@ class CorrectionInPass:
 
     def __init__(self, rules: Callable[[], LogProbRules], rank: int):
         self._rules, self._rank = rules, rank
-        # The running pass, if it needs ratios: its inputs, the correction, and the list of its window in `_tables`.
-        self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
-    @contextmanager
-    def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
-        """`with` block in which TRL computes the loss of a pass, and `see` is called with the pass's log-probs.
+    def see(self, inputs: Inputs, log_probs: Tensor, *, window: int) -> None:
+        """Compute the ratios of a training pass, if the pass needs them, and add them to the inputs of the loss.
 
         Args:
             inputs: the inputs of the loss.
+            log_probs: [S, T], the policy's log-probs in this pass.
             window: number that identifies the window of the rows within the optimizer step.
         """
         correction = self._rules().correction
-        if correction is not None and "importance_sampling_ratio" not in inputs:
-            self._running = inputs, correction, self._tables[window]
-        try:
-            yield
-        finally:
-            self._running = None
-
-    def see(self, log_probs: Tensor) -> None:
-        """Compute the ratios of the running pass, if the pass needs them, and add them to the inputs of the loss.
-
-        Args:
-            log_probs: [S, T], the policy's log-probs in this pass.
-        """
-        if self._running is None:
+        if correction is None or "importance_sampling_ratio" in inputs:
             return
-        inputs, correction, table = self._running
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         give_late_ratio(inputs, ratio)
         rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows after these are dummy rows
-        table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+        self._tables[window].append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the log-probs and ratios of all passes of the ending optimizer step, and forget them.

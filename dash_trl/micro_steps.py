@@ -65,16 +65,6 @@ class MicroBatches:
             min_shared=self.passes.min_shared,
         )
 
-    def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """Return figures about the packing of micro-batches; see `packing_metrics`.
-
-        Args:
-            planned: the micro-batches.
-            lengths: [R, M, 4] of the window.
-        """
-        passes = self.passes
-        return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
-
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
 
@@ -244,5 +234,7 @@ class MicroSteps:
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
-            self._log(self._micro_batches.metrics(planned, window.lengths))
+            made_by = self._micro_batches.passes
+            free, shared = made_by.padding_free, made_by.min_shared
+            self._log(packing_metrics(planned, window.lengths, padding_free=free, min_shared=shared))
         return [self._micro_batches.with_gradient(window, one) for one in passes]

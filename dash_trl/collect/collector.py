@@ -179,7 +179,7 @@ class Collector:
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
         self._log_staleness = log_staleness
-        self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
+        self._empty_windows, self._unfilled_windows = EmptyWindows(), UnfilledWindows()
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
         """Sample the next window and start its rewards. Iterating over the result waits for the rewards.
@@ -213,7 +213,7 @@ class Collector:
         if by_group and not serves_one_step:
             # Several optimizer steps use the window. Old log-probs belong to the weights before the first of these
             # steps, so they are computed now, for all rows.
-            rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
+            rollouts, find_log_probs = self.log_probs.of_all(rollouts), lambda window: None
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
 
     def first_prompts(self, prompts: int) -> int:
@@ -391,12 +391,9 @@ class Collector:
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
         self._log.end_round(before, len(rewards))  # callbacks have logged their columns, too
         filtered = self._filtered(credited)
-        signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()
+        in_groups = filtered.keep.view(-1, self._settings().num_generations).any(dim=1)
+        signal = self._ranks.gather(in_groups.long()).view(self._ranks.count, -1).bool()
         return _Round(begun, credited, outcome, filtered.keep, signal)
-
-    def _groups_with(self, rows: Tensor) -> Tensor:
-        """Return [K] bool, True = at least one row of the group is True in `rows`."""
-        return rows.view(-1, self._settings().num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
         """Return which of this rank's rows are in chosen groups: [B] bool, where B counts the rows of all rounds.
@@ -484,9 +481,5 @@ class Collector:
         if self._epochs is not None:
             self._recorder.total("prompts/epoch", self._epochs())
         if self._ranks.rank == 0:
-            self._empty_windows.note(metrics)
+            self._empty_windows.note(metrics, self._settings().threshold)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))
-
-
-def _are_known(window: GenerationWindow) -> None:
-    """Do nothing. It is used in place of `find_log_probs` if the rows have their log-probs already."""
