@@ -55,7 +55,7 @@ def check_dataset(
                     )
 
 
-def plain_prompt(prompt: Any, place: str) -> str | list[dict[str, Any]]:
+def plain_prompt(prompt: Any, place: str) -> Any:
     """Checks that a prompt is a text or a conversation, and not empty. Joins the text parts of each message.
 
     Chat templates of text models know texts only. Many of them write a list of parts as nothing, or as Python code.
@@ -84,7 +84,9 @@ def _plain_message(message: Any) -> dict[str, Any] | None:
         return None
     content = message.get("content")
     if isinstance(content, list):
-        texts = [part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)]
+        texts: list[Any] = [
+            part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)
+        ]
         right = len(texts) == len(content) > 0 and all(isinstance(text, str) for text in texts)
         content = "".join(texts) if right else None
     elif content is None and message.get("tool_calls"):
