@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence, Sized
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 from accelerate.utils import DynamoBackend, is_peft_model
 
-from dash_trl.checks import check_prompt, check_prompt_lengths
+from dash_trl.checks import check_prompt_lengths, plain_prompt
 from dash_trl.collect import (
     ByFunction,
     DynamicSampling,
@@ -117,9 +116,8 @@ def new_conversations(trainer: Any) -> Conversations | None:
     tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
-        check_prompt(prompt, "A row")
         ids = tokenizer.apply_chat_template(
-            prompt,
+            plain_prompt(prompt, "A row"),
             tools=list(tools) or None,
             chat_template=trainer.chat_template,
             add_generation_prompt=True,
@@ -145,7 +143,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
             context=min((one for one in (context, of_sampler) if one is not None), default=None),
             most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
             parse=parse,
-            encode=partial(tool_suffix, trainer, tokenizer),
+            encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
     calls, environments = ToolCalls(trainer.args.tool_timeout), None
@@ -185,8 +183,8 @@ def evaluated_turns(
         [one.messages for one in turns],
         [one.completion_ids for one in turns],
         None if log_probs is None else [one.log_probs for one in turns],
-        sum(row.calls for row in rows),
-        sum(row.failed_calls for row in rows),
+        [row.calls for row in rows],  # TRL adds them up when they are gathered
+        [row.failed_calls for row in rows],
         [[] for _ in rows],  # images
     )
 

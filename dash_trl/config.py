@@ -246,8 +246,12 @@ class DASHConfig(GRPOConfig):
                 },
                 f"advantage_estimator={self.advantage_estimator!r}",
             )
-        if self.eval_k is not None:
-            self._check_eval_k(self.eval_k)
+        samples = self.num_generations_eval or self.num_generations
+        if self.eval_k is not None and not (self.eval_k and all(1 <= k <= samples for k in self.eval_k)):
+            raise ValueError(
+                f"eval_k={self.eval_k} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= "
+                f"k <= that many. Set num_generations_eval={max(self.eval_k, default=1)}, or ask for other k."
+            )
         if self.queues_prompts:
             self._check_queue()
         if self.reward_pipeline:
@@ -278,14 +282,6 @@ class DASHConfig(GRPOConfig):
         for option, reason in reasons.items():
             if (value := getattr(self, option)) != defaults[option]:
                 raise ValueError(f"{option}={value!r} does not go with {other}: {reason}. Leave one of the two out.")
-
-    def _check_eval_k(self, ks: list[int]) -> None:
-        samples = self.num_generations_eval or self.num_generations
-        if not all(1 <= k <= samples for k in ks) or not ks:
-            raise ValueError(
-                f"eval_k={ks} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= k <= that "
-                f"many. Set num_generations_eval={max(ks, default=1)}, or ask for other k."
-            )
 
     def _check_loss(self) -> None:
         loss = f"loss_type={self.loss_type!r}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +153,9 @@ class LogProbs:
         names = rules.names(serves_one_step=serves_one_step)
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         if rules.sampler_is_old:
-            lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
+            unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
+            unknown[lengths[self._ranks.rank, :, 1] > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
+            lengths = lengths * self._ranks.gather(unknown).view(self._ranks.count, -1, 1)
 
         def run(inputs: Inputs) -> list[Tensor]:
             return [self._host.forward(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
@@ -184,7 +185,11 @@ class LogProbs:
         self.of_window(window)
         found = {name: getattr(window.rollouts, name) for name in LOG_PROB_FIELDS}
         return rollouts.with_log_probs(
-            **{name: _spread(value, rows, len(rollouts)) for name, value in found.items() if value is not None}
+            **{
+                name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
+                for name, value in found.items()
+                if value is not None
+            }
         )
 
     @torch.no_grad()
@@ -201,7 +206,8 @@ class LogProbs:
             prompt_ids, completion_ids, pad_token_id=self._host.processing_class.pad_token_id
         )
         with self._host.recorder.timed("logprobs"):
-            (known,) = self._of_rows(rollouts, rollouts.lengths(), self._host.forward, 1)
+            _, window = self._window(rollouts, rollouts.lengths())
+            (known,) = self._found(window, window.lengths, self._host.forward, 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:
@@ -238,13 +244,6 @@ class LogProbs:
         self._host.recorder.log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
         self._host.recorder.log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
-    def _of_rows(
-        self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
-    ) -> list[Tensor]:
-        """Run passes over the rows whose length in `lengths` [B, 4] is not 0. See `_found`; all other rows get 0."""
-        rows, window = self._window(rollouts, lengths)
-        return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
-
     def _found(
         self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
@@ -276,17 +275,6 @@ class LogProbs:
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
 
-    def _unknown_rows(self, window: GenerationWindow, unknown: Tensor) -> Tensor:
-        """Return `window.lengths` with 0 for all rows that are not marked in `unknown` ([survivors] bool)."""
-        of_rank = torch.zeros(window.lengths.shape[1], dtype=torch.long)
-        of_rank[window.lengths[self._ranks.rank, :, 1] > 0] = unknown.long()
-        return window.lengths * self._ranks.gather(of_rank).view(self._ranks.count, -1, 1)
-
-
-def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Place the values of some rows in a tensor of `count` rows; all other rows are 0."""
-    return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)
-
 
 class CorrectionInPass:
     """Computes importance-sampling ratios within training passes, which saves the passes for old log-probs.
@@ -302,41 +290,25 @@ class CorrectionInPass:
 
     def __init__(self, rules: LogProbRules, rank: int):
         self._rules, self._rank = rules, rank
-        # The running pass, if it needs ratios: its inputs, the correction, and the list of its window in `_tables`.
-        self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
-    @contextmanager
-    def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
-        """`with` block in which TRL computes the loss of a pass, and `see` is called with the pass's log-probs.
+    def see(self, inputs: Inputs, log_probs: Tensor, *, window: int) -> None:
+        """Compute the ratios of a training pass, if the pass needs them, and add them to the inputs of the loss.
 
         Args:
             inputs: the inputs of the loss.
+            log_probs: [S, T], the policy's log-probs in this pass.
             window: number that identifies the window of the rows within the optimizer step.
         """
         correction = self._rules.correction
-        if correction is not None and "importance_sampling_ratio" not in inputs:
-            self._running = inputs, correction, self._tables[window]
-        try:
-            yield
-        finally:
-            self._running = None
-
-    def see(self, log_probs: Tensor) -> None:
-        """Compute the ratios of the running pass, if the pass needs them, and add them to the inputs of the loss.
-
-        Args:
-            log_probs: [S, T], the policy's log-probs in this pass.
-        """
-        if self._running is None:
+        if correction is None or "importance_sampling_ratio" in inputs:
             return
-        inputs, correction, table = self._running
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         give_late_ratio(inputs, ratio)
         rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows after these are dummy rows
-        table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+        self._tables[window].append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the log-probs and ratios of all passes of the ending optimizer step, and forget them.

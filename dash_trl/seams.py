@@ -4,11 +4,12 @@ Such uses belong in this module; to override a method or to read an attribute is
 `GRPOTrainer` (`tests/test_seams.py`) fail if a new TRL changes the internals that they check.
 """
 
+import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.generation import GenerationMode
 from transformers.integrations import TrackioCallback
 from trl.trainer.utils import shuffle_sequence_dict
@@ -30,7 +32,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
     """Set attributes of the trainer within the `with` block, and restore them after it.
 
     Args:
-        trainer: a `GRPOTrainer`.
+        trainer: a `GRPOTrainer`, or its arguments.
         settings: name of an attribute → value. `delta` is set on `trainer.args`, where TRL reads it; all other
             attributes are set on the trainer.
     """
@@ -63,6 +65,19 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
     finally:
         trainer.router_aux_loss_coef = router
         trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted the coefficient
+
+
+def without_index(args: Any) -> None:
+    """Let a run on CPUs train on the device "cpu", not "cpu:0".
+
+    With several processes, accelerate gives the CPU an index. `torch.load`, with which Transformers reads the optimizer
+    of a checkpoint, knows no such device.
+
+    Args:
+        args: the training arguments.
+    """
+    if args.device.type == "cpu":
+        args.distributed_state.device = vars(args)["_setup_devices"] = torch.device("cpu")
 
 
 def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
@@ -261,27 +276,58 @@ def to_training_mode(trainer: Any) -> None:
 
 
 @contextmanager
-def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
-    """Within the `with` block, collect the rewards of an evaluation.
+def evaluated_rewards(trainer: Any, problems: float) -> Iterator[list[list[float]]]:
+    """Within the `with` block, collect the rewards of an evaluation, and let each problem count once in TRL's figures.
+
+    On several ranks, accelerate fills the last batch up with the first problems, which TRL's figures would count twice.
+    If it does, the figure of a batch counts as often as the batch has problems. Otherwise the figures are TRL's.
 
     Args:
         trainer: a `GRPOTrainer`.
+        problems: number of problems of the evaluation; infinite if it is not known.
     Yields:
-        A list that gets N rows with F rewards each, as `_calculate_rewards` returns them.
+        A list that gets a row with F rewards for each completion, as `_calculate_rewards` returns them.
     """
     rows: list[list[float]] = []
-    calculate = trainer._calculate_rewards
+    counts: list[int] = []  # number of problems of each batch
+    repeated = [0]  # number of rows that repeat others
+    samples, figures, logs = trainer.num_generations_eval, trainer._metrics["eval"], trainer._logs
+    calculate, score = trainer._calculate_rewards, trainer._generate_and_score_completions
 
-    def noted(*arguments: Any) -> Tensor:
-        rewards = calculate(*arguments)
+    def calculated(*arguments: Any) -> Tensor:
+        rewards = calculate(*arguments)[: samples * counts[-1]]
         rows.extend(rewards.tolist())
         return rewards
 
-    vars(trainer)["_calculate_rewards"] = noted
+    def scored(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        accelerator, size = trainer.accelerator, len(inputs)
+        counts.append(int(min(size * accelerator.num_processes / samples, problems - sum(counts))))
+        left = samples * counts[-1]  # the rows after these have no rewards; they stay in the table and in the pass
+        repeated[0] += (more := size * accelerator.num_processes - left)
+
+        def gather(tensor: Tensor) -> Tensor:
+            """Gather, without the last rows of what TRL logs of each row: lengths, truncated rows, calls of tools."""
+            found = accelerator.gather(tensor)
+            return found if tensor.is_floating_point() or tensor.dim() == 0 else found[:left]
+
+        of_figures = copy(accelerator)
+        of_figures.gather = gather
+        with with_settings(trainer, {"accelerator": of_figures}):
+            output = score(inputs)
+        for column in (*logs["rewards"].values(), logs["advantages"]):
+            column.extend([math.nan] * more)
+        output["completion_mask"][max(0, left - accelerator.process_index * size) :] = 0
+        output["advantages"] = pad(output["advantages"], (0, size - len(output["advantages"])))
+        return output
+
+    vars(trainer).update(_calculate_rewards=calculated, _generate_and_score_completions=scored)
     try:
         yield rows
     finally:
-        del vars(trainer)["_calculate_rewards"]
+        del vars(trainer)["_calculate_rewards"], vars(trainer)["_generate_and_score_completions"]
+    for values in figures.values():
+        if repeated[0] and len(values) == len(counts):
+            values[:] = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 
 def leave_out_step(accelerator: Any) -> None:

@@ -44,7 +44,6 @@ from dash_trl.checks import (
     check_first_step,
     check_per_group,
     check_pipeline,
-    check_prompt,
     check_prompt_lengths,
     check_rewards,
     check_subclass,
@@ -52,6 +51,7 @@ from dash_trl.checks import (
     check_weighed,
     checked_rollouts,
     context_of,
+    plain_prompt,
 )
 from dash_trl.collect import Collector, Rewards
 from dash_trl.config import DASHConfig
@@ -64,7 +64,7 @@ from dash_trl.micro_steps import MicroSteps
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch
-from dash_trl.sampling import install, without_client
+from dash_trl.sampling import install
 from dash_trl.seams import (
     FirstStates,
     add_end_tokens,
@@ -82,6 +82,7 @@ from dash_trl.seams import (
     undo_jit_checkpoint,
     vllm_is_behind,
     with_settings,
+    without_index,
 )
 from dash_trl.tools import ProcessTool
 from dash_trl.update import (
@@ -151,15 +152,15 @@ class DASHTrainer(GRPOTrainer):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
-        with without_client(args) as on_servers:
+        without_index(args)
+        with with_settings(args, {"use_vllm": args.use_vllm and args.vllm_mode != "server"}):  # see `install`
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if args.use_vllm:
             check_tied_adapter(self.model)
             add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
+            install(self)
         elif one_ahead(self):
             check_distribution(self.model, self.generation_config)
-        if on_servers:
-            install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -362,7 +363,16 @@ class DASHTrainer(GRPOTrainer):
         return loss * inputs["loss_scale"] if self.model.training else loss
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        """Compute TRL's loss. Entropy bonus and router loss get the weight `regularizer_scale`."""
+        """Compute TRL's loss. Entropy bonus and router loss get the weight `regularizer_scale`.
+
+        An override may add a term of its own. To give the term the weight that it has in TRL, multiply it by
+        `inputs["regularizer_scale"]`, because the number of passes is not TRL's number of micro-batches::
+
+            term = my_term(model, inputs) / self.current_gradient_accumulation_steps
+            return super()._compute_loss(model, inputs) + term * inputs["regularizer_scale"]
+
+        A step in which no row survives has no pass, and so no term.
+        """
         training = self.model.training
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
@@ -370,26 +380,25 @@ class DASHTrainer(GRPOTrainer):
             check_weighed(self, inputs)
             one, scale, per_token = inputs["pass"], inputs["loss_scale"], inputs["advantages"].dim() == 2
             with (
-                self._passes.laid_out(inputs),
+                self._passes.running_with(inputs),
                 regularized(self, inputs["regularizer_scale"]),
                 self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
-                self._off_policy.observe(inputs),
-                self._collector.log_probs.in_pass.observe(
-                    inputs, window=self._micro_steps.schedule.share(self._step).start
-                ),
             ):
                 return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
-        log_probs = super()._get_per_token_logps_and_entropies
+        padded = self._passes.padded(super()._get_per_token_logps_and_entropies)
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
-            return log_probs(*batch, **kwargs)
+            return padded(*batch, **kwargs)
         with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
-            found = self._passes.log_probs(log_probs, *batch, **kwargs)
-        self._off_policy.see(found[0])
-        self._collector.log_probs.in_pass.see(found[0])
+            found = self._passes.log_probs(padded, *batch, **kwargs)
+        inputs = self._passes.running or {}
+        if "pass" in inputs:  # a training pass
+            self._off_policy.see(inputs, found[0])
+            window = self._micro_steps.schedule.share(self._step).start
+            self._collector.log_probs.in_pass.see(inputs, found[0], window=window)
         return found
 
     def _clip_grad_norm(self, model):
@@ -419,9 +428,7 @@ class DASHTrainer(GRPOTrainer):
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
-            for prompt in prompts:
-                check_prompt(prompt, "A row")
-            tokenized = tokenize(prompts)
+            tokenized = tokenize([plain_prompt(prompt, "A row") for prompt in prompts])
             check_prompt_lengths(tokenized[0], self.context_length)
             return tokenized
 
@@ -544,7 +551,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run an evaluation as Transformers does; with `eval_k`, add accuracy and pass@k to its metrics.
+        """Run an evaluation, in which each problem counts once; with `eval_k`, add accuracy and pass@k to its metrics.
 
         Args:
             dataloader: the dataloader of the evaluation.
@@ -554,15 +561,15 @@ class DASHTrainer(GRPOTrainer):
         Returns:
             Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
         """
-        loop = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.args.eval_k is None:
-            return loop()
-        samples, device = self.num_generations_eval, self.args.device
-        with evaluated_rewards(self) as rewards, torch.random.fork_rng([device] if device.type == "cuda" else []):
-            output = loop()
-        if has_length(dataloader.dataset):  # with several ranks, the last batch is filled up with the first problems
-            del rewards[len(dataloader.dataset) * samples :]
-        figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
+        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else math.inf
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with (
+            evaluated_rewards(self, problems) as rewards,
+            torch.random.fork_rng(devices, enabled=self.args.eval_k is not None),
+        ):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        ks, samples = self.args.eval_k or (), self.num_generations_eval
+        figures = metrics_of(rewards, self.reward_func_names, ks, group_size=samples) if ks else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 

@@ -121,6 +121,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: str) -> object:
+    """Returns the tokenizer of the tiny model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def start(tiny_model: str) -> dict[str, torch.Tensor]:
+    """Returns the parameters of the tiny model."""
+    from tests.tiny import parameters
+
+    return parameters(tiny_model)
+
+
 @pytest.fixture
 def own_folder(toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """Changes to a folder with the toy model and a file of problems, and returns it."""

@@ -464,7 +464,6 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder that all ranks share")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, for which torch.load knows no place
     model, folder = save_tiny_model(args.output / f"model-{RANK}"), args.output / "runs"
     PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE))  # then only rank 0 could save it
     if RANK > 0:

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -33,10 +32,19 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks import check_arguments, check_model, check_rewards, checked_rollouts, context_of
+from dash_trl.checks import (
+    check_arguments,
+    check_model,
+    check_rewards,
+    check_subclass,
+    checked_rollouts,
+    context_of,
+    plain_prompt,
+)
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights import FileWeights
-from tests.tiny import ScriptedReward, prompts, run, save_tiny_model
+from tests.test_regularizers import Penalised
+from tests.tiny import ScriptedReward, prompts, refusal, run, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
@@ -49,15 +57,6 @@ def config(**settings: Any) -> DASHConfig:
 def build(model: Any, *, settings: dict[str, Any] | None = None, **given: Any) -> DASHTrainer:
     defaults = {"args": config(**(settings or {})), "train_dataset": prompts(16)}
     return DASHTrainer(model, ScriptedReward(), **{**defaults, **given})
-
-
-def refusal(call: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
-    """The ValueError of a call."""
-    try:
-        call(*arguments, **settings)
-    except ValueError as error:
-        return str(error)
-    return "it was not refused"
 
 
 def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, **settings: Any) -> None:
@@ -223,6 +222,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "3 prompts, but one generation batch takes 4",
     ),
     "a number as a prompt": ({"train_dataset": of(1, 2)}, f"Row 0 of train_dataset has the prompt 1, {NEITHER}"),
+    "a message without content": (
+        {"train_dataset": of([{"role": "user", "content": "1"}], [{"role": "user", "content": None}])},
+        f"Row 1 of train_dataset has the prompt .*None}}\\], {NEITHER}",
+    ),
+    "an image to look at": (
+        {"eval_dataset": of([{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image"}]}])},
+        f"Row 0 of eval_dataset has the prompt .*'image'.*{NEITHER}",
+    ),
     "no prompt to evaluate": (
         {"eval_dataset": {"easy": of("")}},
         rf"Row 0 of eval_dataset\['easy'\] has the prompt '', {NEITHER}",
@@ -337,6 +344,13 @@ def test_a_loss_without_the_weight_of_its_pass(tiny_model, tmp_path):
         run(AsInTRL, tiny_model, tmp_path)
 
 
+def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):
+    for kind, is_said in ((AsInTRL, True), (Penalised, False)):
+        caplog.clear()
+        check_subclass(kind, DASHTrainer)
+        assert ("AsInTRL.compute_loss may add to the loss depends" in caplog.text) == is_said
+
+
 def test_what_is_warned_of(tiny_model, caplog):
     """Stale rollouts with a loss for fresh ones; truncated sampling with a correction of sequences; no effect."""
     stale, spread = "async_level=1 trains on rollouts of older weights", "0.98 per token gives 0.00004 for 500"
@@ -425,9 +439,18 @@ def trainer(tiny_model):
 
 def test_prompts_are_looked_at_as_they_are_sampled(trainer):
     messages = [["1 + 1"], [{"content": "x"}], [{"role": "user"}], [{"role": None, "content": ""}]]
+    contents = None, 1, [], ["1"], [{"type": "text"}], [{"type": "image", "text": "1"}]
+    messages += [[{"role": "system", "content": "x"}, {"role": "user", "content": content}] for content in contents]
     for prompt in (None, "", 7, [], *messages):
         said = refusal(trainer._tokenize_prompts, ["1 + 1", prompt])
         assert re.search(f"A row has the prompt .*{NEITHER}", said), prompt
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1", "image": None}],
+    }
+    plain = [{"role": "user", "content": "1 + 1"}, {**call, "content": ""}]
+    assert plain_prompt([parts, call], "A row") == plain_prompt(plain, "A row") == plain
 
 
 def test_a_prompt_that_fills_the_context(trainer, monkeypatch):

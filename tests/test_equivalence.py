@@ -34,11 +34,6 @@ END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
 OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch", "share_prompts")
 
 
-@pytest.fixture(scope="module")
-def start(tiny_model) -> dict[str, torch.Tensor]:
-    return parameters(tiny_model)
-
-
 def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
     """Trains TRL's and our trainer; returns (difference, update) after each step, and both trainers."""
     own = {key: settings.pop(key) for key in list(settings) if key in OWN}
@@ -275,7 +270,7 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
 
 
 def test_what_a_training_pass_corrects():
-    """Its own rows by their loss tokens; neither dummy rows, nor other passes, nor what a pass before has corrected."""
+    """Its own rows by their loss tokens; neither dummy rows, nor what a pass before has corrected."""
     correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
     segment = Segment(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
     in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
@@ -286,11 +281,8 @@ def test_what_a_training_pass_corrects():
         "pass": Pass(MicroBatch(((0, 1), (0,))), segment, tokens=(3, 1)),
     }
     log_probs = torch.tensor([[0.5, 7.0], [0.0, 0.0]])
-    with in_pass.observe(inputs, window=0):
-        in_pass.see(log_probs)
-    in_pass.see(log_probs + 1)
-    with in_pass.observe(inputs, window=0):
-        in_pass.see(log_probs + 1)
+    in_pass.see(inputs, log_probs, window=0)
+    in_pass.see(inputs, log_probs + 1, window=0)
     assert inputs["importance_sampling_ratio"].flatten().tolist() == pytest.approx([math.exp(0.5), 1.0])
     ((old, _, _, ratio),) = in_pass.of_step()
     assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]

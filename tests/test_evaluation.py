@@ -28,11 +28,6 @@ def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
 def test_pass_at_k_is_the_share_of_lucky_subsets():
     for n, c, k in itertools.product(range(1, 7), range(7), range(1, 7)):
         if max(c, k) > n:
@@ -211,7 +206,7 @@ def test_the_chat_template_gets_the_arguments_of_training(tiny_model):
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} = {% endif %}"
-    prompts = [[{"role": "user", "content": "1 + 1"}]]
+    prompts = [[{"role": "user", "content": [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]}]]
     for settings, prompt in ((None, "1 + 1"), ({"enable_thinking": False}, "1 + 1 = ")):
         ((_, (sample,)),) = Echo(tokenizer, GenerationConfig()).sample(prompts, chat_template_kwargs=settings)
         assert sample.text == prompt

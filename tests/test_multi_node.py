@@ -75,7 +75,6 @@ class Job:
             "SERVER_PORT": server_port,
             "TRAIN_PORT": train_port,
             "OMP_NUM_THREADS": 1,
-            "ACCELERATE_TORCH_DEVICE": "cpu",  # not cpu:0, for which torch.load knows no place
             "CI": 1,
         }
         self.environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}

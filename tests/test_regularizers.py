@@ -7,18 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHTrainer
+from tests.test_advantages import Seen
 from tests.test_isolation import BLIND
 from tests.tiny import ScriptedReward, parameters, prompts, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
-
-
-class Recorder(DASHCallback):
-    """The rollouts of the last window."""
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        self.rollouts = rollouts
 
 
 def update_of(trainer, start) -> torch.Tensor:
@@ -62,7 +56,7 @@ def test_terms_are_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
 
     A subclass's own term has the same weight.
     """
-    start, recorder = parameters(tiny_model), Recorder()
+    start, recorder = parameters(tiny_model), Seen()
     settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
     settings |= {"eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
     without, bonus = (run(DASHTrainer, tiny_model, tmp_path, entropy_coef=one, **settings) for one in (0.0, 0.5))

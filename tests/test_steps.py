@@ -5,17 +5,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import ProcessRewardCallback, StepValue, ValueRequest
 from tests.test_tensor_arguments import refusal
 from tests.tiny import run
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHTrainer, RewardRunner
 from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import parameters, prompts, relative_difference, said
+from tests.tiny import assert_same_update, parameters, prompts, said
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -128,8 +128,8 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert list(streamed._logs["rewards"]["Reward"]) == list(plain._logs["rewards"]["Reward"])
     assert list(streamed._logs["completion"]) == list(plain._logs["completion"])
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, size = relative_difference(start, parameters(plain.model), parameters(streamed.model))
-    assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
+    tolerance = 5e-6 if "reward_pipeline" in settings else 0.0
+    assert_same_update(start, parameters(plain.model), parameters(streamed.model), tolerance=tolerance, least=1e-2)
 
 
 def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server):

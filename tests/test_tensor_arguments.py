@@ -1,11 +1,11 @@
 """A tensor of another rank, length or dtype is an error that names it: broadcast, it would train on something else."""
 
 import re
-from collections.abc import Callable
 
 import torch
 
 from dash_trl.update import group_advantages, outcome_advantages, weighted_rewards
+from tests.tiny import refusal
 
 N, T, F = 4, 3, 2
 
@@ -38,15 +38,6 @@ WRONG = [
     (weighted_rewards, dict(weights=[1.0, 1.0]), r"weights is a list. Pass a tensor \[F=2\]"),
     (weighted_rewards, dict(weights=floats(N, 1)), r"weights has the shape \[4, 1\], which is not \[F=2\]"),
 ]
-
-
-def refusal(function: Callable, *given, **arguments) -> str:
-    """The text of the `ValueError` that a call raises; empty = it raises none."""
-    try:
-        function(*given, **arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def test_the_wrong_argument_is_named():

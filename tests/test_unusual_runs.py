@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from tests.test_one_step import Built
+from tests.test_skipped_steps import grad_scaler
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
+    assert_same_update,
     packed_by_mask,
     parameters,
     prompts,
-    relative_difference,
     run,
     save_tiny_model,
     with_flash_stand_in,
@@ -38,14 +40,8 @@ def small_model(tmp_path):
     return save_tiny_model(tmp_path / "small", num_hidden_layers=1)
 
 
-@pytest.fixture
-def start(tiny_model):
-    return parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-
-
 def updates_are_equal(start, one, other):
-    difference, update = relative_difference(start, parameters(one.model), parameters(other.model))
-    assert update > 1e-3 and difference < 1e-5
+    assert_same_update(start, parameters(one.model), parameters(other.model))
 
 
 # ------------------------------------------------------------------------------------------- beside the same run of TRL
@@ -107,8 +103,7 @@ def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_p
 
     before, plain = trained(GRPOTrainer)
     _, ours = trained(DASHTrainer, gradient_filter_threshold=None)
-    difference, update = relative_difference(before, plain, ours)
-    assert update > 1e-3 and difference < 1e-5
+    assert_same_update(before, plain, ours)
 
 
 # ---------------------------------------------------------------------------------------------- rewards that come later
@@ -223,11 +218,6 @@ def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_pa
     assert calls == dict.fromkeys(order, 16)
 
 
-class Built(DASHTrainer):
-    def train(self, **kwargs):
-        pass
-
-
 # ------------------------------------------------------------------------------------------------- one run, and another
 
 
@@ -246,11 +236,6 @@ def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model
             loss = super()._compute_loss(model, inputs)
             return loss * torch.inf if self.state.global_step == 0 else loss
 
-    def prepare(trainer):
-        accelerator = trainer.accelerator
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
-
     rates = []
 
     class Rates(TrainerCallback):
@@ -258,7 +243,7 @@ def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model
             rates.append(lr_scheduler.get_last_lr()[0])
 
     settings = {"lr_scheduler_type": "linear", "max_steps": 3, "max_grad_norm": 1.0, "callbacks": [Rates()]}
-    run(Overflows, tiny_model, tmp_path, reward=Reward(constant=0.3), prepare=prepare, **settings)
+    run(Overflows, tiny_model, tmp_path, reward=Reward(constant=0.3), prepare=grad_scaler, **settings)
     assert rates[0] == 1.0 > rates[1] > rates[2]
 
 

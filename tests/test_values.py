@@ -34,11 +34,6 @@ SHAPE = {
 MODELS = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model):
-    return AutoTokenizer.from_pretrained(tiny_model)
-
-
 @pytest.fixture(scope="module", params=["qwen2", "qwen2 eager", *MODELS])
 def model(request, tiny_model, tmp_path_factory):
     if request.param.startswith("qwen2"):

@@ -6,15 +6,28 @@ The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 import asyncio
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
-from dash_trl.sampling import Completion, Job, PoolError, ServerPool, VLLMPool, check_urls, key_header, own_key
+from dash_trl.sampling import (
+    Completion,
+    Job,
+    PoolError,
+    ServerPool,
+    VLLMPool,
+    check_urls,
+    install,
+    key_header,
+    own_key,
+)
 from dash_trl.sampling.weights import FileWeights, WeightMismatch, WeightSync
 from tests.fake_server import Clock, Fake, factory, hurry, is_idle, settle
 from tests.tiny import said
@@ -299,6 +312,28 @@ def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
         vllm.sync_weights()
         assert vllm.context == 4096, message
         assert message in said(caplog) if message else not said(caplog), message
+
+
+def test_weight_syncs_leave_the_base_weights_of_an_adapter_as_they_are(model, tmp_path, fakes, monkeypatch):
+    """To the bit, though in bf16 an adapter that is added to a weight and subtracted again leaves another weight."""
+    config = LoraConfig(r=8, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    base, fake = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.bfloat16), fakes()
+    adapted = get_peft_model(base, config)
+    fake.serve(model.name_or_path)
+    fake.model.bfloat16()
+    fake.report["dtype"] = "bfloat16"
+    servers = sampler([fake], adapted, tmp_path)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
+    colocated = VLLMGeneration(model=adapted, accelerator=servers.accelerator, mode="colocate", processing_class=None)
+    colocated.llm = MagicMock()
+    install(MagicMock(**{"vllm_generation": colocated, "args.vllm_mode": "colocate"}))
+    before = {name: value.detach().clone() for name, value in adapted.named_parameters()}
+    for vllm in (servers, colocated):
+        for _ in range(20):
+            vllm.sync_weights()
+        assert all(value.equal(before[name]) for name, value in adapted.named_parameters())
+    merged = adapted.merge_and_unload()
+    assert all(value.equal(fake.held[name]) for name, value in merged.named_parameters())
 
 
 def test_ranks_begin_with_different_servers(model, tmp_path, fakes, monkeypatch):

@@ -131,6 +131,15 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
+    """The ValueError of a call."""
+    try:
+        call(*arguments, **settings)
+    except ValueError as error:
+        return str(error)
+    return "it was not refused"
+
+
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
 

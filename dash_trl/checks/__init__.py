@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from dash_trl.checks.models import check_model, check_tied_adapter, context_of
     from dash_trl.checks.prompts import (
         check_first_step,
-        check_prompt,
         check_prompt_lengths,
         checked_rollouts,
+        plain_prompt,
     )
     from dash_trl.checks.rewards import check_rewards
 

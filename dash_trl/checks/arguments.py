@@ -13,7 +13,7 @@ from transformers.utils import DocstringParsingException, TypeHintParsingExcepti
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
-from dash_trl.checks.prompts import check_batch, check_conversations, check_dataset
+from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import scores_alone
 from dash_trl.seams import sampling_changes
@@ -56,9 +56,8 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
             "'logprobs'; or use one of TRL's losses."
         )
     for dataset, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")):
-        check_dataset(dataset, name, own_rollouts, environments=environments)
-        if others.get("tools") or environments:
-            check_conversations(dataset, name)
+        tools = bool(others.get("tools")) or environments
+        check_dataset(dataset, name, own_rollouts, environments=environments, conversations=tools)
     check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
@@ -352,6 +351,8 @@ NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 def check_subclass(kind: type, base: type) -> None:
     """Checks that a subclass of `DASHTrainer` does not define a method that training never calls.
 
+    Warns if the subclass computes the loss without `regularizer_scale`, the weight of a term that it may add.
+
     Args:
         kind: the subclass.
         base: `DASHTrainer`.
@@ -364,6 +365,14 @@ def check_subclass(kind: type, base: type) -> None:
                 f"{kind.__name__}.{name} would not be called during training: DASHTrainer samples in its own way. "
                 "Sample in a rollout_func, change rollouts in a DASHCallback (on_rollouts_sampled), or override "
                 "compute_advantages."
+            )
+    for name in ("compute_loss", "_compute_loss"):
+        own = getattr(kind, name)
+        if own is not getattr(base, name) and "regularizer_scale" not in own.__code__.co_consts:
+            logger.warning(
+                f"The weight of a term that {kind.__name__}.{name} may add to the loss depends on the number of "
+                "survivors. Add such a term in _compute_loss, and multiply it by inputs['regularizer_scale'] "
+                "(docs/howto/extend.md)."
             )
 
 

@@ -9,20 +9,24 @@ from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
 
 
-def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False) -> None:
-    """Checks the columns and the first prompt of a dataset. The other prompts are checked before they are sampled from.
+def check_dataset(
+    dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False, conversations: bool = False
+) -> None:
+    """Checks the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
 
     Args:
         dataset: a dataset, a mapping of splits, or None.
         name: name of the dataset, for errors.
         own_rollouts: True = there is a `rollout_func`, which may take prompts of any form.
         environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
+        conversations: True = prompts must be conversations, because a chat template adds tools to them.
     Raises:
-        ValueError: if the dataset is empty or has no `prompt` column, or its first prompt cannot be used.
+        ValueError: if the dataset is empty or has no `prompt` column, or if a prompt cannot be used.
     """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
-            check_dataset(part, f"{name}[{split!r}]", own_rollouts, environments=environments)
+            place = f"{name}[{split!r}]"
+            check_dataset(part, place, own_rollouts, environments=environments, conversations=conversations)
     if not isinstance(dataset, Dataset | IterableDataset):
         return  # None, or a type that TRL refuses itself
     columns = dataset.column_names or ["prompt"]  # the columns of a stream may be unknown
@@ -37,46 +41,57 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
                 f"{name} is empty (columns: {columns}), so there is no prompt to sample from. Check the split."
             )
         if not own_rollouts and "prompt" in columns:
-            check_prompt(dataset[0]["prompt"], f"Row 0 of {name}")
-
-
-def check_conversations(dataset: Any, name: str) -> None:
-    """Checks that the first prompt is a conversation. With a text, no chat template would add the tools to the prompt.
-
-    Args:
-        dataset: a dataset, a mapping of splits, or None.
-        name: name of the dataset, for the error.
-    Raises:
-        ValueError: if the first prompt of a dataset is a text.
-    """
-    for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        if isinstance(part, Dataset) and "prompt" in part.column_names and isinstance(part[0]["prompt"], str):
-            raise ValueError(
-                f"{name} has texts as prompts (row 0: {part[0]['prompt']!r:.80}), but tools and environments need "
-                "conversations, because a chat template adds the tools. Write each prompt as "
-                "[{'role': 'user', 'content': '…'}]."
+            # A transform may be slow, and may need all columns. So only its first row is checked here.
+            looked_at = (
+                dataset.select(range(1)) if dataset.format["type"] == "custom" else dataset.select_columns("prompt")
             )
+            for row, prompt in enumerate(one for rows in looked_at.iter(1000) for one in rows["prompt"]):
+                plain_prompt(prompt, f"Row {row} of {name}")
+                if conversations and isinstance(prompt, str):
+                    raise ValueError(
+                        f"{name} has texts as prompts (row {row}: {prompt!r:.80}), but tools and environments need "
+                        "conversations, because a chat template adds the tools. Write each prompt as "
+                        "[{'role': 'user', 'content': '…'}]."
+                    )
 
 
-def check_prompt(prompt: Any, place: str) -> None:
-    """Checks that a prompt is a text or a conversation, and not empty. TRL's error would come late, from the tokenizer.
+def plain_prompt(prompt: Any, place: str) -> Any:
+    """Checks that a prompt is a text or a conversation, and not empty. Joins the text parts of each message.
+
+    Chat templates of text models know texts only. Many of them write a list of parts as nothing, or as Python code.
 
     Args:
         prompt: the prompt.
         place: the dataset and row of the prompt, for the error.
+    Returns:
+        The prompt, in which the content of each message is a text.
     Raises:
-        ValueError: if the prompt is neither a text nor a conversation, or is empty.
+        ValueError: if the prompt is neither a text nor a conversation of texts, or is empty.
     """
-    right = all(map(_is_message, prompt)) if isinstance(prompt, list) else isinstance(prompt, str)
-    if not (right and prompt):
+    plain: Any = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
+    if not plain or not isinstance(plain, str | list) or isinstance(plain, list) and None in plain:
         raise ValueError(
             f"{place} has the prompt {prompt!r}, which is neither a text nor a conversation. Write it as a text or as "
-            "[{'role': 'user', 'content': '…'}], or drop it, e.g. with `dataset.filter`."
+            "[{'role': 'user', 'content': '…'}], where the content may also be a list of "
+            "{'type': 'text', 'text': '…'}, or drop it, e.g. with `dataset.filter`."
         )
+    return plain
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") is not None and "content" in message
+def _plain_message(message: Any) -> dict[str, Any] | None:
+    """Returns a message whose content is a text; None if it has other content. A tool call needs no content."""
+    if not isinstance(message, Mapping) or message.get("role") is None:
+        return None
+    content = message.get("content")
+    if isinstance(content, list):
+        texts: list[Any] = [
+            part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)
+        ]
+        right = len(texts) == len(content) > 0 and all(isinstance(text, str) for text in texts)
+        content = "".join(texts) if right else None
+    elif content is None and message.get("tool_calls"):
+        content = ""
+    return {**message, "content": content} if isinstance(content, str) else None
 
 
 def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> None:

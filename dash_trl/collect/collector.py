@@ -127,10 +127,7 @@ class Collector:
         self._ahead = RunAhead(self._args.async_level if looks_ahead(host) else 0)
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
-        self._empty_windows, self._unfilled_windows = (
-            EmptyWindows(self._args.gradient_filter_threshold),
-            UnfilledWindows(),
-        )
+        self._empty_windows, self._unfilled_windows = EmptyWindows(), UnfilledWindows()
 
     def window(
         self,
@@ -326,12 +323,9 @@ class Collector:
         credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
         self._log.end_round(before, len(rewards))  # callbacks have logged their columns, too
         filtered = self._filtered(credited)
-        signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()
+        in_groups = filtered.keep.view(-1, self._args.num_generations).any(dim=1)
+        signal = self._ranks.gather(in_groups.long()).view(self._ranks.count, -1).bool()
         return _Round(begun, credited, outcome, filtered.keep, signal)
-
-    def _groups_with(self, rows: Tensor) -> Tensor:
-        """Return [K] bool, True = at least one row of the group is True in `rows`."""
-        return rows.view(-1, self._args.num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
         """Return which of this rank's rows are in chosen groups: [B] bool, where B counts the rows of all rounds.
@@ -420,5 +414,5 @@ class Collector:
         if isinstance(self._reader, PromptQueue):
             self._recorder.total("prompts/epoch", self._reader.epochs)
         if self._ranks.rank == 0:
-            self._empty_windows.note(metrics)
+            self._empty_windows.note(metrics, self._args.gradient_filter_threshold)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from dash_trl.checks import plain_prompt
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
 from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
@@ -132,7 +133,8 @@ class Sampler(ABC):
         check_sampling(num_samples, temperature)
         template = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
         encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
-        ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in prompts]
+        plain = [plain_prompt(one, f"Row {row}") for row, one in enumerate(prompts)]
+        ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in plain]
         drawn = self._draw(ids, num_samples, temperature, max_completion_length, seed)
         return ((index, self._decoded(rows)) for index, rows in drawn)
 

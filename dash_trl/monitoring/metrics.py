@@ -19,6 +19,14 @@ from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_samp
 logger = logging.getLogger(__name__)
 
 EMPTY_WINDOWS = 10  # number of windows in a row before a warning, because fewer windows may be chance
+# The figures of dropped rows, with what is said of such rows.
+DROPPED = {
+    "filter/dropped_constant": "have no signal, mostly because all rewards of their group are equal: are the problems "
+    "too easy or too hard, is num_generations too small, the reward constant, or every completion cut off at "
+    "max_completion_length? If earlier windows had signal, is learning_rate too large?",
+    "filter/dropped_threshold": "are under gradient_filter_threshold={threshold}: lower it.",
+    "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
+}
 
 
 def filter_metrics(
@@ -55,27 +63,18 @@ class EmptyWindows:
     """Warns about windows without a survivor, because nothing is learned from them.
 
     The first window without a survivor in a run gives a warning, and so do `EMPTY_WINDOWS` of them in a row.
-
-    Args:
-        threshold: `gradient_filter_threshold`.
     """
 
-    def __init__(self, threshold: float | None):
-        self._remedies = {
-            "filter/dropped_constant": "have no signal, mostly because all rewards of their group are equal: are the "
-            "problems too easy or too hard, is num_generations too small, the reward constant, or every completion cut "
-            "off at max_completion_length? If earlier windows had signal, is learning_rate too large?",
-            "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
-            "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
-        }
+    def __init__(self) -> None:
         self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last window with a survivor
         self._said = False  # True = there was a warning
 
-    def note(self, metrics: Mapping[str, float]) -> None:
+    def note(self, metrics: Mapping[str, float], threshold: float | None) -> None:
         """Add the figures of the next window, and log a warning if one is due.
 
         Args:
             metrics: the result of `filter_metrics` for this window.
+            threshold: `gradient_filter_threshold` in this window; a callback may change it.
         """
         self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
         count = len(self._windows)
@@ -84,10 +83,11 @@ class EmptyWindows:
             where, whose = (
                 ("a generation window", "its") if count == 1 else (f"{count} generation windows in a row", "their")
             )
-            shares = {name: sum(window[name] for window in self._windows) / count for name in self._remedies}
-            reasons = [f"{share:.0%} {self._remedies[name]}" for name, share in shares.items() if share]
+            shares = {name: sum(window[name] for window in self._windows) / count for name in DROPPED}
+            reasons = [f"{share:.0%} {DROPPED[name]}" for name, share in shares.items() if share]
             logger.warning(
-                f"No row was kept in {where}, so that nothing was learned. Of {whose} rows {' '.join(reasons)}"
+                f"No row was kept in {where}, so that nothing was learned. Of {whose} rows "
+                + " ".join(reasons).format(threshold=threshold)
             )
 
 
@@ -210,32 +210,18 @@ class OffPolicyMetrics:
 
     def __init__(self, bound: float | None):
         self._bound = bound
-        self._mu: tuple[Tensor, Tensor] | None = None  # log μ and loss mask of the running pass
         self._sums = torch.zeros(4)  # sums of r, r > bound, r − 1 − log r, and the number of tokens
 
-    @contextmanager
-    def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Keep the sampler's log-probs of a pass for `see`, during a `with` block in which TRL computes the loss.
+    def see(self, inputs: Mapping[str, Any], log_probs: Tensor) -> None:
+        """Add the tokens of a training pass to the sums; do nothing if the sampler's log-probs are not known.
 
         Args:
             inputs: the inputs of the loss.
-        """
-        if (mu := inputs.get("sampling_per_token_logps")) is not None:
-            self._mu = mu, inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        try:
-            yield
-        finally:
-            self._mu = None
-
-    def see(self, log_probs: Tensor) -> None:
-        """Add the tokens of the running pass to the sums; do nothing if the sampler's log-probs are not known.
-
-        Args:
             log_probs: [B, T], the policy's log-probs in this pass.
         """
-        if self._mu is None:
+        if (mu := inputs.get("sampling_per_token_logps")) is None:
             return
-        mu, mask = self._mu
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         known = mask.bool() & ~unknown_log_probs(mu, mask)
         log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # 0 for tokens that do not count
         ratio = log_ratio.exp() * known

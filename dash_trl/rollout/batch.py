@@ -162,8 +162,15 @@ class RolloutBatch:
                 reason = "is not finite; give a row without a usable reward the advantage 0"
             elif name != "advantages" and name in like and now.shape != like[name].shape:
                 reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
-            elif name not in like:
-                reason = self._misplaced(name, now)
+            elif name not in like and (name not in SAMPLED_FIELDS or hasattr(self, "rewards")):
+                reason = "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
+            elif name not in like and (
+                now.shape != self.completion_ids.shape or now.is_floating_point() == (name == "tool_mask")
+            ):
+                reason = (
+                    f"has dtype {now.dtype} and shape {tuple(now.shape)}; it needs the shape of completion_mask, "
+                    "integers or bools for a mask, and floats for log-probs"
+                )
             if not reason and name.endswith("_mask") and (bad := now[(now != 0) & (now != 1)]).numel():
                 reason = f"holds {bad[0].item()}; a mask is 1 where a token counts, else 0"
             if reason:
@@ -171,17 +178,6 @@ class RolloutBatch:
                     f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
                     f"{self.completion_ids.shape[1]} completion tokens; change values in place."
                 )
-
-    def _misplaced(self, name: str, value: Tensor) -> str | None:
-        """Return why a callback may not set this field, which was `None` before; `None` if the callback may set it."""
-        if name not in SAMPLED_FIELDS or hasattr(self, "rewards"):
-            return "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
-        if value.shape != self.completion_ids.shape or value.is_floating_point() == (name == "tool_mask"):
-            return (
-                f"has dtype {value.dtype} and shape {tuple(value.shape)}; it needs the shape of completion_mask, "
-                "integers or bools for a mask, and floats for log-probs"
-            )
-        return None
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, count, groupby
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from dash_trl.sampling.weights import (
     FileWeights,
     WeightSync,
     check_servers,
+    is_adapter,
     obstacle,
     of_adapter,
     of_all_weights,
@@ -50,7 +51,24 @@ SEEDS_OF_WINDOW = 1 << 40  # distance between the seeds of two windows, for a mi
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
-class VLLMPool(VLLMGeneration):
+class ExactMerges(VLLMGeneration):
+    """TRL's sampler, whose weight syncs leave the base weights of an adapter as they are, to the bit.
+
+    TRL adds the adapter to its base weights in place, and subtracts it after the sync. The two do not cancel: in bf16,
+    base weights drift further with each sync (huggingface/trl#6688).
+    """
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded."""
+        bases = [layer.get_base_layer() for layer in self.model.modules() if is_adapter(layer)]
+        kept = [(weight, weight.detach().clone()) for base in bases for weight in base.parameters()]
+        yield from super()._iter_named_params()
+        with torch.no_grad():
+            for weight, before in kept:
+                weight.copy_(before)
+
+
+class VLLMPool(ExactMerges):
     """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers.
 
     Every rank has a pool of its own and sends its own prompts. All ranks gather the weights, and the main process sends
@@ -381,8 +399,11 @@ class VLLMPool(VLLMGeneration):
         The parameters are unsharded, and adapters are merged into them.
         """
         self._steps[self.pool.fleet.version + 1] = self.step()
-        if self._dist.is_fsdp:
-            _reshard(self.model)
+        # TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its
+        # own parameters unsharded.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         # Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
         # modules for the adapter "ref" have other names and are left out.
         return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
@@ -391,17 +412,6 @@ class VLLMPool(VLLMGeneration):
         """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Free FSDP2's unsharded copies of parameters.
-
-    TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its own
-    parameters unsharded.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
@@ -418,33 +428,19 @@ def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job 
     return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])
 
 
-@contextmanager
-def without_client(args: Any) -> Iterator[bool]:
-    """Context manager for building a trainer without TRL's client for vLLM servers, because this client needs CUDA.
-
-    `install` then adds a `VLLMPool` to the trainer.
-
-    Args:
-        args: the training arguments. If they select vLLM servers, `use_vllm` is False in the `with` block.
-
-    Yields:
-        True if the arguments select vLLM servers.
-    """
-    servers = args.use_vllm and args.vllm_mode == "server"
-    args.use_vllm = args.use_vllm and not servers
-    try:
-        yield servers
-    finally:  # also after an error: the next attempt may use the same arguments
-        args.use_vllm = args.use_vllm or servers
-
-
 def install(trainer: Any) -> None:
-    """Give a trainer that was built in `without_client` a `VLLMPool` of the servers in its arguments.
+    """Give a trainer a `VLLMPool` of the servers in its arguments.
+
+    The trainer was built with `use_vllm=False`, because TRL's client for servers needs CUDA. If vLLM samples in the
+    trainer's process, TRL's own sampler stays, with the weight syncs of `ExactMerges`.
 
     Args:
         trainer: a `GRPOTrainer` whose `args` are a `DASHConfig`.
     """
     args = trainer.args
+    if args.vllm_mode == "colocate":
+        trainer.vllm_generation.__class__ = ExactMerges
+        return
     this: Any = weakref.proxy(trainer)
     host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     trainer.vllm_generation = VLLMPool(

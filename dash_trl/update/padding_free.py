@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -346,6 +348,7 @@ class ModelPasses:
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
         compiled: see the argument.
+        running: the inputs of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
     """
 
     def __init__(
@@ -361,31 +364,29 @@ class ModelPasses:
         router_losses: bool,
     ):
         self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
-        self.padded_because: str | None = None
-        if continuous_batching:
-            self.padded_because = "continuous batching brings its own attention"
-        elif noisy_embeddings:
-            self.padded_because = "NEFTune's noise depends on the length of a row"
-        elif virtual_tokens:
-            self.padded_because = "every sample has virtual tokens before it"
-        elif invoked_adapter:
-            self.padded_because = "an aLoRA adapter is active from its last invocation in a row on"
-        elif compiled and not self.flash:
-            self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows (leave it off)"
-        else:
-            self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
-        self.alone_because: str | None = None
-        if share_prompts is False:
-            self.alone_because = "share_prompts=False"
-        elif router_losses:
-            self.alone_because = "the router's loss counts every token of every row"
-        elif any(map(has_dropout, models)):
-            self.alone_because = "the model has dropout, which differs from row to row"
+        against_packing = {
+            "continuous batching brings its own attention": continuous_batching,
+            "NEFTune's noise depends on the length of a row": noisy_embeddings,
+            "every sample has virtual tokens before it": virtual_tokens,
+            "an aLoRA adapter is active from its last invocation in a row on": invoked_adapter,
+            "torch.compile would trace packed SDPA anew for each number of rows (leave it off)": compiled
+            and not self.flash,
+        }
+        against_sharing = {
+            "share_prompts=False": share_prompts is False,
+            "the router's loss counts every token of every row": router_losses,
+            "the model has dropout, which differs from row to row": any(map(has_dropout, models)),
+        }
+        reasons = chain((why for why, holds in against_packing.items() if holds), map(enable_padding_free, models))
+        self.padded_because: str | None = next(filter(None, reasons), None)
+        self.alone_because: str | None = next((why for why, holds in against_sharing.items() if holds), None)
         self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
-        self._layout: PackedLayout | None = None  # layout of the running pass; `None`: it is built from the mask
+        # With virtual tokens, PEFT ignores position ids.
+        self._has_positions = not virtual_tokens and "position_ids" in signature(models[0].forward).parameters
+        self.running: dict[str, Any] | None = None
         self._hook: Any = None
 
     @property
@@ -507,23 +508,41 @@ class ModelPasses:
         """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with self.laid_out(inputs):
+        with self.running_with(inputs):
             return log_probs(model, ids, mask, inputs["completion_ids"].shape[1], **kwargs)
 
     @contextmanager
-    def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Context manager: within its `with` block, `log_probs` uses the layout of `inputs`.
+    def running_with(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Context manager: within its `with` block, `running` is `inputs`, and `log_probs` uses the layout of `inputs`.
 
-        TRL calls `log_probs` with the ids and the mask only, so the layout cannot be an argument.
+        TRL calls `log_probs` with the ids and the mask only, so the inputs cannot be an argument.
 
         Args:
             inputs: the inputs of a pass.
         """
-        self._layout = inputs["layout"]
+        self.running = inputs
         try:
             yield
         finally:
-            self._layout = None
+            self.running = None
+
+    def padded(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
+        """Return TRL's method for log-probs with position ids, so that padding before a prompt shifts no position.
+
+        Without position ids, models with learned positions (GPT-2) count the padding, too.
+
+        Args:
+            log_probs: TRL's method.
+        """
+
+        def run(model: Any, *batch: Any, **kwargs: Any) -> tuple:
+            def placed(*, attention_mask: Tensor, **others: Any) -> Any:
+                positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+                return model(attention_mask=attention_mask, position_ids=positions, **others)
+
+            return log_probs(placed, *batch, **kwargs)
+
+        return run if self._has_positions else log_probs
 
     def log_probs(
         self,
@@ -534,12 +553,12 @@ class ModelPasses:
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Compute log-probs by one pass: a packed pass if passes are padding-free, otherwise a pass of TRL's method.
+        """Compute log-probs by one pass: a packed pass if passes are padding-free, otherwise a padded pass.
 
         A padded pass runs only the rows that have a token, so it computes padding, but no dummy row without tokens.
 
         Args:
-            padded: TRL's method for log-probs.
+            padded: the result of `self.padded`.
             model: as in TRL's method.
             input_ids: as in TRL's method.
             attention_mask: as in TRL's method.
@@ -549,9 +568,10 @@ class ModelPasses:
             As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
         """
         batch = input_ids, attention_mask, logits_to_keep
+        layout = None if self.running is None else self.running["layout"]  # None: it is built from the mask
         if self.padding_free:
-            return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)
-        layout = self._layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
+            return packed_log_probs(model, *batch, flash=self.flash, layout=layout, **kwargs)
+        layout = layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
         real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (

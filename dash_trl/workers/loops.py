@@ -134,7 +134,11 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._waiting, self._served, self._places = deque[Call](), dict[Call, asyncio.Task[None]](), self._count
+                self._waiting, self._served, self._places = (
+                    deque[Call](),
+                    dict[Future[Any], asyncio.Task[None]](),
+                    self._count,
+                )
                 self._next_start = 0.0
                 self._loop.run(self._open())
             self._calls.update(calls)
@@ -158,7 +162,7 @@ class Backend:
             if call.cancelled():
                 loop.call_soon_threadsafe(give_up, call)
 
-        def give_up(call: Call) -> None:
+        def give_up(call: Future[Any]) -> None:
             if call in self._served:
                 self._served[call].cancel()
 
