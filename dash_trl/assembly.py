@@ -380,7 +380,8 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
         trainer.reward_func_names,
         num_generations=trainer.num_generations,
         group_size=group_size,
-        early=looks_ahead(trainer) and not overridden,
+        in_background=not overridden,
+        early=looks_ahead(trainer),
         calculate=trainer._calculate_rewards,
         groups_of_step=lambda: trainer._micro_steps.groups_of_step(trainer._step),
     )

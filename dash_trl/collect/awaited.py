@@ -135,12 +135,16 @@ class Rewards:
         names: the names of the reward functions.
         num_generations: number of rows of a group in training.
         group_size: function that returns the group size in the current mode: training or evaluation.
-        early: True = start the functions on rows as soon as the rows are sampled, if every function scores each
-            completion by itself. Otherwise `early` has no effect. Rewards of environments do not count here, because
-            they are known when a row ends.
+        in_background: True = start the functions when all rows of a generation batch are sampled, before the rewards
+            are awaited, if every function scores each completion by itself. Otherwise, `in_background` and `early` have
+            no effect. Rewards of environments do not count here, because they are known when a row ends.
+        early: True = start the functions on rows as soon as these rows are sampled.
         calculate: the trainer's `_calculate_rewards`. It takes this rank's rows and returns [N, F].
         groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
             from the window.
+
+    Attributes:
+        run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class Rewards:
         *,
         num_generations: int,
         group_size: Callable[[], int],
+        in_background: bool,
         early: bool,
         calculate: Callable[..., Tensor],
         groups_of_step: Callable[[], int],
@@ -161,15 +166,16 @@ class Rewards:
         runners = [func for func in functions if isinstance(func, RunnerReward)]
         self.team = RewardTeam(runners, ranks.count, group_size)
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
-        wanted = early and bool(others) and all(map(scores_alone, others))
-        self.early = EarlyRewards(self.team, num_generations, wanted=wanted)
+        self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
+        self.early = EarlyRewards(self.team, num_generations, wanted=early and self.run_in_background)
         self._failures = FailureWatch(functions, names)
 
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
         """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
-        if the rewards are awaited by group, and otherwise when the caller iterates over `Awaited.parts`.
+        if the rewards are awaited by group or `run_in_background` is True, and otherwise when the caller iterates over
+        `Awaited.parts`.
 
         Args:
             window: number of the generation batch; see `Prompts.number`.
@@ -178,7 +184,7 @@ class Rewards:
         """
         arguments = batch.examples, batch.prompts, batch.completions, batch.completion_ids
         request = self.early.claim(window)
-        if request is None and by_group:
+        if request is None and (by_group or self.run_in_background):
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
