@@ -153,10 +153,10 @@ def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    This estimator keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on
-    other rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the
-    group, or the floor if the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives
-    groups with a small σ more weight.
+    This estimator keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on other rows only, so it
+    leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the group, or the floor if
+    the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives groups with a small σ more
+    weight.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
