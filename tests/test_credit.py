@@ -24,8 +24,8 @@ from tests.test_tensor_arguments import refusal
 
 CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
 AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
-# The defaults divide by the spread alone, as the posts do.
-POSTS = {"outcome": 1.0, "process": 1.0, "floor": 0.0, "gamma": 1.0, "lambda": 0.95}
+# The defaults. Their floor is far below the spread of U here, which is that of the posts.
+POSTS = {"outcome": 1.0, "process": 1.0, "floor": 1e-4, "gamma": 1.0, "lambda": 0.95}
 
 
 def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, gone: float = math.nan) -> list[dict]:

@@ -232,7 +232,7 @@ def test_values_do_not_wait_for_rewards(in_process, tiny_model, tmp_path):
             begun.set()
             return super().__call__(requests, trainer)
 
-    def waits(completion_ids):
+    def waits(completion, completion_ids):
         return float(begun.wait(timeout=20) and completion_ids[0] % 2)
 
     with RewardRunner(waits) as runner:
