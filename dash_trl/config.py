@@ -76,7 +76,7 @@ class DASHConfig(GRPOConfig):
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`. The other estimators do not use these two options: `"rloo"`,
-            `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"` (see
+            `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"` (see
             `dash_trl.update.advantages`).
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
@@ -156,8 +156,8 @@ class DASHConfig(GRPOConfig):
         default="grpo",
         metadata={
             "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-            "'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk', or one of your own "
-            "in `dash_trl.update.ESTIMATORS`."
+            "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk', or "
+            "one of your own in `dash_trl.update.ESTIMATORS`."
         },
     )
     loss_type: str = field(

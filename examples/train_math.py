@@ -254,7 +254,7 @@ def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool
     Args:
         task: the task.
         args: training arguments.
-        tokenizer: if it has a chat template, prompts are messages.
+        tokenizer: if it has a chat template, prompts are messages, unless `plain_prompts` is True.
         completion: True = add a column `completion` with human solutions.
     """
     script = task.script

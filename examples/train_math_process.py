@@ -40,8 +40,12 @@ class ProcessArguments:
             "Default: V is the probability of the known answer."
         },
     )
-    estimator: str = field(default="centered_return", metadata={"help": "See docs/concepts/credit.md."})
+    estimator: str = field(default="grpo_process", metadata={"help": "See docs/concepts/credit.md."})
     process_weight: float = field(default=1.0, metadata={"help": "Weight of the process part of the advantage."})
+    skip_silent: bool = field(
+        default=True,
+        metadata={"help": "No process rewards for groups whose outcome advantages are all 0, so V alone never trains."},
+    )
     value_space: str = field(
         default="log", metadata={"choices": ["log", "probability"], "help": "Unit of V of the known answer."}
     )
@@ -57,7 +61,6 @@ class ProcessArguments:
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
     toy = script.is_toy  # a toy solution has one step per line, and its answer follows "The answer is "
-    force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:
         model = ProcessRewardModel(own.value_model)
@@ -65,17 +68,21 @@ def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[Process
         def lowest_so_far(prompts: list[str], steps: list[list[str]], **columns: Any) -> list[list[float]]:
             return [[*accumulate(scores, min)] for scores in model(prompts, steps, **columns)]
 
-        # gae needs V in the unit of the outcome
-        value = StepValue(lowest_so_far, rewards=False) if own.estimator == "gae" else StepValue(model)
+        # these two need V in the unit of the outcome
+        value = StepValue(lowest_so_far, rewards=False) if own.estimator in ("gae", "vineppo") else StepValue(model)
     else:
-        value = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if toy else "")
+        value = AnswerLogProbValue(
+            own.force_prompt or ("The answer is " if toy else None),
+            space=own.value_space,
+            closing="<|im_end|>" if toy else "",
+        )
     return [
         ProcessRewardCallback(
             value,
             estimator=own.estimator,
             settings=CreditSettings(process_weight=own.process_weight),
             markers=line_starts if toy else EPISODE_MARKERS,
-            min_episode_tokens=1 if toy else 16,
+            skip_silent=own.skip_silent,
         )
     ]
 

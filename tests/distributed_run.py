@@ -601,7 +601,10 @@ ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "decoding": (DASHTrainer, {"prepare": decoding}, OF_RANK_1),
     "markers": (
         DASHTrainer,
-        {"callbacks": [ProcessRewardCallback(markers=lambda text: None if RANK == 1 and "2 + 2" not in text else [0])]},
+        {
+            "callbacks": [ProcessRewardCallback(MonteCarloValue(1), markers=lambda text: None if RANK else [0])],
+            "reward": ScriptedReward(constant=0.0),
+        },
         "TypeError: 'NoneType'",
     ),
 }

@@ -30,7 +30,7 @@ def deviation(values):
 
 def credit(estimator, batch, s):
     """Computes credit by one of the estimators below; a row that is not valued gets its weighted outcome advantage."""
-    weight = 1.0 if estimator in (gae, grpo) else s["outcome"]  # those two have no weights
+    weight = 1.0 if estimator in (gae, vineppo, grpo) else s["outcome"]  # those have no weights
     return [
         values if row["valued"] else [weight * row["advantage"]] * row["length"]
         for row, values in zip(flat(batch), estimator(batch, s), strict=True)
@@ -64,20 +64,6 @@ def centered_return(batch, s):
             for t, value in enumerate(to_go(token_rewards(row))):
                 centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
             results.append(with_outcome(row, [value / divisor for value in centred], s))
-    return results
-
-
-def episode(batch, s):
-    results = []
-    for group in batch:
-        divisor = max(math.sqrt(mean([u * u for u in pooled(group)])), s["floor"])
-        for row in group:
-            process = [0.0] * row["length"]
-            start = 0
-            for last, utility in row["utilities"]:
-                process[start : last + 1] = [utility / divisor] * (last + 1 - start)
-                start = last + 1
-            results.append(with_outcome(row, process, s))
     return results
 
 
@@ -135,38 +121,36 @@ def prime_rloo(batch, s):
     return whitened(rows, batch)
 
 
-def rloo(batch, s):
-    results = []
-    for group in batch:
-        for row in group:
-            others = [sum(combined(other, s)) for other in group if other is not row and other["valued"]]
-            results.append([sum(combined(row, s)) - mean(others)] * row["length"])
-    return results
-
-
 def discounted(rewards, discount):
     return [sum(discount ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
 
 
+def reinforce(batch, s):
+    return [discounted(combined(row, s), s["gamma"]) for row in flat(batch)]
+
+
 def reinforce_plus_plus(batch, s):
-    return whitened([discounted(combined(row, s), s["gamma"]) for row in flat(batch)], batch)
+    return whitened(reinforce(batch, s), batch)
 
 
 def gae(batch, s):
-    """Episode by episode, the final answer as the last one; all tokens of an episode have its advantage."""
+    """Token by token, with the outcome as the reward of the last one."""
     results = []
     for row in flat(batch):
-        starts = [0, *(last + 1 for last, _ in row["utilities"] if last + 1 < row["length"])]
-        values = [row["values"][start] for start in starts] if row["length"] else []
-        steps = [0.0] * len(values)
-        for k in reversed(range(len(values))):
-            if k == len(values) - 1:
-                steps[k] = row["outcome"] - values[k]
-            else:
-                steps[k] = s["gamma"] * values[k + 1] - values[k] + s["gamma"] * s["lambda"] * steps[k + 1]
-        ends = [*starts[1:], row["length"]]
-        results.append([steps[k] for k, end in enumerate(ends[: len(steps)]) for _ in range(starts[k], end)])
+        values, rewards = [*row["values"], 0.0], combined(row, {"outcome": 1.0, "process": 0.0})
+        errors = [reward + s["gamma"] * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+        results.append(discounted(errors, s["gamma"] * s["lambda"]))
     return results
+
+
+def vineppo(batch, s):
+    """V where the token's episode ends, minus V where it begins. After the final answer comes the outcome."""
+
+    def after(row, t):
+        end = min([last for last, _ in row["utilities"] if last >= t], default=row["length"] - 1) + 1
+        return row["values"][end] if end < row["length"] else row["outcome"]
+
+    return [[after(row, t) - row["values"][t] for t in range(row["length"])] for row in flat(batch)]
 
 
 def figures(rows):

@@ -83,10 +83,15 @@ def grpo_passk(groups, lengths):
     return each_row(groups, advantage)
 
 
+def single_path(groups, lengths):
+    known = [r for group in groups for r in group if r is not None]
+    return each_row(groups, lambda group, i: group[i] - mean(known))
+
+
 def reinforce_plus_plus(groups, lengths):
     known = [r for group in groups for r in group if r is not None]
     scale = std(known) + EPSILON if len(known) > 1 else 1.0
-    return each_row(groups, lambda group, i: (group[i] - mean(known)) / scale)
+    return each_row(single_path(groups, lengths), lambda group, i: group[i] / scale)
 
 
 def reinforce_plus_plus_baseline(groups, lengths):

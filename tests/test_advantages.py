@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHTrainer
 from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
+from tests.test_process_rewards import Seen
 from tests.tiny import run
 
 SCALES = ["group", "batch", "none"]
@@ -77,6 +78,7 @@ def test_a_device_without_float64(advantages):
 
 NAN = float("nan")
 NAMES = [name for name, estimator in ESTIMATORS.items() if estimator.outcome]
+OF_ALL_ROWS = ("single_path", "reinforce_plus_plus")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,7 +92,7 @@ def test_named_estimators_are_their_definitions(name):
         ours = outcome_advantages(name, to_tensor(rewards), torch.tensor(weights), size, **options).tolist()
         for found, group, total in zip(in_groups(ours, size), expected, totals, strict=True):
             assert found == pytest.approx([a or 0.0 for a in group], abs=1e-5), (seed, count, size)
-            if name != "reinforce_plus_plus" and len(set(total) - {None}) <= 1:
+            if name not in OF_ALL_ROWS and len(set(total) - {None}) <= 1:
                 assert not any(found), "not even rounding is left of a constant group"
 
 
@@ -102,21 +104,14 @@ def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) 
 
 
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES + NAMES))
-def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(values, name):
+def test_a_constant_group_has_a_signal_if_the_baseline_is_the_mean_of_all_rows(values, name):
     """Equal totals of different float32 parts: TRL divides their rounding errors by 1e-4."""
     size, weights = len(values), torch.ones(2)
     rewards = torch.tensor([[value, 1.0 - value] for value in values])  # the sums differ by rounding only
     both = by_name(name, torch.cat([rewards, torch.randn(size, 2)]), weights, size)
     assert both.dtype == torch.float32 and both[size:].any()
-    assert both[:size].any() == (name == "reinforce_plus_plus")
+    assert both[:size].any() == (name in OF_ALL_ROWS)
     assert not by_name(name, rewards, weights, size).any()
-
-
-class Seen(DASHCallback):
-    """The rollouts of the last window."""
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        self.rollouts = rollouts
 
 
 def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):

@@ -110,7 +110,7 @@ def test_a_broken_field_names_the_callback():
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
     said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_group.* Train with dash_trl.DASHTr"
     with pytest.raises(ValueError, match=said):
-        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[ProcessRewardCallback()])
+        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[ProcessRewardCallback(lambda requests, trainer: [])])
 
 
 def test_rollout_events_of_a_plain_callback():

@@ -111,7 +111,7 @@ def keys_of_table_7(path: Path) -> dict[str, Any]:
         "steps_per_generation": 1 if method == "grpo" else sampled,
         # What the table does not say.
         "loss_type": "dr_grpo",
-        "scale_rewards": "group",
+        "scale_rewards": "none",
         "filter_denominator": "all",
         "vllm_importance_sampling_correction": False,
     }

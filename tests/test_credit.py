@@ -1,9 +1,10 @@
-"""Credit: every estimator against loops and floats, the posts' own numbers, and the laws of the default."""
+"""Credit: every estimator against loops and floats, also with the posts' own scale."""
 
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from itertools import product
 from threading import Barrier
 
 import pytest
@@ -23,9 +24,11 @@ from tests.test_tensor_arguments import refusal
 
 CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
 AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
+# The defaults. Their floor is far below the spread of U here, which is that of the posts.
+POSTS = {"outcome": 1.0, "process": 1.0, "floor": 1e-4, "gamma": 1.0, "lambda": 0.95}
 
 
-def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0) -> list[dict]:
+def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, gone: float = math.nan) -> list[dict]:
     """Rows with random episodes; values may be missing; rows may be empty (masked), unscored or without an episode."""
     generator = random.Random(seed)
     rows = []
@@ -34,7 +37,7 @@ def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0
         # Nothing comes after the last boundary of some rows.
         inner = sorted(generator.sample(range(1, length + 1), generator.randint(0, length - 1))) if length > 1 else []
         boundaries = [0, *inner]
-        values = [math.nan if generator.random() < missing else scale * generator.random() for _ in boundaries]
+        values = [gone if generator.random() < missing else scale * generator.random() for _ in boundaries]
         outcome = generator.choice([0.0, 1.0, math.nan])
         rows.append({"length": length, "boundaries": boundaries, "values": values, "outcome": outcome})
     return rows
@@ -72,8 +75,8 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     plain = []
     for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
         at, values = row["boundaries"], row["values"]
-        known = [(b, v) for b, v in zip(at, values, strict=True) if not math.isnan(v)]
-        complete = not math.isnan(values[0]) and not math.isnan(values[-1]) and row["length"] > 0
+        known = [(b, v) for b, v in zip(at, values, strict=True) if math.isfinite(v)]
+        complete = math.isfinite(values[0]) and math.isfinite(values[-1]) and row["length"] > 0
         valued = complete and not math.isnan(row["outcome"])
         utilities = [(b - 1, v - known[i][1]) for i, (b, v) in enumerate(known[1:])] if complete else []
         per_token = [max(((b, v) for b, v in known if b <= t), default=(0, 0.0))[1] for t in range(row["length"])]
@@ -91,11 +94,16 @@ CREDIT = [name for name, estimator in ESTIMATORS.items() if estimator.credit]
 
 @pytest.mark.parametrize("name", CREDIT)
 def test_estimators_are_their_definitions(name):
-    for seed, group_size, groups in [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)]:
-        rows = make_rows(seed, group_size * groups)
+    """With V of about 1 and, with the defaults, with the U of about 0.03 of the post."""
+    shapes, ways = (
+        [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)],
+        [(CHOSEN, AS_FLOATS, 1.0, math.nan), (CreditSettings(), POSTS, 0.1, -math.inf)],
+    )
+    for (seed, group_size, groups), (settings, plain, scale, gone) in product(shapes, ways):
+        rows = make_rows(seed, group_size * groups, scale=scale, gone=gone)
         rewards = as_rewards(rows, group_size)
-        credit = ESTIMATORS[name](rewards, CHOSEN)
-        expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), AS_FLOATS)
+        credit = ESTIMATORS[name](rewards, settings)
+        expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), plain)
         for i, floats in enumerate(expected):
             case = (seed, group_size, i, rows[i])
             assert credit[i, : len(floats)].tolist() == pytest.approx(floats, abs=1e-9), case
@@ -175,12 +183,3 @@ def test_credit_and_figures_are_their_definitions_over_the_rows_of_all_ranks(nam
         assert found.keys() == expected.keys()
         for figure, mean_and_std in found.items():
             assert mean_and_std == pytest.approx(expected[figure], abs=1e-12, nan_ok=True), figure
-
-
-def test_an_infinite_value_is_a_missing_one():
-    table = torch.tensor([[0, 3, 9]]), torch.tensor([[0.1, 0.3, -math.inf]]).double(), torch.tensor([12])
-    process, ends, values, valued = place_rewards(*table, 12)
-    assert not any(one.any() for one in (process, ends, values, valued))
-
-
-# ---------------------------------------------------------------------------------------------------- the laws

@@ -109,6 +109,7 @@ def test_episodes_as_text():
             ["one two three.", "four five six.", "seven eight", ""],
         ),
         ("a\nb\nc", {"markers": line_starts}, ["a", "b", "c", ""]),
+        ("Waiting, Nowadays. Wait, so So we", {}, ["Waiting, Nowadays.", "Wait, so", "So we", ""]),
         ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b", ""]),
         ("", {}, [""]),
         ("", {"end": False}, [""]),
@@ -203,12 +204,6 @@ def test_each_episode_has_a_token_of_the_policy_s(turns, shortest):
     begins = [at for at, is_own in enumerate(own) if is_own and not (at and own[at - 1])]
     assert boundaries == sorted(set(boundaries)) and set(begins[1:]) <= set(boundaries)
     assert boundaries[0] == 0 and all(own[at] for at in boundaries[1:] if at < len(own))
-
-
-def test_short_episodes_are_merged():
-    assert len(cut("Wait So Wait So Wait So add. add. add.", min_episode_tokens=8)[0]) < len(
-        cut("Wait So Wait So Wait So add. add. add.")[0]
-    )
 
 
 def test_impossible_settings_are_refused():

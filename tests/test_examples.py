@@ -130,7 +130,8 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     (step,) = steps(Path("run"))
     assert 0 < step["rewards/compute_score/mean"] < 3 and Path("run", "adapter_config.json").exists()
     main("train_math", "--config", "run.yaml", "--max_steps", 2, "--resume_from_checkpoint", "true")
-    assert Path("run", "checkpoint-2").exists()
+    texts = MathArguments(dataset_name="own.jsonl", plain_prompts=True).problems(chat=True, split="train")["prompt"]
+    assert Path("run", "checkpoint-2").exists() and {type(text) for text in texts} == {str}
 
 
 def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards, tmp_path, monkeypatch):
@@ -151,8 +152,8 @@ def process_callback(*arguments: str) -> object:
 def test_a_process_reward_model_and_a_weight_by_flags(toy, tmp_path):
     """The model is trained on a few solutions, and read at the end of each step."""
     train_prm.main(["--output_dir", str(tmp_path), "--problems", "32", "--epochs", "1"])
-    for estimator, rewards in (("episode", True), ("gae", False)):
-        weight = () if estimator == "gae" else ("--process_weight", "0.5")
+    for estimator, rewards in (("grpo_process", True), ("gae", False), ("vineppo", False)):
+        weight = () if not rewards else ("--process_weight", "0.5")
         callback = process_callback("--value_model", str(tmp_path), "--estimator", estimator, *weight)
         assert isinstance(callback.value, StepValue) and callback.value.rewards == rewards
         assert callback.estimator == estimator and callback.settings.process_weight == (0.5 if weight else 1.0)

@@ -249,8 +249,9 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
             return [math.nan if len(ids) == 7 else float(len(ids) % 2) for ids in completion_ids]
 
     seen = []
-    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_solved": False}
-    for callbacks in ([], [ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)]):
+    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_silent": False}
+    every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", solved_reward=math.inf, **episodes)
+    for callbacks in ([], [every]):
         own = {"reward": Talking(), "callbacks": callbacks, "dataset": prompts(64).remove_columns("answer")}
         trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, max_completion_length=LONGEST, **own)
         other = ("process/", "advantage/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/")

@@ -204,7 +204,6 @@ def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
 @pytest.mark.parametrize("estimator", ["centered_return", "grpo_process"])
 def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path):
     """Update, figures and the table's rows, though the groups come one after the other."""
-    assert ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="episode").per_group
     ends, lines, tables, logged = [], [], [], {"log_completions": True, "num_completions_to_print": 0}
     for pipe in (False, True):
         episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}

@@ -1,7 +1,9 @@
 """`ProcessRewardCallback` in real training runs: values, credit, figures, checks, mistakes."""
 
+import inspect
 import math
 import re
+import threading
 import time
 from decimal import Decimal
 
@@ -13,7 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner
 from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
@@ -40,8 +42,8 @@ def every_third(text: str) -> range:
 
 
 def callback(**arguments) -> ProcessRewardCallback:
-    value = arguments.pop("value", None) or AnswerLogProbValue(" = ")
-    return ProcessRewardCallback(value, markers=every_third, min_episode_tokens=2, max_episode_tokens=8, **arguments)
+    given = {"value": AnswerLogProbValue(" = "), "skip_silent": False, **arguments}
+    return ProcessRewardCallback(markers=every_third, min_episode_tokens=2, max_episode_tokens=8, **given)
 
 
 class Seen(DASHCallback):
@@ -175,21 +177,23 @@ def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatc
 
 
 # Rewards of the two rows of a group by three functions with the weights 1, 0.1 and -0.5; None = the function does not
-# apply. And which rows are not valued: by default, with solved_reward=1, and with skip_solved=False.
+# apply. And which rows are not valued: by default, with skip_silent=False, and then with solved_reward 1 and infinite.
 GROUPS = [
-    ([[1.0, 1.0, 0.0]] * 2, [1, 1], [1, 1], [0, 0]),  # all is right
-    ([[1.0, 0.0, 0.0]] * 2, [0, 0], [1, 1], [0, 0]),  # all but the form
-    ([[0.0, 1.0, 0.0]] * 2, [0, 0], [0, 0], [0, 0]),  # the form alone
-    ([[1.0, None, None]] * 2, [1, 1], [1, 1], [0, 0]),  # as in a run on mathematics and programs,
-    ([[None, 1.0, None]] * 2, [1, 1], [0, 0], [0, 0]),  # each with a function of its own
-    ([[1.0, 1.0, 0.0], [1.0, NAN, 0.0]], [0, 1], [0, 1], [0, 1]),  # the second row is unscored
-    ([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [0, 0], [0, 0], [0, 0]),
-    ([[0.0, 0.0, 1.0]] * 2, [0, 0], [0, 0], [0, 0]),  # equal, and below 0
+    ([[1.0, 1.0, 0.0]] * 2, [1, 1], [1, 1], [1, 1], [0, 0]),  # all is right
+    ([[1.0, 0.0, 0.0]] * 2, [1, 1], [0, 0], [1, 1], [0, 0]),  # all but the form
+    ([[0.0, 1.0, 0.0]] * 2, [1, 1], [0, 0], [0, 0], [0, 0]),  # the form alone
+    ([[1.0, None, None]] * 2, [1, 1], [1, 1], [1, 1], [0, 0]),  # as in a run on mathematics and programs,
+    ([[None, 1.0, None]] * 2, [1, 1], [1, 1], [0, 0], [0, 0]),  # each with a function of its own
+    ([[1.0, 1.0, 0.0], [1.0, NAN, 0.0]], [1, 1], [0, 1], [0, 1], [0, 1]),  # the second row is unscored
+    ([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], [0, 0], [0, 0], [0, 0], [0, 0]),
+    ([[0.0, 0.0, 1.0]] * 2, [1, 1], [0, 0], [0, 0], [0, 0]),  # equal, and below 0
 ]
 
 
 @pytest.mark.parametrize(
-    ("way", "arguments"), enumerate([{}, {"solved_reward": 1.0}, {"skip_solved": False}]), ids=["all", "1", "none"]
+    ("way", "arguments"),
+    enumerate([{}, *({"skip_silent": False, "solved_reward": one} for one in (None, 1.0, math.inf))]),
+    ids=["default", "all", "1", "none"],
 )
 def test_rows_that_are_not_valued(way, arguments, tiny_model, tmp_path):
     def rewarded(number):
@@ -207,25 +211,49 @@ def test_rows_that_are_not_valued(way, arguments, tiny_model, tmp_path):
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
 
-def test_the_floor_of_the_scale_has_the_unit_of_v():
-    for space, floor in (("log", 0.1), ("probability", 0.01)):
-        value = AnswerLogProbValue(" = ", space=space)
-        assert callback(value=value).settings.scale_floor == floor
-        assert callback(value=value, settings=CreditSettings(scale_floor=0.5)).settings.scale_floor == 0.5
+def test_equal_outcomes_of_a_group_may_count_against_other_groups(tiny_model, tmp_path):
+    for estimator, valued in (("rloo", False), ("single_path", True)):
+        process = ProcessRewardCallback(Boundaries())
+        settings = {"reward": lambda prompts, **_: 8 * [1.0] + 8 * [0.0], "advantage_estimator": estimator}
+        train(tiny_model, tmp_path / estimator, process, **settings)
+        assert any(request.boundaries for request in process.value.requests) == valued, estimator
 
 
-def test_solved_groups_are_valued_where_their_own_outcomes_are_not_the_baseline(tiny_model, tmp_path):
-    """With V = 0.5, gae pays a right row 0.5 whether its group is solved or not. As the trainer's estimator, too."""
-    assert {name for name, one in ESTIMATORS.items() if not one.group_baseline} == {"gae", "reinforce_plus_plus"}
-    for name, estimator, valued in (
-        ("centered_return", "rloo", False),
-        ("centered_return", "reinforce_plus_plus", True),
-        ("gae", "rloo", True),
+def test_v_alone_drives_a_step_only_if_asked_for(tiny_model, tmp_path, caplog):
+    for skips in (True, False):
+        _, rollouts = train(tiny_model, tmp_path / str(skips), callback(skip_silent=skips))
+        assert rollouts.advantages.any() == ("V alone drives this step" in said(caplog)) == (not skips)
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["generate", "rollout_func"])
+def test_values_do_not_wait_for_rewards(in_process, tiny_model, tmp_path):
+    """Each reward waits until V has begun."""
+    begun = threading.Event()
+
+    class Noted(AnswerLogProbValue):
+        def __call__(self, requests, trainer):
+            begun.set()
+            return super().__call__(requests, trainer)
+
+    def waits(completion, completion_ids):
+        return float(begun.wait(timeout=20) and completion_ids[0] % 2)
+
+    with RewardRunner(waits) as runner:
+        _, rollouts = train(tiny_model, tmp_path, callback(value=Noted(" = ")), reward=runner, in_process=in_process)
+    assert rollouts.rewards.any()
+
+
+def test_the_defaults_are_those_of_the_post():
+    markers = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
+    episodes = {"markers": markers, "max_episode_tokens": 256, "min_episode_tokens": 1}
+    for part, expected in (
+        (ProcessRewardCallback, {"estimator": "grpo_process", "skip_silent": True, **episodes}),
+        (Segmenter, episodes),
+        (CreditSettings, {"outcome_weight": 1, "process_weight": 1, "scale_floor": 1e-4, "gamma": 1, "lam": 0.95}),
+        (AnswerLogProbValue, {"space": "log", "closing": ""}),
     ):
-        process = ProcessRewardCallback(Boundaries(), estimator=name)
-        settings = {"reward": lambda prompts, **_: [1.0] * len(prompts), "advantage_estimator": estimator}
-        train(tiny_model, tmp_path / f"{name} {estimator}", process, **settings)
-        assert any(request.boundaries for request in process.value.requests) == valued, (name, estimator)
+        defaults = inspect.signature(part).parameters
+        assert {name: defaults[name].default for name in expected} == expected, part
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
@@ -242,16 +270,19 @@ MISTAKES = [
     # the estimator
     (
         dict(estimator="ppo"),
-        r"'ppo' is unknown. Use one of 'grpo', 'rloo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
+        r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
     ),
     (dict(estimator="opo"), "'opo' is unknown"),  # for outcomes only
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .* is unknown"),
-    (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
+    *(
+        (dict(estimator=name), rf"'{name}' compares .* pass value=AnswerLogProbValue\(space='probability'\)")
+        for name in ("gae", "vineppo")
+    ),
     (dict(estimator="gae", value=lambda requests, trainer: []), "needs the attribute space = 'probability'"),
     # the settings
     (
         dict(settings=CreditSettings(lam=0.5)),
-        "lam=0.5 does nothing with .*centered_return'.* outcome_weight, process_w",
+        "lam=0.5 does nothing with .*grpo_process'.* outcome_weight, process_w",
     ),
     (dict(settings=CreditSettings(outcome_weight=2.0), estimator="grpo"), "outcome_weight=2.0 .* settings are none"),
 ]
@@ -282,7 +313,8 @@ RIGHT = [
 
 
 def test_mistakes_are_said_at_once():
-    for part, arguments, message in [(ProcessRewardCallback, *mistake) for mistake in MISTAKES] + OF_PARTS:
+    mistakes = [(ProcessRewardCallback, {"value": AnswerLogProbValue(), **given}, said) for given, said in MISTAKES]
+    for part, arguments, message in mistakes + OF_PARTS:
         assert re.search(message, refusal(part, **arguments)), (part, arguments)
     for part, given, arguments in RIGHT:
         assert not refusal(part, *given, **arguments), (part, arguments)

@@ -29,8 +29,8 @@ def request(tokenizer, prompt: str, *steps: str, **example) -> ValueRequest:
 
 def test_sums_of_scores_have_not_the_unit_of_the_outcome():
     """With them, gae would take from a right completion what its good steps have earned."""
-    for rewards in (True, False):
-        said = refusal(ProcessRewardCallback, StepValue(lambda **given: [], rewards=rewards), estimator="gae")
+    for rewards, name in ((True, "gae"), (True, "vineppo"), (False, "gae"), (False, "vineppo")):
+        said = refusal(ProcessRewardCallback, StepValue(lambda **given: [], rewards=rewards), estimator=name)
         assert ("unit" in said) == rewards and bool(said) == rewards
 
 

@@ -71,6 +71,10 @@ class Task:
         default=None,
         metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
     )
+    plain_prompts: bool = field(
+        default=False,
+        metadata={"help": "Prompts are texts also if the tokenizer has a chat template: for base models."},
+    )
     problem_column: str | None = field(
         default=None, metadata={"help": "The column with the problems, if it has another name than in those datasets."}
     )
@@ -102,8 +106,8 @@ class Task:
         """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
 
         Args:
-            chat: True = make each prompt a conversation, for a tokenizer with a chat template. The prompts of toy
-                problems are always conversations.
+            chat: True = make each prompt a conversation, for a tokenizer with a chat template, unless `plain_prompts`
+                is True. The prompts of toy problems are always conversations.
             split: a split, or a part of it, such as "train[:100]". None: `dataset_test_split`.
             completion: True = add a column with solutions, for supervised fine-tuning.
         """
@@ -111,15 +115,14 @@ class Task:
         if self.is_toy:
             splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
             return select_split(splits, split, TOY)
-        load: Callable[..., Dataset] = load_code_dataset
-        if not self.has_tests:
-            load = partial(load_math_dataset, answer_column=self.answer_column)
+        of_math = partial(load_math_dataset, answer_column=self.answer_column)
+        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else of_math
         return load(
             str(self.dataset_name),
             config=self.dataset_config,
             split=split,
             prompt_template=self.prompt_template,
-            chat=chat,
+            chat=chat and not self.plain_prompts,
             completion=completion,
             problem_column=self.problem_column,
         )

@@ -20,11 +20,11 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback, SampledGroup
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards.credit import FLOORS, CreditSettings, Rewards, check_settings, place_rewards
+from dash_trl.process_rewards.credit import CreditSettings, Rewards, check_settings, place_rewards
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
-from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest, checked_values
-from dash_trl.rollout import CreditedRollouts, joined
+from dash_trl.process_rewards.values import ValueEstimator, ValueRequest, checked_values
+from dash_trl.rollout import CreditedRollouts, RolloutBatch, joined
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
 ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
@@ -44,7 +44,7 @@ class _Part:
         credit: [R, T], the advantages that the credit estimator returned.
         boundaries: [R, K] int, padded with −1.
         values: [R, K], V at each boundary; NaN = missing or not needed.
-        skipped: [R] bool, True = V is not needed, because the row is unscored, has no token, or its group is solved.
+        skipped: [R] bool, True = V is not needed, because the row is unscored or has no token, or by `skip_silent`.
     """
 
     rewards: Rewards
@@ -57,15 +57,15 @@ class _Part:
 class ProcessRewardCallback(DASHCallback):
     """Replaces the outcome advantages by one advantage per token, computed from the values of each row's prefixes::
 
-        trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
+        trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback(AnswerLogProbValue())])
 
-    Values are computed once per completion, after sampling and before the filter. So the policy can learn from a
-    problem that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter
-    keeps them.
+    Values are computed once per completion, after sampling and before the filter. If the reward functions run in a
+    `RewardRunner` and score one completion at a time, `AnswerLogProbValue` is computed while they run.
 
     Args:
-        value: the value estimator, which computes V(prefix). None = `AnswerLogProbValue()`.
-        estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`.
+        value: the value estimator, which computes V(prefix).
+        estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`. The default is the
+            estimator of "Training-Free Process Rewards for LLM RL".
         settings: the settings of the credit estimator. None = `CreditSettings()`.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
@@ -73,14 +73,14 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: see `Segmenter`.
         answer_column: name of the dataset column with the accepted answer, which is a text, a number or a list of
             these. The column is needed only if the value estimator needs answers.
-        skip_solved: True = compute no values for solved groups, whose rows then keep their outcome advantages. A group
-            is solved if all its completions have the same reward and this reward is at least `solved_reward`. None =
-            True if nothing is learned from such a group, by the credit estimator and the trainer's
-            `advantage_estimator` (`Estimator.group_baseline`). So pass False if your own `compute_advantages` has
-            another baseline than the group's rewards.
+        skip_silent: True = groups whose outcome advantages are all 0 get no process rewards, so V alone never drives a
+            step. False = only solved groups among them get none. So the policy can learn from a problem that no
+            completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its completions
+            are.
         solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
             for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
-            completion (their reward is not NaN). None is right if the highest reward of each function is 1.
+            completion (their reward is not NaN). None is right if the highest reward of each function is 1. With
+            `math.inf`, no group counts as solved.
     Raises:
         ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; when training begins,
             if an argument of `Segmenter` is wrong; during training, if the answer column is missing, or if an
@@ -89,26 +89,22 @@ class ProcessRewardCallback(DASHCallback):
 
     def __init__(
         self,
-        value: ValueEstimator | None = None,
+        value: ValueEstimator,
         *,
-        estimator: str = "centered_return",
+        estimator: str = "grpo_process",
         settings: CreditSettings | None = None,
         markers: Markers = EPISODE_MARKERS,
         max_episode_tokens: int = 256,
-        min_episode_tokens: int = 16,
+        min_episode_tokens: int = 1,
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
-        skip_solved: bool | None = None,
+        skip_silent: bool = True,
         solved_reward: float | None = None,
     ):
-        self.value = AnswerLogProbValue() if value is None else value
-        self.settings = CreditSettings() if settings is None else settings
+        self.value, self.settings = value, CreditSettings() if settings is None else settings
         self.estimator, self.per_group = estimator, registered(estimator, "credit", "estimator").per_group
         self._check_value()
         check_settings(estimator, self.settings)
-        if self.settings.scale_floor is None:
-            floor = FLOORS.get(getattr(self.value, "space", "log"), FLOORS["log"])
-            self.settings = replace(self.settings, scale_floor=floor)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.watches_groups = hasattr(self.value, "begin")
         self.segmentation: dict[str, Any] = {
@@ -117,7 +113,7 @@ class ProcessRewardCallback(DASHCallback):
             "min_episode_tokens": min_episode_tokens,
             "final_answer": final_answer,
         }
-        self.answer_column, self.solved_reward, self.skip_solved = answer_column, solved_reward, skip_solved
+        self.answer_column, self.solved_reward, self.skip_silent = answer_column, solved_reward, skip_silent
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
@@ -130,9 +126,9 @@ class ProcessRewardCallback(DASHCallback):
                 "StepValue(...) or another instance or function that takes (requests, trainer). The name of a credit "
                 "estimator goes into estimator='...', and a force prompt into AnswerLogProbValue('...')."
             )
-        if self.estimator == "gae" and getattr(self.value, "space", None) not in ("probability", "reward"):
+        if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):
             raise ValueError(
-                "estimator='gae' compares values with the outcome, so both must have the same unit: pass "
+                f"estimator={self.estimator!r} compares values with the outcome, so both must have the same unit: pass "
                 "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or StepValue(..., rewards=False). A "
                 "value estimator of your own needs the attribute space = 'probability' or 'reward'."
             )
@@ -143,12 +139,10 @@ class ProcessRewardCallback(DASHCallback):
         # The parts of the current window, until the window is whole. These lists are emptied here and not in __init__,
         # because a run that was interrupted within a window leaves parts in them.
         self._parts: list[_Part] = []
+        self._seconds = 0.0  # the time that values and credit of the current window take
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        names = self.estimator, args.advantage_estimator  # type: ignore[attr-defined]
-        from_group = all(ESTIMATORS[name].group_baseline for name in names)
-        self._skips = from_group if self.skip_solved is None else self.skip_solved
-        # `_key` of a request → the result of the value estimator's `begin` for this completion.
+        # `_key` of a request → its values, or the result of the value estimator's `begin`.
         self._begun: dict[tuple[Any, ...], Any] = {}
 
     def on_group_sampled(
@@ -156,7 +150,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         """Starts to compute the values of a group while other groups are sampled.
 
-        Rewards are not known yet, so the values of all groups are computed, including those of solved groups.
+        Rewards are not known yet, so the values of all groups are computed, whatever `skip_silent` says.
         """
         trainer, requests = kwargs["trainer"], {}
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
@@ -168,6 +162,16 @@ class ProcessRewardCallback(DASHCallback):
             requests[_key(request)] = request
         begun = self.value.begin(list(requests.values()), trainer, group.number)  # type: ignore[attr-defined]
         self._begun.update(zip(requests, begun, strict=True))
+
+    def on_rollouts_sampled(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
+    ) -> None:
+        """Computes the values of all rows while reward functions run in the background."""
+        trainer, started = kwargs["trainer"], time.perf_counter()
+        if self.watches_groups and trainer._rewards.run_in_background:
+            requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
+            self._begun.update(zip(map(_key, requests), values, strict=True))
+            self._seconds += time.perf_counter() - started
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -185,7 +189,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
         if not self._parts:
-            self.last, self._seconds = [], 0.0  # `_seconds`: the time that values and credit of this window take
+            self.last = []
         part, credit = self._part(rollouts, trainer)
         rollouts.advantages = credit.float()
         if trainer.log_completions:
@@ -211,10 +215,12 @@ class ProcessRewardCallback(DASHCallback):
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
-        outcomes, lengths = gather(outcome), gather(own.sum(dim=1))
-        skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
-        requests = ranks.agree(partial(self._requests, rollouts, ~skipped[mine]))
-        found = checked_values(self.value(requests, trainer), requests, self.value)
+        outcomes, lengths, advantages = gather(outcome), gather(own.sum(dim=1)), gather(rollouts.advantages)
+        solved = outcomes > gather(self._highest(rollouts, trainer.reward_weights)) - ALIKE
+        silent, solved = (rows.view(-1, group_size).all(dim=1) for rows in (advantages == 0, solved))
+        skipped = (silent & (solved | self.skip_silent)).repeat_interleave(group_size)
+        skipped |= outcomes.isnan() | (lengths == 0)
+        requests, found = self._values(rollouts, ~skipped[mine], trainer)
         paid = [(request.boundaries or (0,), row or [math.nan]) for request, row in zip(requests, found, strict=True)]
         self.last += paid
 
@@ -227,7 +233,7 @@ class ProcessRewardCallback(DASHCallback):
             values=levels,
             mask=torch.arange(width) < lengths.unsqueeze(1),
             outcome=outcomes.double(),
-            outcome_advantages=gather(rollouts.advantages).double(),
+            outcome_advantages=advantages.double(),
             valued=valued & ~outcomes.isnan(),
             group_size=group_size,
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
@@ -246,6 +252,7 @@ class ProcessRewardCallback(DASHCallback):
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
         self._diagnostics.check(figures, seconds=self._seconds, estimator=self.estimator)
+        self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
         """Returns one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
@@ -266,13 +273,14 @@ class ProcessRewardCallback(DASHCallback):
         highest = (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
         return highest if self.solved_reward is None else torch.full_like(highest, self.solved_reward)
 
-    def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
-        """Returns [N] bool, True = V is not needed: the row is unscored, has no loss token, or its group is solved."""
-        groups, solved = (cells.view(-1, group_size) for cells in (outcomes, outcomes > highest - ALIKE))
-        solved = (groups == groups[:, :1]).all(dim=1) & solved.all(dim=1) & self._skips
-        return solved.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
+    def _values(
+        self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
+    ) -> tuple[list[ValueRequest], list[list[float]]]:
+        """Returns the result of `_requests`, and one list of values for each request."""
+        requests = trainer.ranks.agree(partial(self._requests, rollouts, asked))
+        return requests, checked_values(self.value(requests, trainer), requests, self.value)
 
-    def _requests(self, rollouts: CreditedRollouts, asked: Tensor) -> list[ValueRequest]:
+    def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
         """Returns one request for each row of this rank. A request has boundaries only if `asked` is True for its row.
 
         Args:
@@ -288,7 +296,7 @@ class ProcessRewardCallback(DASHCallback):
             own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
             request = self._request(prompt, completion, example, own=own, asked=bool(asked[row]))
             # What began early is not used for a row without boundaries: no V is needed there.
-            begun = self._begun.get(_key(request)) if own is None and asked[row] else None
+            begun = self._begun.get(_key(request)) if asked[row] else None
             requests.append(replace(request, begun=begun))
         for request in requests:  # not in the loop above, because several rows may have the same tokens
             self._begun.pop(_key(request), None)
@@ -322,7 +330,7 @@ class ProcessRewardCallback(DASHCallback):
 
 def _key(request: ValueRequest) -> tuple[Any, ...]:
     """Returns what the values of a completion depend on; the same prompt may have other answers in another row."""
-    return request.prompt_ids, request.completion_ids, request.answers
+    return request.prompt_ids, request.completion_ids, request.answers, request.own
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ The estimators are pure functions of whole groups. A user chooses an estimator b
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
 else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
-process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `rloo` and `reinforce_plus_plus` weigh
+process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `reinforce` and `reinforce_plus_plus` weigh
 the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
 formula below leaves the weights out.
 
@@ -31,9 +31,7 @@ from torch import Tensor
 
 from dash_trl.update import ESTIMATORS, Estimator
 
-# Unit of V (`ValueEstimator.space`) → default of `CreditSettings.scale_floor`.
-FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01, "score": 0.01}
-STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
+STD_EPSILON = 1e-6  # added to a standard deviation, as in verl; the posts add nothing
 VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
 
@@ -47,7 +45,7 @@ class Rewards:
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
         ends: [N, T] bool, True = the last token of an episode (also if its U is 0).
-        values: [N, T], V at the last boundary at or before token t that has a known V; used by `gae`.
+        values: [N, T], V at the last boundary at or before token t that has a known V; used by `gae` and `vineppo`.
         mask: [N, T] bool, True = a token of the completion; the padding is on the right.
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages from the outcomes.
@@ -80,23 +78,23 @@ class CreditSettings:
         outcome_weight: w_o >= 0, the weight of the outcome part of the advantage.
         process_weight: w_p >= 0, the weight of the process part.
         scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
-            is larger than the spread. So if V hardly changes, its noise does not become an advantage of about 1. None =
-            0.1 for log-probs, 0.01 for other values (`FLOORS`).
-        gamma: γ in [0, 1], the discount per token; with `gae`, per episode.
-        lam: λ of `gae` in [0, 1], per episode.
+            is larger than the spread. The default is larger than the rounding errors of V in float32 (1e-5), and much
+            smaller than the post's U (0.03). With a larger number, a V that hardly changes has less effect.
+        gamma: γ in [0, 1], the discount per token.
+        lam: λ of `gae` in [0, 1], per token.
     Raises:
         ValueError: if a number is out of range.
     """
 
     outcome_weight: float = 1.0
     process_weight: float = 1.0
-    scale_floor: float | None = None
+    scale_floor: float = 1e-4
     gamma: float = 1.0
     lam: float = 0.95
 
     def __post_init__(self) -> None:
         right = self.outcome_weight >= 0 and self.process_weight >= 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1
-        if not right or not (self.scale_floor is None or self.scale_floor > 0):
+        if not right or not self.scale_floor > 0:
             raise ValueError(
                 f"{self} is out of range: weights are >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, gamma and "
                 "lam are from 0 to 1."
@@ -155,38 +153,29 @@ def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    This estimator is the default, and keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on
-    other rows only, so it leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the
-    group, or the floor if the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives
-    groups with a small σ more weight.
+    This estimator keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on other rows only, so it
+    leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the group, or the floor if
+    the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives groups with a small σ more
+    weight.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
     std = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
-    return _with_outcome(centred.div_(_floored(std, settings)), rewards, settings)
-
-
-def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k: an episode is paid its own progress.
-
-    σ is the root mean square of all U of the group, or the floor if the floor is larger. Breaks law 1: if an episode is
-    split, each half gets only its own U.
-    """
-    own = _discounted(rewards.process, (~rewards.ends).double())  # the sum from t on, up to the end of the episode
-    rms = _pooled(rewards.process.square(), rewards.ends, rewards)[0].sqrt()
-    return _with_outcome(own / _floored(rms, settings), rewards, settings)
+    return _with_outcome(centred.div_(std.clamp(min=settings.scale_floor)), rewards, settings)
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ, where s are last tokens of episodes.
 
-    Outcome and process rewards are normalised separately, because their scales differ ("Training-Free Process Rewards
-    for LLM RL"). μ and σ are the mean and the standard deviation of all U of the group. σ is at least the floor. Breaks
-    laws 1 and 2: in a row with n episodes, the sum at the first token contains −n·μ/σ, so the advantage depends on the
-    number of episodes.
+    This is the estimator of "Training-Free Process Rewards for LLM RL", and the default: outcome and process rewards
+    are normalised separately, because their scales differ. μ and σ are the mean and the standard deviation of all U of
+    the group. σ is at least the floor. Deviation: the post's code finds the process rewards as the numbers that are not
+    0 before the last token; here, an episode counts also if its U is 0 or if it ends with the row. Breaks laws 1 and 2:
+    in a row with n episodes, the sum at the first token contains −n·μ/σ, so the advantage depends on the number of
+    episodes.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
-    normalised = ((rewards.process - mean) / _floored(std, settings)).masked_fill(~rewards.ends, 0)
+    normalised = ((rewards.process - mean) / std.clamp(min=settings.scale_floor)).masked_fill(~rewards.ends, 0)
     return _with_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -223,61 +212,62 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
 
 
-def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = s_i − mean_{j≠i} s_j with s = w_o·outcome + w_p·ΣU (Ahmadian et al. 2024, arXiv 2402.14740).
+def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = G_t = r_t + γ·G_{t+1} with the outcome on the last token.
 
-    All tokens of a row get the same advantage. It depends on ΣU = V_n − V_0, but not on the individual U. So a good
-    episode gets no more credit than a bad episode of the same row. Breaks laws 2 (an episode at the end gets the
-    advantage of its row), 5 (there is no division by the spread) and 6.
+    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", which shows no whitening. There is no baseline:
+    if all rewards are above 0, all advantages are. Breaks laws 1 (with γ < 1), 2, 5 and 6.
     """
-    total = _combined(rewards, settings).sum(dim=1, keepdim=True)
-    return _or_outcome(total - _mean_of_others(total, rewards), rewards, settings)
+    returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
+    return _or_outcome(returns, rewards, settings)
 
 
 def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A = W(G) with G_t = r_t + γ·G_{t+1} and the outcome on the last token (REINFORCE++, arXiv 2501.03262).
+    """A = W(G) with the G of `reinforce` (REINFORCE++, arXiv 2501.03262, as in verl).
 
     W is the whitening over all tokens of the batch. Breaks law 1, because splitting an episode changes the mean over
     tokens, and laws 2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
     """
-    returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
-    return _or_outcome(_whitened(returns, rewards), rewards, settings)
+    return _or_outcome(_whitened(reinforce(rewards, settings), rewards), rewards, settings)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_k = δ_k + γλ·A_{k+1}, δ_k = r_k + γ·V_k − V_{k−1}, with V(prefix) as the critic (GAE, arXiv 1506.02438).
+    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438).
 
-    Each episode k is one step of GAE, and all tokens of the episode get A_k. The final answer is a step, too: its
-    reward is the outcome, and V after it is 0. The other steps have the reward 0. With λ = 0, A_k = V_k − V_{k−1}, and
-    the final answer gets outcome − V_n: the advantage of VinePPO (arXiv 2410.01679, eq. 5). V must have the unit of the
-    outcome. The result is not whitened, so that a row gets the advantage 0 if V is equal to its outcome at each
-    boundary (with γ = 1). So choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and
-    `process_weight` are not used, because the advantage cannot be divided into an outcome part and a process part.
-    Breaks laws 1 (λ counts episodes), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and
-    6.
+    V_t is V at the last boundary at or before token t, and 0 after the last token. The reward r_t is the outcome on the
+    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: with γ = 1, δ at the last
+    token of episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the
+    advantage 0 if V is equal to its outcome at each boundary (with γ = 1). So choose `gradient_filter_threshold` in the
+    unit of the reward. `outcome_weight` and `process_weight` are not used, because the advantage cannot be divided into
+    an outcome part and a process part. Breaks laws 1 (with γλ < 1), 2 (the outcome is on the last token), 3 (V is
+    compared with the outcome), 5 and 6.
     """
-    values = rewards.values.masked_fill(~rewards.mask, 0)
-    after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    one = values.new_ones(())
-    deltas = torch.where(rewards.ends, settings.gamma, one) * after - values
-    row, token = _last_token(rewards)
-    deltas[row, token] = rewards.outcome.nan_to_num()[row] - values[row, token]
-    discounts = torch.where(rewards.ends, settings.gamma * settings.lam, one)
-    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings())
+    discounts = torch.full_like(rewards.process, settings.gamma * settings.lam)
+    return _or_outcome(_discounted(_td_errors(rewards, settings.gamma), discounts), rewards, CreditSettings())
+
+
+def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = V_k − V_{k−1} for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
+
+    An episode is paid its own progress, without a division. The final answer is an episode, too: its tokens get
+    outcome − V_n. V must have the unit of the outcome; see `gae`, whose δ this adds up within each episode. Breaks
+    laws 1, 2, 3, 5 and 6.
+    """
+    return _or_outcome(_discounted(_td_errors(rewards, 1.0), (~rewards.ends).double()), rewards, CreditSettings())
 
 
 _WEIGHTS = frozenset({"outcome_weight", "process_weight"})
-_IN_GROUP = Estimator(per_group=True, group_baseline=True)
+_IN_GROUP = Estimator(per_group=True)
 # Each credit estimator, the settings that it uses, and its flags if `dash_trl.update` has no estimator of this name.
 for _credit, _settings, _flags in (
     (centered_return, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
-    (episode, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
     (grpo_process, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
     (deepseek_process, _WEIGHTS, _IN_GROUP),
-    (prime_rloo, _WEIGHTS, Estimator(group_baseline=True)),  # it whitens over the batch
-    (gae, frozenset({"gamma", "lam"}), Estimator(per_group=True)),  # its baseline is V
+    (prime_rloo, _WEIGHTS, Estimator()),  # it whitens over the batch
+    (gae, frozenset({"gamma", "lam"}), _IN_GROUP),
+    (vineppo, frozenset[str](), _IN_GROUP),
     (grpo, frozenset[str](), _IN_GROUP),
-    (rloo, _WEIGHTS, _IN_GROUP),
+    (reinforce, _WEIGHTS | {"gamma"}, _IN_GROUP),
     (reinforce_plus_plus, _WEIGHTS | {"gamma"}, Estimator()),
 ):
     _known = ESTIMATORS.get(_credit.__name__, _flags)
@@ -324,6 +314,13 @@ def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return combined
 
 
+def _td_errors(rewards: Rewards, gamma: float) -> Tensor:
+    """Returns [N, T]: δ_t = r_t + γ·V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
+    values = rewards.values.masked_fill(~rewards.mask, 0)
+    after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
+    return _combined(rewards, CreditSettings(process_weight=0.0)) + gamma * after - values
+
+
 def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Returns the indices of the rows that have tokens, and the position of the last token of each."""
     lengths = rewards.mask.sum(dim=1)
@@ -337,11 +334,6 @@ def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(sums[t + 1], discounts[t])
     return sums.t().contiguous()
-
-
-def _floored(spread: Tensor, settings: CreditSettings) -> Tensor:
-    """Returns the divisor of process rewards: their spread, or the floor if it is larger."""
-    return spread.clamp(min=FLOORS["log"] if settings.scale_floor is None else settings.scale_floor)
 
 
 def _returns_to_go(values: Tensor) -> Tensor:

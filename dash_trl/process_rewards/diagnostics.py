@@ -6,8 +6,9 @@ Checks 1 to 3 come from "Training-Free Process Rewards for LLM RL":
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
 3. Does the computation of V take a small share of the time?
+4. Does the outcome of any group count in the window?
 
-If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy.
+If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy. Check 4 warns at once.
 """
 
 import logging
@@ -39,7 +40,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
         boundaries: [N, K] int, padded with −1.
         values: [N, K], V at each boundary; NaN = missing, or padding.
         credit: [N, T], the advantages that the credit estimator returned.
-        skipped: [N] bool, True = V is not needed, because the row is unscored, has no token, or its group is solved.
+        skipped: [N] bool, True = V is not needed, because the row is unscored or has no token, or by `skip_silent`.
     Returns:
         Name → mean and standard deviation.
     """
@@ -87,7 +88,7 @@ class Diagnostics:
     """
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
+        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "alone": 0}
         self._last = -math.inf  # time of the previous window, in seconds
 
     def check(self, figures: Figures, *, seconds: float, estimator: str) -> None:
@@ -117,7 +118,7 @@ class Diagnostics:
                 "structure",
                 several_structured == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
-                "process rewards. Use 'centered_return', 'episode' or another estimator that gives each token an "
+                "process rewards. Use 'grpo_process', 'centered_return' or another estimator that gives each token an "
                 "advantage of its own.",
             )
         if valued:
@@ -129,13 +130,21 @@ class Diagnostics:
                 "scale_floor if V hardly changes within a completion.",
             )
         self._note(
+            "alone",
+            not any(figures["advantage/mean_outcome_only"]) and figures["advantage/mean"][1] > 0,
+            "V alone drives this step: all outcome advantages of the window are 0, but with process rewards the "
+            "advantages are not. If V is wrong, the policy learns what is wrong. ProcessRewardCallback(skip_silent="
+            "True) prevents such steps.",
+            patience=1,
+        )
+        self._note(
             "time",
             seconds > DEAR * between,
             f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation windows. Fewer and longer "
             "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make V cheaper.",
         )
 
-    def _note(self, check: str, failed: bool, message: str) -> None:
+    def _note(self, check: str, failed: bool, message: str, *, patience: int = PATIENCE) -> None:
         self._failures[check] = self._failures[check] + 1 if failed else 0
-        if self._failures[check] == PATIENCE:
+        if self._failures[check] == patience:
             logger.warning(message)

@@ -18,25 +18,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dash_trl.process_rewards.arguments import check_escapes
 
-# Words with which a model begins a new thought ("Training-Free Process Rewards for LLM RL").
-EPISODE_MARKERS = (
-    "Wait",
-    "Alternatively",
-    "Actually",
-    "Hmm",
-    "However",
-    "But ",
-    "So ",
-    "Therefore",
-    "Let me ",
-    "Let's ",
-    "I need to ",
-    "First,",
-    "Next,",
-    "Now",
-    "Then",
-    "Finally",
-)
+# Words with which a model begins a new thought: those that "Training-Free Process Rewards for LLM RL" prints, with
+# their commas and spaces, so that "Waiting" begins none. The post's own list goes on.
+EPISODE_MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
 
 # Regular expression for the beginning of the final answer. The last value, V_n, belongs to the prefix before the final
 # answer, because in the final answer the policy only repeats its result.
@@ -137,7 +121,7 @@ class Segmenter:
         *,
         markers: Markers = EPISODE_MARKERS,
         max_episode_tokens: int = 256,
-        min_episode_tokens: int = 16,
+        min_episode_tokens: int = 1,
         final_answer: str = FINAL_ANSWER,
     ):
         if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):

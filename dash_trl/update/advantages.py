@@ -124,12 +124,11 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     return (advantages / (_std(rewards, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
-def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
+def single_path(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i − mean r over all N rows: the single-path method (DASH, eq. 3).
 
     The mean is over all rows, not over a group. So a group whose rewards are all equal can have advantages other than
-    0. Deviation from verl: in verl's mean and standard deviation, each row has its number of tokens as its weight; here
-    all rows have the same weight.
+    0.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -137,8 +136,22 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         [M, G]; 0 for unscored rows.
     """
-    rows = rewards.view(1, -1)
-    return (_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0).view_as(rewards)
+    return _from_mean(rewards.view(1, -1)).nan_to_num(nan=0.0).view_as(rewards)
+
+
+def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
+
+    It divides the advantages of `single_path` by the standard deviation of all rewards. Deviation from verl: in verl's
+    mean and standard deviation, each row has its number of tokens as its weight; here all rows have the same weight.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows.
+    """
+    return (single_path(rewards, lengths) / (_std(rewards.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -160,12 +173,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 ESTIMATORS.update(
     # The outcome form of "grpo" is `group_advantages`, which also takes TRL's options.
-    grpo=Estimator(per_group=True, group_baseline=True),
-    rloo=Estimator(rloo, per_group=True, group_baseline=True),
+    grpo=Estimator(per_group=True),
+    rloo=Estimator(rloo, per_group=True),
+    single_path=Estimator(single_path),
     reinforce_plus_plus=Estimator(reinforce_plus_plus),
-    reinforce_plus_plus_baseline=Estimator(reinforce_plus_plus_baseline, group_baseline=True),
-    opo=Estimator(opo, per_group=True, group_baseline=True),
-    grpo_passk=Estimator(grpo_passk, per_group=True, group_baseline=True),
+    reinforce_plus_plus_baseline=Estimator(reinforce_plus_plus_baseline),
+    opo=Estimator(opo, per_group=True),
+    grpo_passk=Estimator(grpo_passk, per_group=True),
 )
 
 

@@ -26,15 +26,12 @@ class Estimator:
         settings: the fields of `CreditSettings` that `credit` uses. None = any.
         per_group: True = the advantages of a group depend on no other group. `reward_pipeline` and
             `max_num_gen_batches` need this.
-        group_baseline: True = if all rewards of a group are the same, nothing is learned from the group. Then
-            `ProcessRewardCallback` computes no values for groups that are solved.
     """
 
     outcome: Callable[[Tensor, Tensor], Tensor] | None = None
     credit: Callable[[Any, Any], Tensor] | None = None
     settings: frozenset[str] | None = None
     per_group: bool = False
-    group_baseline: bool = False
 
     def __call__(self, rewards: Any, settings: Any) -> Tensor:
         """Returns `credit(rewards, settings)`."""

@@ -13,7 +13,9 @@ from typing import Any
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOY_REWARDS = Path(__file__).parents[2] / "dash_trl" / "toy" / "problems.py"
 TEACHER = "Qwen/Qwen2.5-7B-Instruct"
-TEMPERATURE = 0.9  # the paper's temperature in training; it does not say which one it evaluates with
+# The paper's temperature in training. It does not say which one it evaluates with. The authors' scripts have 0.7 (MATH,
+# run/evaluate.py) or 0.6 (lighteval), each with top_p 0.95 and one sample, and 0.9 for programs, with 8 samples.
+TEMPERATURE = 0.9
 
 
 # ---------------------------------------------------------------------------------------------------------- methods
@@ -44,6 +46,7 @@ DASH = {
     "max_steps": STEPS,
     "beta": 0.04,
     "loss_type": "dr_grpo",
+    "scale_rewards": "none",
     "filter_denominator": "all",
     "gradient_filter_threshold": 0.1,
 }
