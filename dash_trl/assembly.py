@@ -584,7 +584,4 @@ def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
             sampler_is_old=rules.sampler_is_old,
         )
 
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    return Checkpoints(
-        trainer.ranks, shapes, trainer._dash_callbacks, sharded=plugin is not None and plugin.zero_stage > 0
-    )
+    return Checkpoints(trainer.ranks, shapes, trainer._dash_callbacks)

@@ -13,15 +13,14 @@ from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from dash_trl.assembly import (
@@ -40,11 +39,12 @@ from dash_trl.assembly import (
     one_ahead,
 )
 from dash_trl.callbacks import DASHCallback, dispatch
+from dash_trl.checkpoints import check_optimizer, check_weights
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
-    check_distribution,
     check_first_step,
+    check_generate,
     check_per_group,
     check_pipeline,
     check_prompt,
@@ -76,7 +76,6 @@ from dash_trl.seams import (
     regularized,
     step_schedule,
     to_training_mode,
-    undo_jit_checkpoint,
     vllm_is_behind,
     with_settings,
 )
@@ -151,8 +150,8 @@ class DASHTrainer(GRPOTrainer):
         if args.use_vllm:
             check_tied_adapter(self.model)
             add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
-        elif one_ahead(self):
-            check_distribution(self.model, self.generation_config)
+        elif not own_rollouts:
+            check_generate(self.model, self.generation_config, exact=one_ahead(self))
         if on_servers:
             install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
@@ -225,6 +224,15 @@ class DASHTrainer(GRPOTrainer):
             elif run.window is not None:
                 self._reader.has_sampled(run.step)
         return start if skip else run.position  # Transformers' count is wrong in a stream that was read more than once
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        own = {*self.optimizer.param_groups[0]}
+        super()._load_optimizer_and_scheduler(checkpoint)
+        check_optimizer(checkpoint, {*self.optimizer.param_groups[0]}, own)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
@@ -519,12 +527,7 @@ class DASHTrainer(GRPOTrainer):
         # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
-            try:
-                self._micro_steps.wait_for_rest()
-            except BaseException:
-                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                undo_jit_checkpoint(Path(self._get_output_dir(trial), folder))
-                raise
+            self._micro_steps.wait_for_rest()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

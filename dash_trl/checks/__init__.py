@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dash_trl.checks.arguments import (
         check_arguments,
         check_callbacks,
-        check_distribution,
+        check_generate,
         check_per_group,
         check_pipeline,
         check_subclass,
