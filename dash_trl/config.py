@@ -303,21 +303,24 @@ class DASHConfig(GRPOConfig):
         of_window = self.per_device_train_batch_size * self.steps_per_generation
         of_step = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
         estimator = f"advantage_estimator={self.advantage_estimator!r}"
-        deviation = "divides by the deviation of all rewards"
+        deviation, rest = "divides by the deviation of all rewards", f", which do not split into groups of {size}"
         both = {
             "scale_rewards='batch'": (self.scale_rewards == "batch", deviation),
             "multi_objective_aggregation='normalize_then_sum'": (
                 self.multi_objective_aggregation == "normalize_then_sum",
                 deviation,
             ),
-            estimator: (not ESTIMATORS[self.advantage_estimator].per_group, "uses the rewards of all rows of a window"),
+            estimator: (
+                not ESTIMATORS[self.advantage_estimator].per_group,
+                "uses the rewards of all rows of the window",
+            ),
         }
         queue = {
             f"max_steps={self.max_steps}": (
                 self.max_steps < 1,
                 "leaves the end of the learning-rate schedule open: set it",
             ),
-            f"{device}, {steps}": (of_window % size != 0, f"leaves a process {of_window} rows, not groups of {size}"),
+            f"{device}, {steps}": (of_window % size != 0, f"leaves a process {of_window} completions{rest}"),
             "reward_pipeline=True": (self.reward_pipeline, "trains before it is known which groups the window has"),
         }
         pipeline = {
@@ -337,7 +340,7 @@ class DASHConfig(GRPOConfig):
             ),
             f"{steps}, gradient_accumulation_steps={accumulated}, {device}": (
                 of_step % size != 0,
-                f"leaves an optimizer step {of_step} rows of a process, not groups of {size}",
+                f"leaves an optimizer step {of_step} completions of a process{rest}",
             ),
         }
         for option, is_on, others in (

@@ -248,7 +248,7 @@ class VLLMPool(VLLMGeneration):
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
         """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
 
-        Such prompts are long ones, and the later turns of an evaluation with tools. None: the prompt has no limit of its
+        Such prompts are long, or of the later turns of an evaluation with tools. None: the prompt has no limit of its
         own, because the completion fits, or because the prompt alone is too long, which the server reports.
         """
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)

@@ -198,8 +198,9 @@ def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]],
         if not difference <= tolerance:  # also if the difference is NaN
             raise WeightMismatch(
                 f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
-                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}; the first "
-                f"weight sync perturbs the weights, which changes log-probs by {effect:.2g}). On a CPU build of vLLM, "
-                "install dash_trl in the server's environment: its plugin stops vLLM from computing with packed copies. "
+                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}; the "
+                f"first weight sync perturbs the weights, which changes log-probs by {effect:.2g}). On a CPU build of "
+                "vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing with packed "
+                "copies. "
                 "Otherwise check that the server runs the same model, without quantisation or adapters."
             )
