@@ -52,6 +52,7 @@ from dash_trl.checks import (
     check_rewards,
     check_subclass,
     check_tied_adapter,
+    check_tokenizer,
     check_weighed,
     checked_rollouts,
     context_of,
@@ -147,6 +148,7 @@ class DASHTrainer(GRPOTrainer):
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         with without_client(args) as on_servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        check_tokenizer(self._tokenizer)
         if args.use_vllm:
             check_tied_adapter(self.model)
             add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())

@@ -381,6 +381,14 @@ def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
         checked(tiny_model, **settings, vllm_importance_sampling_mode="token_mask")  # transformers samples
 
 
+def test_a_tokenizer_without_an_end(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = None
+    assert "has no eos_token, so no completion could end. Set one" in refusal(
+        build, AutoModelForCausalLM.from_pretrained(tiny_model), processing_class=tokenizer
+    )
+
+
 @pytest.mark.parametrize("by_model", [False, True])
 def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
     for name, value, use in (
@@ -392,8 +400,9 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
     ):
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        if by_model:
+            setattr(model.generation_config, name, value)
         settings = {} if by_model else {"generation_kwargs": {name: value}}
-        model.generation_config.update(**{name: value} if by_model else {})
         found = refusal(build, model, settings=settings, processing_class=tokenizer)
         said = rf"{name}={re.escape(repr(value))} cannot be used in training\..*{use}"
         assert re.search(said, found) or (by_model and name == "do_sample"), (name, found)  # TRL sets do_sample itself

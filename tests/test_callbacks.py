@@ -92,7 +92,7 @@ def test_a_broken_field_names_the_callback():
     for change, said in (
         (
             lambda r: setattr(r, "rewards", r.rewards[:2]),
-            r"float32 and shape \(2, 1\); it needs .*float32 and \(3, 1\)",
+            r"float32 and shape \(2, 2\); it needs .*float32 and \(3, 2\)",
         ),
         (lambda r: setattr(r, "rewards", r.rewards.double()), "has dtype torch.float64 .* it needs torch.float32 and"),
         (lambda r: setattr(r, "rewards", None), "is None; rollouts are tensors on the CPU"),

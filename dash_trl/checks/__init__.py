@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         check_subclass,
         check_weighed,
     )
-    from dash_trl.checks.models import check_model, check_tied_adapter, context_of
+    from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
     from dash_trl.checks.prompts import (
         check_first_step,
         check_prompt,
