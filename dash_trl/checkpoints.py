@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from dash_trl.rollout import (
     PromptReader,
     SavedRun,
     Shapes,
-    check_shards,
     load_states,
     one_run,
     why_a_new_window,
@@ -63,6 +62,41 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     )
 
 
+def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
+    """Check that a checkpoint has the kind of weights that this run trains: those of an adapter, or of a whole model.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        is_adapted: True = this run trains an adapter.
+    Raises:
+        ValueError: if it has the other kind. Transformers would leave the weights as they are, or find no file.
+    """
+    other, kind = ("model*.safetensors", "a whole model") if is_adapted else ("adapter_config.json", "an adapter")
+    if any(Path(checkpoint).rglob(other)):
+        own = "an adapter" if is_adapted else "all weights"
+        raise ValueError(
+            f"{checkpoint} has the weights of {kind}, but this run trains {own}. Resume with the options of PEFT with "
+            f"which the checkpoint was saved, or begin a new run with its weights: model_name_or_path={checkpoint}."
+        )
+
+
+def check_optimizer(checkpoint: str | None, saved: Set[str], own: Set[str]) -> None:
+    """Check that a checkpoint has the state of the optimizer of this run. Otherwise its first step would fail.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        saved: names of the settings that the checkpoint has given the optimizer, such as "betas".
+        own: names of the settings that the optimizer had before.
+    Raises:
+        ValueError: if the names differ.
+    """
+    if saved != own:
+        raise ValueError(
+            f"{checkpoint} was saved with another optimizer: they differ in {sorted(saved ^ own)}. Resume with the "
+            f"`optim` of the checkpoint, or begin a new run with its weights: model_name_or_path={checkpoint}."
+        )
+
+
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
@@ -74,7 +108,6 @@ class Checkpoints:
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
         callbacks: function that returns the callbacks that may have a state.
-        sharded: True = each rank saves a shard of the optimizer's state, so only the same number of ranks can resume.
     """
 
     def __init__(
@@ -83,10 +116,8 @@ class Checkpoints:
         rules: LogProbRules,
         prompts: int | None,
         callbacks: Callable[[], list[DASHCallback]],
-        *,
-        sharded: bool,
     ):
-        self._ranks, self._callbacks, self._sharded = host.ranks, callbacks, sharded
+        self._ranks, self._callbacks = host.ranks, callbacks
         corrected, sampler_is_old = rules.correction is not None, rules.sampler_is_old
         self._shapes = Shapes.of(
             host.args, processes=host.ranks.count, prompts=prompts, corrected=corrected, sampler_is_old=sampler_is_old
@@ -153,8 +184,6 @@ class Checkpoints:
         own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
-        if self._sharded:
-            check_shards(saved, self._ranks.count, checkpoint)
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
         states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
         for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):

@@ -14,6 +14,7 @@ launcher: --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_p
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,14 +58,20 @@ def launch(script: str, flags: Sequence[str]) -> None:
         flags: flags of the script and of `accelerate launch`, in any order.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
 
     # The last error on the screen must be the script's, not the launcher's. With one process, --quiet ensures this.
     # With several processes, torch has recorded the script's error, which is printed below.
     try:
         launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
-    except ChildFailedError as error:
+    except (ChildFailedError, SignalException) as error:
         sys.exit(str(error))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:

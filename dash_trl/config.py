@@ -252,10 +252,7 @@ class DASHConfig(GRPOConfig):
                 f"eval_k={self.eval_k} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= "
                 f"k <= that many. Set num_generations_eval={max(self.eval_k, default=1)}, or ask for other k."
             )
-        if self.queues_prompts:
-            self._check_queue()
-        if self.reward_pipeline:
-            self._check_pipeline()
+        self._check_groups_apart()
 
     @property
     def queues_prompts(self) -> bool:
@@ -291,54 +288,39 @@ class DASHConfig(GRPOConfig):
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
-    def _check_queue(self) -> None:
-        option = f"max_num_gen_batches={self.max_num_gen_batches}"
-        rows, group = self.per_device_train_batch_size * self.steps_per_generation, self.num_generations
-        if self.max_steps < 1:
-            raise ValueError(
-                f"{option} with max_steps={self.max_steps}: the number of optimizer steps in an epoch depends on what "
-                "is sampled. Set max_steps, which fixes the learning-rate schedule."
-            )
-        if rows % group:
-            raise ValueError(
-                f"{option}, but a process has {rows} completions in a generation batch (per_device_train_batch_size="
-                f"{self.per_device_train_batch_size} × steps_per_generation={self.steps_per_generation}), which do not "
-                f"split into groups of num_generations={group}. Change one of the three."
-            )
-        if self.reward_pipeline:
-            raise ValueError(
-                f"{option} with reward_pipeline=True, which trains on groups before it is known which groups the "
-                "window has, and what the loss is divided by. Leave one of the two out."
-            )
-        for name, reason in self._of_whole_window().items():
-            raise ValueError(
-                f"{option} with {name}, which {reason}. But the groups of a window come in rounds, and some of them "
-                "are dropped. Leave one of the two out."
-            )
+    def _check_groups_apart(self) -> None:
+        """Raise an error for a setting that needs all groups of a window at once.
 
-    def _of_whole_window(self) -> dict[str, str]:
-        """Return the settings of this run that make an advantage depend on other groups, each with what it does."""
-        options = {
-            "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
+        With `max_num_gen_batches` the groups come in rounds, and with `reward_pipeline` one after the other.
+        """
+        size, accumulated = self.num_generations, self.gradient_accumulation_steps
+        device = f"per_device_train_batch_size={self.per_device_train_batch_size}"
+        steps = f"steps_per_generation={self.steps_per_generation}"
+        of_window = self.per_device_train_batch_size * self.steps_per_generation
+        of_step = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
+        estimator = f"advantage_estimator={self.advantage_estimator!r}"
+        deviation, rest = "divides by the deviation of all rewards", f", which do not split into groups of {size}"
+        both = {
+            "scale_rewards='batch'": (self.scale_rewards == "batch", deviation),
             "multi_objective_aggregation='normalize_then_sum'": (
                 self.multi_objective_aggregation == "normalize_then_sum",
-                "divides by the deviation of all rewards",
+                deviation,
             ),
-            f"advantage_estimator={self.advantage_estimator!r}": (
+            estimator: (
                 not ESTIMATORS[self.advantage_estimator].per_group,
                 "uses the rewards of all rows of the window",
             ),
         }
-        return {name: reason for name, (is_set, reason) in options.items() if is_set}
-
-    def _check_pipeline(self) -> None:
-        """Raise an error for a setting that needs the rewards of a whole window before its first pass."""
-        accumulated = self.gradient_accumulation_steps
-        rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
-        steps = f"steps_per_generation={self.steps_per_generation}"
-        alternatives = {
+        queue = {
+            f"max_steps={self.max_steps}": (
+                self.max_steps < 1,
+                "leaves the end of the learning-rate schedule open: set it",
+            ),
+            f"{device}, {steps}": (of_window % size != 0, f"leaves a process {of_window} completions{rest}"),
+            "reward_pipeline=True": (self.reward_pipeline, "trains before it is known which groups the window has"),
+        }
+        pipeline = {
             "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
-            **{name: (True, reason) for name, reason in self._of_whole_window().items()},
             f"entropy_coef={self.entropy_coef}": (
                 self.entropy_coef != 0 or self.use_adaptive_entropy,
                 "is distributed over all rows that are kept",
@@ -352,16 +334,18 @@ class DASHConfig(GRPOConfig):
                 accumulated % self.steps_per_generation != 0 and self.steps_per_generation % accumulated != 0,
                 "begins a window within an optimizer step",
             ),
-            f"{steps}, gradient_accumulation_steps={accumulated}, per_device_train_batch_size="
-            f"{self.per_device_train_batch_size}": (
-                rows % self.num_generations != 0,
-                f"leaves an optimizer step {rows} completions of a process, which do not split into groups of "
-                f"{self.num_generations},",
+            f"{steps}, gradient_accumulation_steps={accumulated}, {device}": (
+                of_step % size != 0,
+                f"leaves an optimizer step {of_step} completions of a process{rest}",
             ),
         }
-        for name, (is_set, reason) in alternatives.items():
-            if is_set:
-                raise ValueError(
-                    f"reward_pipeline=True with {name}, which {reason}. But the pipeline trains on groups before the "
-                    "rewards of the others are known. Leave one of the two out."
-                )
+        for option, is_on, others in (
+            (f"max_num_gen_batches={self.max_num_gen_batches}", self.queues_prompts, both | queue),
+            ("reward_pipeline=True", self.reward_pipeline, both | pipeline),
+        ):
+            for name, (is_set, reason) in others.items():
+                if is_on and is_set:
+                    raise ValueError(
+                        f"{option} with {name}, which {reason}. But the groups of a window come one after the other. "
+                        "Change one of these options."
+                    )

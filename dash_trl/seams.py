@@ -8,10 +8,9 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from accelerate.utils import send_to_device
 from huggingface_hub import constants
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation import GenerationMode
 from transformers.integrations import TrackioCallback
 from trl.trainer.utils import shuffle_sequence_dict
 
@@ -122,26 +120,35 @@ def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
     trainer.eos_token_ids = [*dict.fromkeys([*trainer.eos_token_ids, *ids])]  # a new list: the model may own the old
 
 
-def sampling_changes(model: Any, generation_config: Any) -> list[str]:
-    """Return what makes transformers' `generate` sample from another distribution than the model's.
+def generate_options(model: Any, generation_config: Any) -> Any:
+    """Return the configuration with which transformers' `generate` runs.
 
     `generate` takes the options that `generation_config` leaves out from the model's own generation config.
 
     Args:
         model: the model.
         generation_config: the configuration with which `generate` is called.
-    Returns:
-        The names of transformers' processors that change the distribution, and of its mode if it is not plain sampling.
     """
-    config, _ = model._prepare_generation_config(generation_config)
+    return model._prepare_generation_config(generation_config)[0]
+
+
+def sampling_changes(model: Any, generation_config: Any) -> list[str]:
+    """Return what makes transformers' `generate` sample from another distribution than the model's.
+
+    Args:
+        model: the model.
+        generation_config: the configuration with which `generate` is called.
+    Returns:
+        The names of transformers' processors that change the distribution.
+    """
+    config = generate_options(model, generation_config)
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature, config.min_p = None, config.min_p or None
     config.renormalize_logits = config.remove_invalid_values = None
-    mode = config.get_generation_mode()
     ids = torch.zeros(1, 1, dtype=torch.long)
     processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)
-    return [type(one).__name__ for one in processors] + [mode.name] * (mode != GenerationMode.SAMPLE)
+    return [type(one).__name__ for one in processors]
 
 
 def sync_weights(trainer: Any) -> None:
@@ -354,17 +361,6 @@ def step_schedule(accelerator: Any) -> None:
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()
-
-
-def undo_jit_checkpoint(folder: Path) -> None:
-    """Remove the folder and marker file that `enable_jit_checkpoint` makes before it saves.
-
-    Args:
-        folder: folder of the checkpoint. If it contains other files, it is a real checkpoint and is not removed.
-    """
-    with suppress(OSError):  # rmdir fails if the folder contains other files
-        (folder / "checkpoint-is-incomplete.txt").unlink(missing_ok=True)
-        folder.rmdir()
 
 
 def shuffled(rows: int) -> Tensor:

@@ -14,15 +14,14 @@ from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
@@ -36,18 +35,19 @@ from dash_trl.assembly import (
     new_sampler,
 )
 from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
-from dash_trl.checkpoints import Checkpoints
+from dash_trl.checkpoints import Checkpoints, check_optimizer, check_weights
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
-    check_distribution,
     check_first_step,
+    check_generate,
     check_per_group,
     check_pipeline,
     check_prompt_lengths,
     check_rewards,
     check_subclass,
     check_tied_adapter,
+    check_tokenizer,
     check_weighed,
     checked_rollouts,
     context_of,
@@ -79,7 +79,6 @@ from dash_trl.seams import (
     step_schedule,
     sync_weights,
     to_training_mode,
-    undo_jit_checkpoint,
     vllm_is_behind,
     with_settings,
     without_index,
@@ -155,12 +154,13 @@ class DASHTrainer(GRPOTrainer):
         without_index(args)
         with with_settings(args, {"use_vllm": args.use_vllm and args.vllm_mode != "server"}):  # see `install`
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        check_tokenizer(self._tokenizer)
         if args.use_vllm:
             check_tied_adapter(self.model)
             add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
-        elif one_ahead(self):
-            check_distribution(self.model, self.generation_config)
+        elif not own_rollouts:
+            check_generate(self.model, self.generation_config, exact=one_ahead(self))
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -213,9 +213,7 @@ class DASHTrainer(GRPOTrainer):
         self._off_policy = OffPolicyMetrics(self.args.aipo_delta if self.args.loss_type == "aipo" else None)
         self._skipped = SkippedSteps(loss_scaling=self.args.fp16)
         prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
-        plugin = self.accelerator.state.deepspeed_plugin
-        sharded = plugin is not None and plugin.zero_stage > 0
-        self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks, sharded=sharded)
+        self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks)
 
     def _rewards_run_in_background(self) -> bool:
         """Return whether rewards may begin before `_calculate_rewards`, whose override may change the rows."""
@@ -251,6 +249,15 @@ class DASHTrainer(GRPOTrainer):
             elif run.window is not None:
                 self._reader.has_sampled(run.step)
         return start if skip else run.position  # Transformers' count is wrong in a stream that was read more than once
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        own = {*self.optimizer.param_groups[0]}
+        super()._load_optimizer_and_scheduler(checkpoint)
+        check_optimizer(checkpoint, {*self.optimizer.param_groups[0]}, own)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
@@ -595,12 +602,7 @@ class DASHTrainer(GRPOTrainer):
         # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
-            try:
-                self._micro_steps.wait_for_rest()
-            except BaseException:
-                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                undo_jit_checkpoint(Path(self._get_output_dir(trial), folder))
-                raise
+            self._micro_steps.wait_for_rest()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

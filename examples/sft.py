@@ -15,7 +15,6 @@ has tests, so the models of all three scripts can be compared. `toy` names the t
 `--dataset_name toy_code` the toy programs.
 """
 
-import logging
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from datasets import Dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from train_code import TASKS, task_of
 from train_math import (
+    METRICS,
     MathArguments,
     check_adapter,
     check_effects,
@@ -34,12 +34,12 @@ from train_math import (
     train_and_measure,
     with_model_arguments,
 )
-from transformers import AutoTokenizer, ProgressCallback
+from transformers import AutoTokenizer
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY
-from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
+from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.toy import toy_defaults
 
 
@@ -75,12 +75,9 @@ def supervised_defaults() -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
     types = (SupervisedArguments, SupervisedConfig, ModelConfig)
     script, args, model_args = parse(argv, types, supervised_defaults())
     check_arguments(script, args, model_args)
-    timer = TimeLimitCallback(script.time_limit)
     with_model_arguments(args, model_args)
     if not is_toy(model_args):
         check_model(model_args.model_name_or_path, args)
@@ -89,16 +86,15 @@ def main(argv: list[str]) -> None:
         task = task_of(replace(script, dataset_name=name))
         if is_toy(model_args):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
-        completions = None if script.completions is None else Dataset.from_json(script.completions)
+        completions = script.completions and Dataset.from_json(script.completions)
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=args.model_init_kwargs["revision"],
         trust_remote_code=args.trust_remote_code,
     )
+    train_dataset, eval_dataset = completions, None
     if completions is None:
         train_dataset, eval_dataset = load_problems(task, args, tokenizer, completion=True)
-    else:
-        train_dataset, eval_dataset = completions, None
     check_completions(train_dataset, tokenizer, args)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
@@ -106,17 +102,11 @@ def main(argv: list[str]) -> None:
         train_dataset=train_dataset.select_columns(["prompt", "completion"]),
         eval_dataset=eval_dataset and eval_dataset.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
-        callbacks=[timer, MetricsFileCallback(metrics := Path(args.output_dir) / "metrics.jsonl")],
+        callbacks=[TimeLimitCallback(script.time_limit), MetricsFileCallback(Path(args.output_dir, METRICS))],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RewardProgressCallback)
     train_and_measure(trainer, tokenizer, task, task.toy_defaults()["max_completion_length"], measured=name in TASKS)
-    if args.should_save:
-        print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
-    trainer.accelerator.end_training()
 
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:

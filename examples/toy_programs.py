@@ -52,8 +52,6 @@ def program_dataset(
         seed: another seed draws other problems of the same split.
         completion: add a column `completion` (one message by the assistant), with a program that passes the tests.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     problems = list(islice(_functions(split, random.Random(f"{split}{seed}")), size))
     columns: dict[str, list[Any]] = {

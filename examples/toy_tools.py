@@ -69,8 +69,6 @@ def calculator_dataset(split: str = "train", size: int | None = None, seed: int 
         size: number of problems; by default 4,096 for training and 256 for the test.
         seed: another seed draws other problems of the same split.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     problems = list(islice(_problems(split, random.Random(f"{split}{seed}")), size))
     return Dataset.from_dict(

@@ -47,27 +47,20 @@ class Judged(Mathematics):
     Arguments = JudgeArguments
 
     def __init__(self, script: JudgeArguments):
-        if script.reward_path is not None:
-            raise ValueError(f"reward_path={script.reward_path!r} has no effect here, where a judge scores: remove it.")
         super().__init__(script)
-        if script.judge_model is None:
-            self.judge = self._toy_judge()
-        else:
-            template = script.judge_template or WITH_ANSWER
-            self.judge = JudgeReward(script.judge_model, base_url=script.judge_url, template=template)
-
-    def _toy_judge(self) -> JudgeReward:
-        for name in ("judge_url", "judge_template"):
-            if (value := getattr(self.script, name)) is not None:
-                raise ValueError(f"{name}={value!r} has no effect without --judge_model: add it, or remove {name}.")
-        if not self.script.is_toy:
+        name, url, template = script.judge_model, script.judge_url, script.judge_template
+        by_rule = script.is_toy and (name, url, template) == (None, None, None)
+        if script.reward_path is not None or not (by_rule or name):
             raise ValueError(
-                f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
-                "where it is not OpenAI's; without a model and a dataset, a rule takes the judge's place."
+                f"judge_model={name!r}, judge_url={url!r}, judge_template={template!r}, reward_path="
+                f"{script.reward_path!r}, dataset_name={script.dataset_name!r}: a judge scores here. Name it with "
+                "--judge_model, and --judge_url where it is not OpenAI's, and remove --reward_path. Without all of "
+                "these, a rule takes the judge's place."
             )
-        known = [ToyJudge().url if PartialState().is_main_process else None]
-        (url,) = broadcast_object_list(known)  # all ranks share one server
-        return JudgeReward(JUDGE_NAME, base_url=url)
+        if by_rule:
+            known = [ToyJudge().url if PartialState().is_main_process else None]
+            name, (url,) = JUDGE_NAME, broadcast_object_list(known)  # all ranks share one server
+        self.judge = JudgeReward(name, base_url=url, template=template or WITH_ANSWER)
 
     def reward(self) -> RewardRunner:
         return RewardRunner(self.judge)

@@ -32,6 +32,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
@@ -55,6 +56,7 @@ HELP = (
     *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
     *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
 )
+METRICS = "metrics.jsonl"  # the file in the output directory that gets every log
 PATIENCE = 120.0  # timeout of a code reward in seconds; before that, the sandbox ends a program after one minute
 
 
@@ -121,13 +123,10 @@ def main(
         make_callbacks: takes the script's arguments and an instance of each of `own_arguments`; returns callbacks.
         make_task: `Mathematics` or a subclass.
     """
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
     types = (make_task.Arguments, DASHConfig, ModelConfig, *own_arguments)
     script, args, model_args, *own = parse(argv, types, make_task.toy_defaults())
     check_effects(script, args, model_args)
     task = make_task(script)
-    timer = TimeLimitCallback(script.time_limit)
     if is_toy(model_args):
         with args.main_process_first(local=False, desc="warm-up of the toy model"):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
@@ -141,7 +140,7 @@ def main(
     )
     train_dataset, eval_dataset = load_problems(task, args, tokenizer)
 
-    metrics = Path(args.output_dir) / "metrics.jsonl"
+    metrics = Path(args.output_dir, METRICS)
     drawing = RunPictureCallback(metrics)
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
@@ -151,26 +150,20 @@ def main(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[
-            *(timer, MetricsFileCallback(metrics), drawing),
+            *(TimeLimitCallback(script.time_limit), MetricsFileCallback(metrics), drawing),
             *(make_callbacks(script, *own) if make_callbacks else ()),
         ],
         tools=task.tools(),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(RewardProgressCallback)
-
     train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.is_toy)
     if args.should_save:
-        print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         print(f"plot:    {drawing.picture or 'none: the run ended before its first log'}")
-    trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """Parses the command line; the toy model has its own defaults.
+    """Parses the command line, and lets dash_trl's messages be printed. The toy model has its own defaults.
 
     Args:
         argv: arguments of the command line.
@@ -179,6 +172,8 @@ def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, An
     Returns:
         One instance of each dataclass.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
     model_args, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
     parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
@@ -279,16 +274,37 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
 
 
 def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int, *, measured: bool) -> None:
-    """Trains and saves the model; if `measured`, prints its accuracy on the toy problems before and after."""
+    """Trains and saves the model; if `measured`, prints its accuracy on the toy problems before and after.
+
+    After Ctrl-C, it prints where the run stands and how to continue it, and ends the program.
+    """
     args = trainer.args
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(RewardProgressCallback)
     # With tools, the trainer evaluates, so all processes have to take part. Otherwise one process measures alone.
     measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
     before = measure(trainer, tokenizer, task, length) if measured else {}
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    except KeyboardInterrupt as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # a second Ctrl-C, while the first one ended the run
+            raise
+        if args.should_save:
+            saved = get_last_checkpoint(args.output_dir)
+            go_on = f"To continue, repeat the command with --resume_from_checkpoint {saved}"
+            print(
+                f"\nStopped after step {trainer.state.global_step} of {trainer.state.max_steps}.",
+                go_on if saved else "There is no checkpoint: --save_strategy steps and --save_steps N save some.",
+            )
+        sys.exit(130)  # as a shell reports Ctrl-C
     after = measure(trainer, tokenizer, task, length) if measured else {}
     trainer.save_model(args.output_dir)
     for name, value in before.items() if args.should_save else ():
         print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
+    if args.should_save:
+        print(f"metrics: {Path(args.output_dir, METRICS)}\nmodel:   {args.output_dir}")
+    trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
 def sharded(trainer: Any) -> bool:

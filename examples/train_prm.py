@@ -50,24 +50,26 @@ class ProcessRewardModel:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
 
     def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
-        rows = [self._row(*one) for one in zip(prompts, steps, strict=True)]
+        rows = [encoded(self.tokenizer, *one) for one in zip(prompts, steps, strict=True)]
         return [score for first in range(0, len(rows), BATCH) for score in self._scored(rows[first : first + BATCH])]
-
-    def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
-        """Returns the token ids of the model's input, and the position of the last token of each step's separator."""
-        texts = [prompt, SEPARATOR, *map(str.strip, steps)]
-        ids, separator, *parts = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ends = []
-        for part in parts:
-            ids = [*ids, *part, *separator]
-            ends.append(len(ids) - 1)
-        return ids, ends
 
     @torch.no_grad()
     def _scored(self, rows: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         batch = self.tokenizer.pad({"input_ids": [ids for ids, _ in rows]}, padding_side="right", return_tensors="pt")
         right = self.model(**batch.to(self.model.device)).logits.float().softmax(dim=-1)[..., RIGHT].tolist()
         return [[row[end] for end in ends] for row, (_, ends) in zip(right, rows, strict=True)]
+
+
+def encoded(tokenizer: Any, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
+    """Returns the token ids of the model's input, and the position of the last token of each step's separator."""
+    ids, separator, *parts = tokenizer([prompt, SEPARATOR, *map(str.strip, steps)], add_special_tokens=False)[
+        "input_ids"
+    ]
+    ends = []
+    for part in parts:
+        ids = [*ids, *part, *separator]
+        ends.append(len(ids) - 1)
+    return ids, ends
 
 
 def judged_steps(problem: str, draw: random.Random) -> Iterator[tuple[str, int]]:
@@ -93,14 +95,11 @@ def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple
     rows, texts = [], []
     for prompt in arithmetic_dataset(split, size)["prompt"]:
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        labels = [-100] * len(ids)
-        steps = list(judged_steps(prompt[0]["content"], draw))
-        for step, label in steps:
-            tokens = sum(tokenizer([step, SEPARATOR], add_special_tokens=False)["input_ids"], [])
-            ids, labels = ids + tokens, [*labels, *[-100] * (len(tokens) - 1), label]
-        rows.append({"input_ids": ids, "labels": labels})
-        texts.append((text, [step for step, _ in steps], [label for _, label in steps]))
+        steps, right = map(list, zip(*judged_steps(prompt[0]["content"], draw), strict=True))
+        ids, ends = encoded(tokenizer, text, steps)
+        labels = dict(zip(ends, right, strict=True))
+        rows.append({"input_ids": ids, "labels": [labels.get(place, -100) for place in range(len(ids))]})
+        texts.append((text, steps, right))
     return Dataset.from_list(rows), texts
 
 

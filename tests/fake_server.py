@@ -36,7 +36,10 @@ SPOILED = {
 }
 # vLLM's own answers
 NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
-NO_EXTENSION = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
+WORKER_ERRORS = {
+    "no extension": "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''",
+    "half loaded": "Worker failed with error 'Tensor.item() cannot be called on meta tensors'",
+}
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -164,8 +167,8 @@ class Fake:
                 self.model.load_state_dict(self.held)
 
     def rpc_answer(self, request):
-        if self.fault == "no extension":
-            return 500, json.dumps({"error": {"message": NO_EXTENSION}}).encode()
+        if self.fault in WORKER_ERRORS:
+            return 500, json.dumps({"error": {"message": WORKER_ERRORS[self.fault]}}).encode()
         if request.get("method") == "reload_weights" and self.fault != "other weights":
             self.load(request["kwargs"]["weights_path"])
         if request.get("method") == "dash_load_differences":

@@ -5,15 +5,19 @@ So the tests compare the policy versions with the tokens themselves. `test_vllm.
 
 import json
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling import ServerPool, VLLMPool
+from dash_trl.sampling.weights import WeightMismatch
 from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
@@ -258,21 +262,48 @@ def nothing_in_work(trainer: Any) -> bool:
 def sampler(tiny_model, tmp_path_factory) -> Any:
     """A sampler whose server, `fake`, has been given the weights."""
     fake = Dated()
-    fake.serve(tiny_model)
     fake.config["model_config"]["max_model_len"] = 20
-    vllm: Any = VLLMPool(
-        [fake.url],
-        model=AutoModelForCausalLM.from_pretrained(tiny_model),
-        accelerator=Accelerator(cpu=not ON_GPU),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(tiny_model),
-        weight_dir=str(tmp_path_factory.mktemp("weights")),
-        max_completion_length=8,
-        end_ids=[1, 7],
-    )
+    vllm = sampler_of(fake, AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path_factory.mktemp("weights"))
     vllm.sync_weights()
     vllm.fake = fake
     yield vllm
     fake.stop()
+
+
+def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
+    fake.serve(model.name_or_path)
+    return VLLMPool(
+        [fake.url],
+        model=model,
+        accelerator=Accelerator(cpu=not ON_GPU),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model.name_or_path),
+        weight_dir=str(folder),
+        max_completion_length=length,
+        end_ids=[1, 7],
+    )
+
+
+def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
+    """A server that gets one has lost its old weights, and does not answer any more."""
+    for adapter, said in (
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "token_adapter.*trainable_token_indices"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING trains a prompt"),
+    ):
+        fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
+        with pytest.raises(ValueError, match=said):
+            sampler_of(fake, model, tmp_path).sync_weights()
+        assert not fake.loads
+
+
+def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):
+    """Rounding is no mismatch, but other weights are."""
+    for fault, refused in ((None, nullcontext()), ("old copies", pytest.raises(WeightMismatch, match="bfloat16"))):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(8)  # so that rounding shows
+        with refused:
+            sampler_of(fakes(fault=fault), model.bfloat16(), tmp_path, length=4096).sync_weights()
+    assert "max_completion_length=4096, but the servers' context is 4096 tokens" in caplog.text
 
 
 def requests_of(sampler: Any, rows: list[list[int]], group: int, **kwargs: Any) -> list[dict[str, Any]]:
@@ -304,11 +335,15 @@ def test_no_two_rows_have_the_same_seed(sampler, monkeypatch):
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 2 * 8
 
 
-def test_a_later_turn_of_an_evaluation_fits_into_the_context(sampler):
+@pytest.mark.parametrize("in_training", [False, True])
+def test_a_completion_fits_into_the_context(sampler, in_training):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
 
     def limits(*lengths: int, **kwargs: Any) -> dict[int, int]:
-        requests = requests_of(sampler, [[0] * length for length in lengths], 1, **kwargs)
+        rows = [[0] * length for length in lengths]
+        if in_training:
+            sampler.expect(0, {0: rows})
+        requests = requests_of(sampler, rows, 1, **kwargs)
         return {len(one["prompt"]): one["max_tokens"] for one in requests}
 
     assert limits(12, 15, 20) == {12: 8, 15: 5, 20: 8}

@@ -215,6 +215,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"train_dataset": Dataset.from_dict({"question": ["1 + 1"], "solution": ["2"]})},
         r"columns \['question', 'solution'\], but no 'prompt'",
     ),
+    "columns that hide arguments": (
+        {"train_dataset": of("1").add_column("completions", [""] * 16).add_column("prompts", [""] * 16)},
+        r"train_dataset has the columns \['completions', 'prompts'\], but the trainer itself passes .*Rename them",
+    ),
     "no row": ({"train_dataset": prompts(0)}, "train_dataset is empty"),
     "an empty evaluation split": ({"eval_dataset": {"easy": prompts(0)}}, r"eval_dataset\['easy'\] is empty"),
     "fewer prompts than a batch": (
@@ -382,13 +386,40 @@ def test_what_is_warned_of(tiny_model, caplog):
 
 def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
     for settings, message in (
-        ({"generation_kwargs": {"suppress_tokens": [3]}}, r"has \['suppress_tokens'\], which vLLM's servers ignore"),
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, r"has \['suppress_tokens'\], which vLLM does not use"),
         ({"generation_kwargs": {"truncate_prompt_tokens": 8}}, "from another prompt than the loss has"),
         ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ):
         assert re.search(message, refusal(checked, tiny_model, **SERVER, **settings))
         checked(tiny_model, **settings, vllm_importance_sampling_mode="token_mask")  # transformers samples
+
+
+def test_a_tokenizer_without_an_end(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = None
+    assert "has no eos_token, so no completion could end. Set one" in refusal(
+        build, AutoModelForCausalLM.from_pretrained(tiny_model), processing_class=tokenizer
+    )
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
+    for name, value, use in (
+        ("stop_strings", ["\n"], "Use eos_token_id, or vLLM's option stop"),
+        ("num_return_sequences", 2, "Use num_generations"),
+        ("num_beams", 2, "Use temperature and top_p"),
+        ("do_sample", False, "Use a low temperature"),
+        ("return_dict_in_generate", True, "Use log_completions"),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        if by_model:
+            setattr(model.generation_config, name, value)
+        settings = {} if by_model else {"generation_kwargs": {name: value}}
+        found = refusal(build, model, settings=settings, processing_class=tokenizer)
+        said = rf"{name}={re.escape(repr(value))} cannot be used in training\..*{use}"
+        assert re.search(said, found) or (by_model and name == "do_sample"), (name, found)  # TRL sets do_sample itself
 
 
 def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):

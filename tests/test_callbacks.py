@@ -90,13 +90,16 @@ def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
 
 def test_a_broken_field_names_the_callback():
     for change, said in (
-        (lambda r: setattr(r, "rewards", r.rewards[:2]), "changed its shape"),
-        (lambda r: setattr(r, "rewards", r.rewards.double()), "dtype from torch.float32 to torch.float64"),
-        (lambda r: setattr(r, "rewards", None), "was removed"),
-        (lambda r: setattr(r, "rewards", r.rewards.to("meta")), "is on meta; rollouts live on the CPU"),
-        (lambda r: setattr(r, "advantages", torch.zeros(3, 4)), r"shape \(3, 4\)"),
+        (
+            lambda r: setattr(r, "rewards", r.rewards[:2]),
+            r"float32 and shape \(2, 2\); it needs .*float32 and \(3, 2\)",
+        ),
+        (lambda r: setattr(r, "rewards", r.rewards.double()), "has dtype torch.float64 .* it needs torch.float32 and"),
+        (lambda r: setattr(r, "rewards", None), "is None; rollouts are tensors on the CPU"),
+        (lambda r: setattr(r, "rewards", r.rewards.to("meta")), "device='meta'.*; rollouts are tensors on the CPU"),
+        (lambda r: setattr(r, "advantages", torch.zeros(3, 4)), r"shape \(3, 4\); it needs .* \(3,\) or \(3, 5\)"),
         (lambda r: r.advantages.fill_(torch.nan), "is not finite"),
-        (lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
+        (lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), r"shape \(3, 1\); it needs"),
         (lambda r: setattr(r, "tool_mask", torch.ones(3, 5)), "was None"),
         (lambda r: r.completion_mask.mul_(2), "holds 2; a mask is 1 where a token counts, else 0"),
     ):

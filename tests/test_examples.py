@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import runpy
+import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from train_code import Programming
 from train_judge import Judged
 from train_math import MathArguments, Mathematics
 from train_math_process import ProcessArguments, make_callbacks
+from transformers import TrainerCallback
 from trl import TrlParser
 
 from dash_trl.evaluation import evaluate
@@ -83,6 +85,34 @@ def test_the_demo_learns(toy, tmp_path, capsys):
     assert found["sampled"][1] - found["sampled"][0] >= 0.2
     assert found["greedy"][1] >= 0.95  # 0.965 and 0.973 with two seeds: the sums are not unlearned
     assert len(steps(tmp_path)) == 40
+
+
+class Interrupts(TrainerCallback):
+    """Presses Ctrl-C in the second step, and once more while the run ends."""
+
+    def __init__(self, *, twice: bool):
+        self.twice = twice
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                if self.twice:
+                    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("saves", "said"), [("steps", "with --resume_from_checkpoint .*-1"), ("no", "no checkpoint: --save_st")]
+)
+def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, saves, said):
+    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    flagged = flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
+    for twice, ends in ((False, SystemExit), (True, KeyboardInterrupt)):
+        with pytest.raises(ends) as ended:
+            train_math.main(flagged, make_callbacks=lambda script, twice=twice: [Interrupts(twice=twice)])
+        assert twice or ended.value.code == 130
+    assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 1
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
@@ -296,12 +326,16 @@ MISTAKES: list[tuple[type, list[str], str]] = [
     (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
     (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
     # the judge
-    (Judged, ["--judge_url", "http://127.0.0.1:9/v1"], "judge_url='http://127.0.0.1:9/v1' has no effect without -"),
-    (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_m"),
-    (Judged, [*MODEL, *DATA], "no judge. Add --judge_model"),
+    (
+        Judged,
+        ["--judge_url", "http://127.0.0.1:9/v1"],
+        "judge_url='http://127.0.0.1:9/v1'.* Name it with --judge_model",
+    ),
+    (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
+    (Judged, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
     (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
     (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
-    (Judged, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
+    (Judged, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
 ]
 
 

@@ -126,7 +126,6 @@ def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
     for of_model, settings, named in (
         ({"min_p": 0.1}, {}, "MinP"),
         ({"no_repeat_ngram_size": 2}, {"top_p": 0.9}, "NoRepeatNGram.*TopP"),
-        ({}, {"generation_kwargs": {"num_beams": 2}}, "BEAM_SAMPLE"),
         ({}, {"top_k": None}, "TopK"),  # transformers takes 50
         ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),
         ({"renormalize_logits": True, "remove_invalid_values": True}, {}, None),

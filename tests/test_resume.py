@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from dash_trl import DASHTrainer
 from dash_trl.checkpoints import checkpoint_to_resume
-from dash_trl.rollout import STATES, SavedRun, Shapes, check_shards, load_states, one_run, why_a_new_window
+from dash_trl.rollout import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
 from tests.tiny import ScriptedReward, prompts, run
 
 
@@ -158,6 +159,21 @@ def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shape
     assert trainer.state.global_step == 6
 
 
+def test_another_kind_of_weights_or_optimizer_is_refused(tiny_model, tmp_path, saved):
+    """Else the weights would not be loaded, or a key would be missing in the first step."""
+    lora = LoraConfig(target_modules=["q_proj"])
+    adapted = tmp_path / "adapted"
+    run(DASHTrainer, tiny_model, adapted, peft_config=lora, save_strategy="steps", save_steps=1)
+    full, adapter = str(saved[1] / "checkpoint-3"), str(adapted / "checkpoint-1")
+    for checkpoint, settings, said in (
+        (full, {"optimizer": "sgd"}, "was saved with another optimizer: they differ in .*'betas'"),
+        (full, {"optimizer": "adamw_torch", "peft_config": lora}, "the weights of a whole model, but .* an adapter"),
+        (adapter, {}, "the weights of an adapter, but this run trains all weights"),
+    ):
+        with pytest.raises(ValueError, match=f"{checkpoint} .*{said}.* new run with its weights"):
+            recorded(tiny_model, tmp_path, checkpoint, max_steps=6, **settings)
+
+
 def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, saved):
     windows, output, _ = saved
     for name, works in ("checkpoint-2", True), ("checkpoint-1", False):
@@ -256,14 +272,6 @@ def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice():
             with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
                 reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
                 assert (reason is None) == (verdict == "old"), (old, used, new, start, ignore)
-
-
-def test_shards_of_another_number_of_processes_are_refused():
-    saved = SavedRun(replace(SHAPES, processes=2), position=(0, 8), step=4, skipped_steps=0, window=None)
-    check_shards(saved, 2, "c")
-    check_shards(None, 1, "c")
-    with pytest.raises(ValueError, match="c was saved by 2 processes, and now there are 1.*Resume with 2 processes"):
-        check_shards(saved, 1, "c")
 
 
 def test_a_position_is_counted_in_micro_batches():

@@ -47,7 +47,7 @@ FAULTS = {
     "NaN": "A log-prob is not a finite number",
     "written NaN": NO_NUMBER,
     "null": UNREADABLE,
-    "wrong token counts": r"answered \d (tokens with|prompt log-probs for)",
+    "wrong token counts": rf"answered \d tokens with|{UNREADABLE}",
 }
 FAULTS_OF_SAMPLES = {
     "too many tokens": "answered 10 tokens, more than max_tokens=8",
@@ -267,6 +267,7 @@ KEPT = ", whose cache may keep prefixes of old weights"
 # error → what is different: a server's fault, its report, its configuration, or an option of the trainer
 REFUSED = {
     "python -m dash_trl.serve": {"fault": "no extension"},
+    "holds only part of its weights, because a load failed. Restart it": {"fault": "half loaded"},
     "cannot be read .KeyError: 'comparable'": {"fault": "no report"},
     f"the KV connector LMCacheMPConnector{KEPT}": {
         "config": {"kv_transfer_config": {"kv_connector": "LMCacheMPConnector"}}

@@ -1,6 +1,5 @@
 """Checksums, files, broadcasts and the probe of a weight sync, with fake servers: `test_vllm.py` has the real ones."""
 
-import errno
 import gc
 import os
 import signal
@@ -140,24 +139,6 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
     assert list(directory.iterdir()) == []
 
 
-def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplog):
-    """As on a network filesystem that has none: whether another run lives cannot be known."""
-    killed_run(tmp_path)
-    left = versions(tmp_path)
-
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    unlocked = FileWeights(tmp_path, torch.float32)
-    snapshot = unlocked.write(parameters().items(), 1)
-    assert f"remove {unlocked.run}." in caplog.text and versions(tmp_path) == sorted([*left, snapshot.path])
-    monkeypatch.undo()
-    locked = FileWeights(tmp_path, torch.float32)
-    own = locked.write(parameters().items(), 1)  # of runs with a lock it can be known
-    assert versions(tmp_path) == sorted([snapshot.path, own.path])
-
-
 def test_a_difference_is_what_changed_and_all_of_it_where_a_server_holds_others(tmp_path, fakes, caplog):
     fake, value = fakes(), torch.randn(20, 5)
     pool, weights = ServerPool([fake.url]), DifferenceWeights(tmp_path, torch.float32)
@@ -271,7 +252,14 @@ def test_which_adapters_a_server_can_be_given():
 def test_the_probe_finds_a_server_that_computes_with_old_weights():
     model = qwen2()
     plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, of_all_weights(model, str).outputs())
-    check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
-    for wrong in (plain, expected * float("nan")):
+    servers, exact, mixed = {"http://a": expected.tolist()}, {torch.float32}, {torch.float32, torch.bfloat16}
+    check_probe(expected, plain, servers, exact)
+    check_probe(expected, plain, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
+    for wrong, dtypes in (
+        (plain, exact),
+        (expected * float("nan"), exact),
+        (expected + 0.1, exact),
+        (2 * plain, mixed),
+    ):
         with pytest.raises(WeightMismatch, match="http://b holds .* it was given but does not compute with"):
-            check_probe(expected, plain, {"http://a": expected.tolist(), "http://b": wrong.tolist()}, torch.float32)
+            check_probe(expected, plain, servers | {"http://b": wrong.tolist()}, dtypes)

@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from dash_trl.checks.arguments import (
         check_arguments,
         check_callbacks,
-        check_distribution,
+        check_generate,
         check_per_group,
         check_pipeline,
         check_subclass,
         check_weighed,
     )
-    from dash_trl.checks.models import check_model, check_tied_adapter, context_of
+    from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
     from dash_trl.checks.prompts import (
         check_first_step,
         check_prompt_lengths,

@@ -16,7 +16,7 @@ from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import scores_alone
-from dash_trl.seams import sampling_changes
+from dash_trl.seams import generate_options, sampling_changes
 from dash_trl.tools import ProcessTool
 from dash_trl.update import OFF_POLICY_LOSSES
 
@@ -108,8 +108,8 @@ def check_tools(tools: Sequence[Any]) -> None:
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
 # Sampling options of the requests that vLLM's servers take (`/v1/completions`, vLLM 0.31), except for those that change
-# the prompt (`truncate_prompt_tokens`): the loss has the whole prompt.
-SERVER_OPTIONS = (
+# the prompt (`truncate_prompt_tokens`): the loss has the whole prompt. Colocated vLLM takes no others.
+VLLM_OPTIONS = (
     "allowed_token_ids",
     "bad_words",
     "cache_salt",
@@ -182,16 +182,34 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
 
 
-def check_distribution(model: Any, generation_config: Any) -> None:
-    """Checks that transformers' generate samples from the model's distribution, if it samples with older weights.
+# Option of transformers' generate → the values with which it samples one completion for each row, and the remedy.
+GENERATE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "stop_strings": ((None,), "It needs a tokenizer, which TRL does not pass. Use eos_token_id, or vLLM's option stop"),
+    "num_return_sequences": ((None, 1), "A row has one completion. Use num_generations"),
+    "num_beams": ((None, 1), "A beam search does not sample from the policy. Use temperature and top_p"),
+    "do_sample": ((True,), "Greedy completions of a prompt are equal, so they carry no signal. Use a low temperature"),
+    "return_dict_in_generate": ((None, False), "TRL reads token ids only. Use log_completions to see completions"),
+}
+
+
+def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
+    """Checks that transformers' generate samples completions for training.
 
     Args:
         model: the model.
         generation_config: the configuration with which the trainer calls `generate`.
+        exact: True = it has to sample from the model's distribution, because it samples with older weights.
     Raises:
-        ValueError: if an option, such as `top_p`, changes the distribution.
+        ValueError: if an option has no use in training or, with `exact`, changes the distribution, such as `top_p`.
     """
-    if changes := sampling_changes(model, generation_config):
+    options = generate_options(model, generation_config)
+    for name, (usable, remedy) in GENERATE.items():
+        if (value := getattr(options, name)) not in usable:
+            raise ValueError(
+                f"{name}={value!r} cannot be used in training. {remedy}, and take {name} out of generation_kwargs, or "
+                "of the model's generation config."
+            )
+    if exact and (changes := sampling_changes(model, generation_config)):
         raise ValueError(
             f"async_level=1, but transformers' generate would sample from another distribution than the model's: "
             f"{changes}. The correction for older weights needs the log-probs of that distribution, but generate does "
@@ -241,7 +259,7 @@ def check_generation_kwargs(args: DASHConfig) -> None:
         args: the configuration.
     Raises:
         ValueError: if there is another temperature than the loss uses; if vLLM's `stop` would end completions that
-            then count as truncated and are masked; or if vLLM's servers would ignore an option or cut prompts.
+            then count as truncated and are masked; or if vLLM would ignore an option or cut prompts.
     """
     options = args.generation_kwargs or {}
     temperature = options.get("temperature", args.temperature)
@@ -256,12 +274,11 @@ def check_generation_kwargs(args: DASHConfig) -> None:
             "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
             "end tokens, or leave one of the two out."
         )
-    unknown = sorted({*options} - {*SERVER_OPTIONS})
-    if unknown and args.use_vllm and args.vllm_mode == "server":
+    if args.use_vllm and (unknown := sorted({*options} - {*VLLM_OPTIONS})):
         raise ValueError(
-            f"generation_kwargs has {unknown}, which vLLM's servers ignore, so completions would be sampled without "
+            f"generation_kwargs has {unknown}, which vLLM does not use, so completions would be sampled without "
             "them (or, with truncate_prompt_tokens, from another prompt than the loss has). Leave them out, or use "
-            f"vLLM's options: {', '.join(SERVER_OPTIONS)}."
+            f"vLLM's options: {', '.join(VLLM_OPTIONS)}."
         )
 
 

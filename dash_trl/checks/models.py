@@ -71,6 +71,19 @@ def context_of(config: Any) -> int | None:
     return max(length, int(rope["factor"] * rope.get("original_max_position_embeddings", length)))
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises a `ValueError` if the tokenizer has no end token: no completion could end, and no batch be padded.
+
+    Args:
+        tokenizer: the tokenizer of the policy.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"The {type(tokenizer).__name__} has no eos_token, so no completion could end. Set one that the model "
+            "writes, e.g. tokenizer.eos_token = '<|im_end|>', and pass the tokenizer as processing_class."
+        )
+
+
 def check_tied_adapter(model: Any) -> None:
     """Checks that an adapter does not untie tied embeddings, because vLLM has one weight for embeddings and LM head.
 

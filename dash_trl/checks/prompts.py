@@ -8,6 +8,9 @@ from datasets import Dataset, IterableDataset
 from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
 
+# Arguments that TRL passes to each reward function beside the columns of the dataset.
+TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
+
 
 def check_dataset(
     dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False, conversations: bool = False
@@ -21,7 +24,8 @@ def check_dataset(
         environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
         conversations: True = prompts must be conversations, because a chat template adds tools to them.
     Raises:
-        ValueError: if the dataset is empty or has no `prompt` column, or if a prompt cannot be used.
+        ValueError: if the dataset is empty, lacks the column `prompt` or has a column that would hide an argument of
+            reward functions, or if a prompt cannot be used.
     """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
@@ -34,6 +38,11 @@ def check_dataset(
         raise ValueError(
             f"{name} has the columns {columns}, but no 'prompt'. Rename the column with the problem, or load the data "
             "with dash_trl.load_math_dataset, which knows the columns of GSM8K and MATH."
+        )
+    if taken := sorted({*TAKEN}.intersection(columns)):
+        raise ValueError(
+            f"{name} has the columns {taken}, but the trainer itself passes arguments of these names to reward "
+            "functions. Rename them, e.g. with `dataset.rename_column`."
         )
     if isinstance(dataset, Dataset):
         if len(dataset) == 0:

@@ -89,8 +89,6 @@ class RewardRunner:
         on_error: str = "unscore",
     ):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
-        if not functions:
-            raise ValueError("RewardRunner([]) has no reward function: give at least one.")
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
         _check(backend, timeout, max_concurrency, rate_limit, on_error)
         self.backend, self.timeout, self.on_error = backend, timeout, on_error

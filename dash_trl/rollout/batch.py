@@ -150,18 +150,18 @@ class RolloutBatch:
         """
         for name in {**like, **self.tensors()}:
             now, reason = getattr(self, name), None
-            if not isinstance(now, Tensor):
-                reason = f"was removed (it is now {type(now).__name__})"
-            elif now.device.type != "cpu":
-                reason = f"is on {now.device}; rollouts live on the CPU"
-            elif name in like and now.dtype != like[name].dtype:
-                reason = f"changed its dtype from {like[name].dtype} to {now.dtype}"
-            elif name == "advantages" and now.shape not in (self.completion_ids.shape[:1], self.completion_ids.shape):
-                reason = f"has shape {tuple(now.shape)}; it must be (rows,) or (rows, completion tokens)"
+            before = [like[name].shape] if name in like else []
+            if name == "advantages":
+                before = [self.completion_ids.shape[:1], self.completion_ids.shape]
+            if not isinstance(now, Tensor) or now.device.type != "cpu":
+                reason = f"is {now!r:.80}; rollouts are tensors on the CPU"
+            elif name in like and (now.dtype != like[name].dtype or now.shape not in before):
+                reason = (
+                    f"has dtype {now.dtype} and shape {tuple(now.shape)}; it needs {like[name].dtype} and "
+                    f"{' or '.join(map(str, map(tuple, before)))}"
+                )
             elif name == "advantages" and not now.isfinite().all():
                 reason = "is not finite; give a row without a usable reward the advantage 0"
-            elif name != "advantages" and name in like and now.shape != like[name].shape:
-                reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
             elif name not in like and (name not in SAMPLED_FIELDS or hasattr(self, "rewards")):
                 reason = "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
             elif name not in like and (

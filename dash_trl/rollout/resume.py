@@ -190,27 +190,6 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
     return saved
 
 
-def check_shards(saved: SavedRun | None, processes: int, checkpoint: str) -> None:
-    """Check that a run resumes with the number of processes that saved the checkpoint.
-
-    The trainer calls this if each process keeps a shard of the optimizer's state.
-
-    Args:
-        saved: the saved run, or `None`.
-        processes: number of ranks.
-        checkpoint: folder of the checkpoint.
-    Raises:
-        ValueError: the numbers differ.
-    """
-    if saved is not None and saved.shapes.processes != processes:
-        raise ValueError(
-            f"{checkpoint} was saved by {saved.shapes.processes} processes, and now there are {processes}. Under ZeRO "
-            "each process saves its shard of the optimizer's state, and DeepSpeed cannot redistribute these shards. "
-            f"Resume with {saved.shapes.processes} processes, or begin a new run with the weights: "
-            f"model_name_or_path={checkpoint} (if it has no model.safetensors, run its zero_to_fp32.py first)."
-        )
-
-
 def why_a_new_window(
     saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str, ignore_data_skip: bool
 ) -> str | None:

@@ -127,8 +127,6 @@ class VLLMServer:
         choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}, timeout)
         with _readable(choices):
             entries = choices[0]["prompt_logprobs"]
-            if len(entries) != len(ids):
-                raise ServerError(f"answered {len(entries)} prompt log-probs for {len(ids)} tokens")
             return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
 
     async def try_out(self) -> None:
@@ -317,6 +315,8 @@ class VLLMServer:
             )
         if "has no attribute 'dash_" in text:  # vLLM answers 500
             return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
+        if "meta tensors" in text:  # vLLM's loader has removed the old weights, and has not loaded all new ones
+            return ValueError(f"{said}. The server holds only part of its weights, because a load failed. Restart it.")
         if self.adapter is not None and self.adapter in text:  # the server has restarted and has no adapter yet
             return ServerError(said, gone=True)
         if "not JSON compliant" in text:  # vLLM answers 400 if it computed NaN, which it cannot write as JSON

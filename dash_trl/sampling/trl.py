@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
@@ -169,7 +170,6 @@ class VLLMPool(ExactMerges):
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
-            max_tokens = self._room(prompts) if max_tokens is None else max_tokens
             done = jobs = self._jobs(next(self._others), prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
@@ -254,7 +254,7 @@ class VLLMPool(ExactMerges):
         max_tokens: Sequence[int | None] | None = None,
     ) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
-        limits = [None] * len(prompts) if max_tokens is None else max_tokens
+        limits = self._room(prompts) if max_tokens is None else max_tokens
         runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(zip(prompts, limits, strict=True))]
         groups = [
             (ids, min(num_generations, count - done), most)
@@ -266,8 +266,8 @@ class VLLMPool(ExactMerges):
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
         """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
 
-        Such prompts are the later turns of an evaluation with tools. None: the prompt has no limit of its own, because
-        the completion fits, or because the prompt alone is too long, which the server reports.
+        Such prompts are long, or of the later turns of an evaluation with tools. None: the prompt has no limit of its
+        own, because the completion fits, or because the prompt alone is too long, which the server reports.
         """
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
         context = self.context
@@ -304,6 +304,8 @@ class VLLMPool(ExactMerges):
             if self._sync is None:
                 dtype, self.context, why_merged = self.ranks.agree(self._check_servers, main_only=True)
                 adapter = is_peft_model(self.model) and self._adapter_alone(dtype, why_merged)
+                if not adapter:
+                    self._check_names()
                 self._sync = WeightSync(
                     self.pool,
                     self.ranks,
@@ -312,6 +314,7 @@ class VLLMPool(ExactMerges):
                     len(self.processing_class),
                     self._gather_adapter if adapter else self._gather,
                     of_adapter(self.model) if adapter else of_all_weights(self.model, self._plain_name),
+                    self.accelerator.mixed_precision,
                 )
             self._sync.send()
 
@@ -347,6 +350,12 @@ class VLLMPool(ExactMerges):
             )
         why_merged = self._why_merged(configs) if is_peft_model(self.model) else None
         context = min(config["model_config"]["max_model_len"] for config in configs.values())
+        if self.max_completion_length >= context:
+            logger.warning(
+                f"max_completion_length={self.max_completion_length}, but the servers' context is {context} tokens, "
+                "prompt included: a completion gets at most the tokens that its prompt leaves. Lower "
+                "max_completion_length, or start the servers with a larger --max-model-len."
+            )
         return dtype, context, why_merged
 
     def _why_merged(self, configs: dict[str, Any]) -> str | None:
@@ -375,6 +384,26 @@ class VLLMPool(ExactMerges):
             return None
         self.pool.use_adapter(ADAPTER)
         return AdapterWeights(self.weight_dir, dtype, self.model.peft_config[NAME], base)
+
+    def _check_names(self) -> None:
+        """Check that every weight that is sent is one of the plain model, because an unknown name breaks a server."""
+        config, is_adapted = self.model.config, is_peft_model(self.model)
+        if is_adapted and self.model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"{self.model.active_peft_config.peft_type.value} trains a prompt, which vLLM has no place for. Use "
+                "LoRA, or sample without servers."
+            )
+        kind = type(self.model.get_base_model() if is_adapted else self.model)
+        with torch.device("meta"):
+            known = dict(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)(config).named_parameters())
+        # without the weights of adapters, which are merged, and the modules that `modules_to_save` has copied
+        apart = (self.model.prefix, "original_module") if is_adapted else ()
+        names = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
+        if unknown := sorted(name for name in names - known.keys() if ".modules_to_save." not in name):
+            raise ValueError(
+                f"vLLM knows no weights {unknown}, since a {type(config).__name__} has none of these names. Sample "
+                "without servers, or train other modules: of PEFT's options, trainable_token_indices cannot be merged."
+            )
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
+ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^][/?#@:\s]+)(:[1-9]\d{0,4})?")
 
 
 def check_urls(urls: str | Sequence[str]) -> list[str]:
@@ -31,7 +32,11 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
     if not cleaned:
         raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")
     for url in cleaned:
-        _check(url)
+        if not ADDRESS.fullmatch(url):
+            raise ValueError(
+                f"vllm_server_urls has {without_user(url)!r}, which is not the address of a server. Write "
+                "http://HOST:PORT, e.g. http://127.0.0.1:8000, without a path, a user or a password."
+            )
         if is_here(url):
             continue
         if not os.environ.get(API_KEY):
@@ -49,28 +54,6 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
     return cleaned
 
 
-def _check(url: str) -> None:
-    """Raise `ValueError` unless the URL has the form http://HOST:PORT or https://HOST:PORT; the port may be missing."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port  # both may raise ValueError
-    except ValueError:
-        host, port = None, 0
-    if (
-        not host
-        or port == 0
-        or parts.scheme not in ("http", "https")
-        or parts.path
-        or parts.query
-        or parts.fragment
-        or without_user(url) != url
-    ):
-        raise ValueError(
-            f"vllm_server_urls has {without_user(url)!r}, which is not the address of a server. Write http://HOST:PORT,"
-            " e.g. http://127.0.0.1:8000, without a path, a user or a password."
-        )
-
-
 def without_user(url: str) -> str:
     """Hide user and password of a URL, for messages and logs.
 
@@ -83,11 +66,13 @@ def without_user(url: str) -> str:
 def is_here(url: str) -> bool:
     """Return whether a server is on this machine.
 
+    A server at 0.0.0.0 or `::` listens on all addresses of its machine. A client connects to its own machine by them.
+
     Args:
         url: URL of the server.
     """
     host = urlsplit(url).hostname or ""
-    return is_loopback(host) or is_unspecified(host)
+    return host in ("0.0.0.0", "::") or is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:
@@ -96,24 +81,7 @@ def is_loopback(host: str) -> bool:
     Args:
         host: name or IP address.
     """
-    return host == "localhost" or _property(host, "is_loopback")
-
-
-def is_unspecified(host: str) -> bool:
-    """Return whether a host is 0.0.0.0 or `::`.
-
-    A server that is given one of these addresses listens on all addresses of its machine. A client that is given one of
-    them connects to the client's own machine.
-
-    Args:
-        host: name or IP address.
-    """
-    return _property(host, "is_unspecified")
-
-
-def _property(host: str, name: str) -> bool:
-    """Return a boolean property of an IP address; False for a host name."""
     try:
-        return getattr(ipaddress.ip_address(host), name)
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # a host name

@@ -49,16 +49,10 @@ class ProcessTool:
         timeout: seconds for one call, from its start.
         max_concurrency: number of worker processes. None: this process's share of the CPUs, at most 8.
     Raises:
-        ValueError: if the function is a coroutine function, is not callable or cannot be pickled, or a number is out of
-            range.
+        ValueError: if the function cannot be pickled, or a number is out of range.
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
-        if not callable(function) or iscoroutinefunction(function):
-            raise ValueError(
-                f"ProcessTool({function!r}) needs an ordinary function: a coroutine function runs in an event loop of "
-                "the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
-            )
         functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
         self.workers = ProcessCalls([function], max_concurrency or default_workers())

@@ -1,13 +1,13 @@
 """Sends weights by files, which every server loads in place."""
 
-import fcntl
-import logging
+import os
 import secrets
 import shutil
+import socket
 import weakref
 from pathlib import Path
-from typing import IO
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,11 +16,10 @@ from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, held_tag, holds
 
-logger = logging.getLogger(__name__)
-
 WEIGHT_DIR = "_vllm_weights"  # in `output_dir`; push_to_hub leaves out names that begin with an underscore
 SHARD_BYTES = 4 << 30  # bytes at which a file is written; a weight sync takes about this much host memory
-LOCK = ".dash_trl.lock"
+# Names the processes among which a process id is unique: this machine and, in a container, its own process ids.
+HERE = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').resolve().name.strip('pid:[]')}"
 
 
 class FileWeights:
@@ -30,9 +29,8 @@ class FileWeights:
     when it is complete. Older versions are removed after a weight sync, and the run's folder is removed at the end of
     the process.
 
-    If a run is killed, the next run in the same directory removes the killed run's files. To protect the files of a
-    live run, each run holds a lock on a file in its folder. The kernel releases the lock when the process ends for any
-    reason. If the filesystem has no locks, the lock file is missing, and no run removes another run's weights.
+    If a run is killed, the next run in the same directory and on the same machine removes the killed run's files. A
+    run's folder has its process id in its name, so that no run removes the files of a live run.
 
     Args:
         directory: folder that trainer and servers see under the same path; several runs may share it.
@@ -45,8 +43,7 @@ class FileWeights:
     def __init__(self, directory: str | Path, dtype: torch.dtype):
         self.directory = Path(directory).absolute()
         self.dtype = dtype
-        self.run = self.directory / secrets.token_hex(4)
-        self._lock: IO[str] | None = None
+        self.run = self.directory / f"{HERE}-{os.getpid()}-{secrets.token_hex(4)}"
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
         """Write a new version and let servers load it.
@@ -80,7 +77,7 @@ class FileWeights:
         Returns:
             Description of the version.
         """
-        if self._lock is None:  # not in the constructor, which all ranks run
+        if not self.run.exists():  # not in the constructor, which all ranks run
             self._begin()
         folder = self.run / f"version-{version}"
         partial = folder.with_suffix(".partial")
@@ -106,21 +103,12 @@ class FileWeights:
         return checksum
 
     def _begin(self) -> None:
-        """Remove the folders of killed runs, and create and lock this run's folder."""
-        for lock_file in self.directory.glob(f"*/{LOCK}"):
-            _remove_if_dead(lock_file)
+        """Remove the folders of killed runs, and create this run's folder."""
+        for other in self.directory.glob(f"{HERE}-*-*"):
+            if not psutil.pid_exists(int(other.name.split("-")[-2])):
+                shutil.rmtree(other, ignore_errors=True)
         self.run.mkdir(parents=True)
-        unlocked = self.run / "unlocked"
-        self._lock = unlocked.open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unlocked.rename(self.run / LOCK)  # the file gets its final name once the lock is held
-        except OSError as error:
-            logger.warning(
-                f"Files in {self.directory} cannot be locked ({error}), so later runs cannot tell whether this run is "
-                f"alive. If this run is killed, remove {self.run}."
-            )
-        weakref.finalize(self, _remove, self.run, self._lock)
+        weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
         """Let a server load the current version, unless the server holds it already.
@@ -146,23 +134,3 @@ def _save(shard: dict[str, Tensor], directory: Path) -> None:
     """Write the next file of a version."""
     if shard:
         save_file(shard, directory / f"model-{len(list(directory.iterdir())) + 1:05}.safetensors")
-
-
-def _remove(run: Path, lock: IO[str]) -> None:
-    """Remove all files of a run, and release its lock."""
-    shutil.rmtree(run, ignore_errors=True)
-    lock.close()
-
-
-def _remove_if_dead(lock_file: Path) -> None:
-    """Remove the files of a run whose lock is free.
-
-    A process id would not show whether a run is alive: the run may be on another host, and a new process may have got
-    the same id.
-    """
-    try:
-        with lock_file.open("r+") as lock:  # NFS gives no exclusive lock on a file that is open for reading only
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(lock_file.parent, lock)
-    except OSError:
-        pass  # the run is alive, or we cannot tell

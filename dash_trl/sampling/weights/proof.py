@@ -6,7 +6,7 @@ parameters of linear layers and embeddings by a factor. If an adapter is sent al
 matrices instead, because these matrices are zero in a new adapter, so a factor would not change them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -179,27 +179,28 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 
-def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]], dtype: torch.dtype) -> None:
+def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:
     """Check that the servers' log-probs equal the trainer's, up to rounding.
 
     Args:
         expected: [tokens] the trainer's log-probs with the weights that the servers were given.
         plain: [tokens] the trainer's log-probs with unperturbed weights, for the message.
         served: URL → the server's log-probs.
-        dtype: dtype of the servers' weights, which determines the tolerance.
+        dtypes: dtypes in which the servers and the trainer compute. The coarsest one determines the tolerance.
 
     Raises:
         WeightMismatch: if a server's log-probs differ.
     """
-    tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
+    tolerance = max(TOLERANCE.get(one, max(TOLERANCE.values())) for one in dtypes)
     effect = (expected - plain).abs().mean().item()
     for url, values in served.items():
         difference = (torch.tensor(values) - expected).abs().mean().item()
         if not difference <= tolerance:  # also if the difference is NaN
             raise WeightMismatch(
                 f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
-                f"{difference:.2g} from the trainer's (tolerance {tolerance}; the first weight sync perturbs the "
-                f"weights, which changes log-probs by {effect:.2g}). On a CPU build of vLLM, install dash_trl in the "
-                "server's environment: its plugin stops vLLM from computing with packed copies. Otherwise check that "
-                "the server runs the same model, without quantisation or adapters."
+                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}; the "
+                f"first weight sync perturbs the weights, which changes log-probs by {effect:.2g}). On a CPU build of "
+                "vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing with packed "
+                "copies. "
+                "Otherwise check that the server runs the same model, without quantisation or adapters."
             )

@@ -33,6 +33,8 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 # 0.31). Without a connector, the name is None.
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
     """Check that the weights of a model fit into the servers' models.
@@ -90,6 +92,7 @@ class WeightSync:
             All ranks call this function once for each weight version.
         perturbation: change of the weights with which the first weight sync is checked. None: `of_all_weights`. In this
             case `gather` has to return the model's own names.
+        mixed_precision: accelerate's name of the dtype in which the model computes; "no": the dtype of its weights.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class WeightSync:
         vocabulary: int,
         gather: Callable[[], NamedTensors],
         perturbation: Perturbation | None = None,
+        mixed_precision: str = "no",
     ):
         self.pool = pool
         self.ranks = ranks
@@ -108,6 +112,7 @@ class WeightSync:
         self.model = model
         self.gather = gather
         self.perturbation = perturbation or of_all_weights(model, str)
+        self.dtypes = {weights.dtype, MIXED.get(mixed_precision, next(model.parameters()).dtype)}
         self.probe = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
         self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
         self._snapshot: Snapshot | None = None  # the current version
@@ -144,7 +149,7 @@ class WeightSync:
             WeightMismatch: see `check_probe`.
         """
         served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
-        check_probe(expected, plain, served, self.weights.dtype)
+        check_probe(expected, plain, served, self.dtypes)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
         """Gather the weights on all ranks, and send them from the main process.
