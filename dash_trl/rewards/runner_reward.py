@@ -82,8 +82,9 @@ class RunnerReward(WatchedReward):
         """
         calls: list[Call] = []
         for row, known in enumerate(rows if not self.form.batch else (), first):
+            group = {"group_uid": f"{request.uid}-{row // request.group_size}", "group_size": request.group_size}
             try:
-                arguments = self.form.arguments(known)
+                arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
                 self._put(request, index, row, [error])
                 continue

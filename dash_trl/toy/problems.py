@@ -15,6 +15,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from dash_trl.rewards import completion_text
+
 OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
@@ -119,9 +121,5 @@ def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
         answer: the right answers.
         kwargs: the other columns; not used.
     """
-    rewards = []
-    for completion, gold in zip(completions, answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        found = ANSWER.findall(text)
-        rewards.append(float(bool(found) and found[-1] == gold))
-    return rewards
+    found = [ANSWER.findall(completion_text(completion))[-1:] for completion in completions]
+    return [float(last == [str(gold)]) for last, gold in zip(found, answer, strict=True)]
