@@ -55,7 +55,6 @@ TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point", "starter_code")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
-CSV_COLUMNS = 100  # of a CSV file, more than a data set has
 EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
@@ -302,8 +301,12 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
 
     path = Path(source).expanduser()
     # Cells of a table are texts: as numbers, 007 would lose its zeros, and an answer "None" would be missing.
-    texts = {"converters": dict.fromkeys(range(CSV_COLUMNS), str.strip), "keep_default_na": False, "na_values": ""}
-    settings = texts if path.suffix == ".csv" or any(path.glob("*.csv")) else {}
+    # Converters of columns that do not exist are ignored.
+    settings: dict[str, Any] = (
+        {"converters": dict.fromkeys(range(100), str.strip), "keep_default_na": False, "na_values": ""}
+        if path.suffix == ".csv" or any(path.glob("*.csv"))
+        else {}
+    )
     try:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             loaded = load_from_disk(str(path))

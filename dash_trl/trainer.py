@@ -159,8 +159,7 @@ class DASHTrainer(GRPOTrainer):
         self._conversations = new_conversations(self)
         # TRL logs functions of one name (lambdas, partials of one function) as one. Here the second f is f#2.
         names = self.reward_func_names
-        earlier = [names[:index].count(name) for index, name in enumerate(names)]
-        self.reward_func_names = [f"{one}#{n + 1}" if n else one for one, n in zip(names, earlier, strict=True)]
+        names[:] = [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if (rollout_func := self.rollout_func) is not None:

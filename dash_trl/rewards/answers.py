@@ -11,7 +11,7 @@ Every function takes time linear in the length of the text, also for a degenerat
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 from dash_trl.rewards.spelling import normalize_answer
 
@@ -24,18 +24,12 @@ MAX_ANSWER_CHARS = 1_000
 Span = tuple[int, int, str]  # start, end, content
 
 
-class Answer(NamedTuple):
-    """The final answer of a completion.
-
-    Attributes:
-        text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
-            list "5, 7", which equals neither of them. Empty if the completion has no answer.
-        prose: the sentence in which math-verify searches for the answer if `text` is no formula. Empty if the answer is
-            a box or a formula.
-    """
-
-    text: str = ""
-    prose: str = ""
+# The final answer of a completion: its text, and its sentence.
+#
+# The text has the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a list "5, 7",
+# which equals neither of them. It is empty if the completion has no answer. math-verify searches the sentence for the
+# answer if the text is no formula. The sentence is empty if the answer is a box or a formula.
+Answer = tuple[str, str]
 
 
 def final_text(completion: str) -> str:
@@ -111,13 +105,13 @@ def find_answer(completion: str) -> Answer:
         completion: the text of a completion.
 
     Returns:
-        The answer. Its `text` is empty if the completion has no answer.
+        The answer. Its text is empty if the completion has no answer.
     """
     *before, opened = _TAG.split(final_text(completion))
     text = _END_OF_TAG.split(opened)[0]
     boxes, is_cut_off = _scan_boxes(text)
     if boxes or is_cut_off:
-        return Answer(_as_list(_runs(text, boxes)[-1] if boxes else []))
+        return _as_list(_runs(text, boxes)[-1] if boxes else []), ""
     text = _EMPHASIS.sub(r"\2", text)
     line = last_hashes(text)
     if line is not None:
@@ -128,7 +122,7 @@ def find_answer(completion: str) -> Answer:
     formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
     for run in _runs(rest, formulas):
         if run[0][0] == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[run[-1][1] :]):
-            return Answer(_as_list(run))
+            return _as_list(run), ""
     pieces = rest.splitlines() if before and not announced else _END.split(rest)
     sentences = [one[:MAX_ANSWER_CHARS] for one in pieces if one.strip()] or [""]
     if announced:
@@ -226,7 +220,7 @@ def _in_sentence(sentence: str, prose: str, joint: re.Pattern[str]) -> Answer:
     """
     places = [_NUMBER.findall(place) for place in joint.split(sentence)]
     offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
-    return Answer(", ".join(offered)) if len(offered) > 1 else Answer(normalize_answer(sentence), prose)
+    return (", ".join(offered), "") if len(offered) > 1 else (normalize_answer(sentence), prose)
 
 
 _BOX_TOKEN = re.compile(

@@ -205,8 +205,8 @@ def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
     """Returns a row with all arguments of verl's form. The row's own columns of these names stay."""
     columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
     golds = [("ground_truth", ground_truth(row[name])) for name in ("answer", "reward_model") if name in row]
-    info = row.get("extra_info", columns)
-    info = {**(info or {}), **group} if info is None or isinstance(info, Mapping) else info
+    own = row.get("extra_info", columns)
+    info = {**(own or {}), **group} if own is None or isinstance(own, Mapping) else own
     return {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
@@ -251,10 +251,9 @@ def form_of(function: Any) -> RewardForm:
     rest = any(one.kind == one.VAR_KEYWORD for one in parameters)
     whole = "completions" in named or "prompts" in named
     # TRL passes `completion_ids`, too, but always beside arguments that only a function with **columns can take.
-    of_one = (
-        {"completion", "solution_str"} if whole else {*ROW, "solution_str"} - ({"completion_ids"} if rest else set())
+    single = bool(named.keys() & {"completion", "solution_str"}) or (
+        not whole and ("prompt" in named or "completion_ids" in named and not rest)
     )
-    single = not of_one.isdisjoint(named)
     if whole and single or stateful and whole or not (single or rest or "completions" in named):
         raise ValueError(f"{name}({', '.join(map(str, parameters))}) has none of the forms. {FORMS}")
     batch = not single and not stateful
