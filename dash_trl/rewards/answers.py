@@ -79,8 +79,8 @@ def plain_answer(value: Any) -> str:
             f"The gold answer {value!r:.200} is of type {type(value).__name__}, so its text says nothing about the "
             "answers that are right. Store a text or a number, or name another column (answer_column)."
         )
-    is_whole = isinstance(value, float) and value.is_integer()
-    return "" if value is None or value != value else str(int(value) if is_whole else value).strip()
+    plain = int(value) if isinstance(value, float) and value.is_integer() else value
+    return "" if value is None or value != value else str(plain).strip()
 
 
 def find_answer(completion: str) -> Answer:
