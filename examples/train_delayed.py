@@ -35,9 +35,12 @@ class Delayed(Mathematics):
 
     Arguments = DelayedArguments
 
+    def __init__(self, script: DelayedArguments):
+        if script.reward_path is not None:
+            raise ValueError(f"reward_path={script.reward_path!r} has no effect here: remove it.")
+        super().__init__(script)
+
     def reward(self) -> RewardRunner:
-        if self.script.reward_path is not None:
-            raise ValueError(f"reward_path={self.script.reward_path!r} has no effect here: remove it.")
         scale, times, right = self.script.delay_scale, random.Random(), MathAccuracyReward()
 
         def delayed(completion: Any, answer: str) -> float:

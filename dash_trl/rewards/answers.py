@@ -231,15 +231,15 @@ _JOINT = re.compile(
     r"|\b(?:and|or|either|maybe|perhaps|possibly)\b)*+"
 )
 _THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
-# Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
+# Each alternative begins with a character, which makes the search fast. Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
 _THOUGHT = re.compile(
     rf"<{_THINK}>|\[THINK\]|<\|channel>thought|◁think▷|<\|(?:START_THINKING|END_RESPONSE|end|return|call)\|>"
-    r"|<\|channel\|>(?:analysis|commentary)|(?:\A|assistant)(?:analysis|commentary)(?=[^\s:,.])"
+    r"|<\|channel\|>(?:analysis|commentary)|(?:analysis(?<=\Aanalysis)|assistant(?:analysis|commentary))(?=[^\s:,.])"
 )
 _END_OF_THOUGHT = re.compile(
     rf"</{_THINK}>|\[/THINK\]|<channel\|>|◁/think▷|<\|(?:END_THINKING|START_RESPONSE)\|>"
     r"|Here(?: is|'s) my response:"  # Granite 3.2
-    r"|<\|channel\|>final[^<\n]{0,40}<\|message\|>|assistantfinal|\Afinal(?=[A-Z\d\\$*(-])"
+    r"|<\|channel\|>final[^<\n]{0,40}<\|message\|>|assistantfinal|final(?<=\Afinal)(?=[A-Z\d\\$*(-])"
 )
 # R1, Hunyuan and TRL's examples have <answer>, Unsloth <SOLUTION>, Granite 3.3 <response>.
 _TAG, _END_OF_TAG = (re.compile(rf"<{end}(?i:answer|final_answer|response)>|<{end}SOLUTION>") for end in ("", "/"))
