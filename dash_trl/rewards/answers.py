@@ -231,7 +231,8 @@ _JOINT = re.compile(
     r"|\b(?:and|or|either|maybe|perhaps|possibly)\b)*+"
 )
 _THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
-# Each alternative begins with a character, which makes the search fast. Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
+# Each alternative begins with a character, which makes the search fast.
+# Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
 _THOUGHT = re.compile(
     rf"<{_THINK}>|\[THINK\]|<\|channel>thought|◁think▷|<\|(?:START_THINKING|END_RESPONSE|end|return|call)\|>"
     r"|<\|channel\|>(?:analysis|commentary)|(?:analysis(?<=\Aanalysis)|assistant(?:analysis|commentary))(?=[^\s:,.])"
