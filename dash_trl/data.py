@@ -15,26 +15,25 @@ MATH (arXiv:2103.03874), MATH-500,      `problem`               `answer`, else t
 AIME                                                            ``\boxed{}`` of `solution`
 MBPP (arXiv:2108.07732), MBPP+          `text` or `prompt`, and `test` or `test_list`, scripts    `code`
                                         the first assert
-ready-made                              `prompt`, a string or a `answer`; or `tests`, scripts,    `completion`,
-                                        conversation, unchanged or `inputs` and `outputs`         unchanged
+ready-made                              `prompt`, a string or a `answer`, or verl's               `completion`,
+                                        conversation, unchanged `reward_model`; or `tests`,       unchanged
+                                                                scripts, or `inputs`, `outputs`
 ======================================  ======================  ================================  =====================
 
 A dataset with other columns becomes a ready-made one with a few lines of `datasets` (docs/howto/code-rewards.md).
 
-MBPP+ is published as one split of 378 problems. Here it has two, as in the paper: 264 problems in "train" and 114 in
-"test". The splits are drawn with the seed `MBPP_PLUS_SEED`, because the paper's own splits are not published. Both
-"train+test" and "all" mean the whole dataset.
+MBPP+ is published as one split of 378 problems. Here it has the two of the paper's authors: in the order of `task_id`,
+the first 264 problems are "train", and the last 114 (594, 596, … 809) are "test". "all" means the whole dataset.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dash_trl.rewards import completion_text, last_boxed, last_hashes
+from dash_trl.rewards import completion_text, last_boxed, last_hashes, plain_answer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,13 +49,12 @@ PROMPT_TEMPLATES = {
 FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "solution")
+ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 SOLUTION_COLUMNS = ("completion", "solution", "answer", "code")
 TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point", "starter_code")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
-MBPP_PLUS_SEED = 0
 EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
@@ -282,9 +280,7 @@ def final_answer(value: Any, marked: bool = False) -> str | None:
     Returns:
         The answer; None if there is none.
     """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # a table with an empty cell has floats in this column: 42.0 is the answer 42
-    text = "" if value is None else str(value).strip()
+    text = plain_answer(value)
     if (hashes := last_hashes(text)) is not None:
         return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", hashes)  # without thousands separators
     boxed = last_boxed(text)
@@ -304,13 +300,20 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     path = Path(source).expanduser()
+    # Cells of a table are texts: as numbers, 007 would lose its zeros, and an answer "None" would be missing.
+    # Converters of columns that do not exist are ignored.
+    settings: dict[str, Any] = (
+        {"converters": dict.fromkeys(range(100), str.strip), "keep_default_na": False, "na_values": ""}
+        if path.suffix == ".csv" or any(path.glob("*.csv"))
+        else {}
+    )
     try:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             loaded = load_from_disk(str(path))
         elif path.is_file():
-            loaded = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
+            loaded = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), **settings)
         else:
-            loaded = load_dataset(str(path) if path.is_dir() else source, config)
+            loaded = load_dataset(str(path) if path.is_dir() else source, config, **settings)
     except (KeyError, FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
             f"{source!r} is neither a path with data files ({', '.join(FILE_FORMATS)}; looked for {path.absolute()}) "
@@ -345,16 +348,13 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
 
 
 def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Splits MBPP+ in two by the hashes of its problems' numbers; returns other data unchanged."""
+    """Splits MBPP+ in two by its problems' numbers; returns other data unchanged."""
     rows = next(iter(splits.values()))
     if len(splits) > 1 or len(rows) != MBPP_PLUS_ROWS or not MBPP_PLUS_COLUMNS <= set(rows.column_names):
         return splits
-    hashes = [hashlib.sha256(f"{MBPP_PLUS_SEED}:{name}".encode()).digest() for name in rows["task_id"]]
-    last = sorted(hashes)[MBPP_PLUS_TRAIN - 1]
-    return {
-        "train": rows.select([i for i, one in enumerate(hashes) if one <= last]),
-        "test": rows.select([i for i, one in enumerate(hashes) if one > last]),
-    }
+    numbers = [int(re.sub(r"\D", "", str(name))) for name in rows["task_id"]]  # 2 or Mbpp/2
+    order = sorted(range(len(rows)), key=numbers.__getitem__)
+    return {"train": rows.select(order[:MBPP_PLUS_TRAIN]), "test": rows.select(order[MBPP_PLUS_TRAIN:])}
 
 
 def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset) -> list[str]:

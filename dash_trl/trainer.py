@@ -163,6 +163,9 @@ class DASHTrainer(GRPOTrainer):
             check_generate(self.model, self.generation_config, exact=one_ahead(self))
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
+        # TRL logs functions of one name (lambdas, partials of one function) as one. Here the second f is f#2.
+        names = self.reward_func_names
+        names[:] = [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if (rollout_func := self.rollout_func) is not None:

@@ -27,6 +27,13 @@ READ = {
         ("<think>a</think>b<think>c", "b"),
         ("<think>a", ""),
         ("a</think>", ""),
+        ("<thinking>a</thinking>b", "b"),
+        ("◁think▷a◁/think▷b", "b"),
+        ("<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", "b"),
+        ("<|channel|>analysis<|message|>a", ""),
+        ("analysisA.assistantcommentary to=f{}assistantfinalb", "b"),
+        ("analysis of b", "analysis of b"),
+        ("final b", "final b"),
     ],
 }
 

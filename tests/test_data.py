@@ -51,6 +51,9 @@ def test_final_answer():
         ("", False, None),
         (None, False, None),
         (r"\boxed{}", True, None),
+        (float("nan"), False, None),
+        (["1", 2.0], False, "1, 2"),
+        ({"ground_truth": "4", "style": "rule"}, False, "4"),
     ]:
         assert final_answer(value, marked=marked) == answer, value
 
@@ -106,6 +109,7 @@ def test_layouts(tmp_path):
         ([READY], {"prompt_template": "Q {problem}"}, [{"prompt": "Q p", "answer": "1"}]),
         ([CHAT], {"prompt_template": "boxed"}, [CHAT]),
         ([WHOLE_CHAT], {"completion": True}, [WHOLE_CHAT]),
+        ([{"prompt": "p", "reward_model": {"ground_truth": "1", "style": "rule"}}], {}, [READY]),
         # names in any case, and by name
         ([NAMED], {"prompt_template": "plain"}, [{"prompt": "p", "answer": "7"}]),
         (
@@ -126,6 +130,15 @@ def test_file_formats(tmp_path):
         getattr(datasets.Dataset.from_list(GSM8K), f"to_{suffix}")(str(path))
         assert load_math_dataset(path)["answer"][:] == ["2", "1200"]
         assert load_math_dataset(str(path), split="train[1:]")["answer"][:] == ["1200"]
+
+
+def test_a_csv_file_has_texts(tmp_path):
+    """No number loses its zeros, and no answer "None" is missing."""
+    path = tmp_path / "only" / "train.csv"
+    path.parent.mkdir()
+    path.write_text("prompt,answer,solution\n1,007,\n2,None,\n3,,\\boxed{1.50}\n")
+    for source in (path, path.parent):
+        assert load_math_dataset(source)["answer"][:] == ["007", "None", "1.50"]
 
 
 def test_folders_of_splits(tmp_path):
@@ -287,14 +300,12 @@ def tasks(path: Path, split: str) -> list[int]:
 
 
 def test_mbpp_plus_has_two_splits_for_good(tmp_path):
-    """Whatever its one split is called, and whatever the order of its rows."""
+    """Those of the authors. Whatever its one split is called, and whatever the order of its rows."""
     rows = plus_rows(378)
     folder = write_rows(tmp_path / "d" / "train.jsonl", rows).parent
     for path in (folder, write_rows(tmp_path / "own.jsonl", rows[::-1])):
-        train, test = tasks(path, "train"), tasks(path, "test")
-        assert (len(train), len(test)) == (264, 114) and sorted(train + test) == list(range(378))
-        assert sorted(test)[:8] == [1, 5, 11, 13, 16, 22, 30, 32]
-        assert tasks(path, "all") == train + test and tasks(path, "test[:3]") == test[:3]
+        assert tasks(path, "train") == list(range(264)) and tasks(path, "test") == list(range(264, 378))
+        assert tasks(path, "all") == list(range(378)) and tasks(path, "test[:3]") == [264, 265, 266]
 
 
 # ------------------------------------------------------------------------------------------------------- completions
@@ -378,6 +389,13 @@ def test_what_is_missing_is_named(tmp_path):
             r"2 of 3 rows lack a gold answer .* row 1: .*Because.*Remove these rows",
         ),
         (load_math_dataset, [READY, {**READY, "prompt": " "}], {}, "1 of 2 rows lack a problem .* row 1"),
+        (
+            load_math_dataset,
+            [{**READY, "answer": {"a": 1}}],
+            {},
+            r"gold answer \{'a': 1\} is of type dict.*answer_column",
+        ),
+        (load_math_dataset, [{**READY, "answer": "2024-01-05 00:00:00"}], {}, "gold answer .* is of type datetime"),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "test_list": []}],

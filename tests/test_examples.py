@@ -19,6 +19,7 @@ import train_math
 import train_prm
 import yaml
 from train_code import Programming
+from train_delayed import Delayed
 from train_judge import Judged
 from train_math import MathArguments, Mathematics
 from train_math_process import ProcessArguments, make_callbacks
@@ -117,15 +118,15 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
 def test_real_problems_with_flags(toy, tmp_path, capsys):
-    """GSM8K with the math reward, evaluation, checkpoints; the tiny model solves next to no problem."""
+    """GSM8K with the math reward, delayed, evaluation, checkpoints; the tiny model solves next to no problem."""
     main(
-        *("train_math", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_delayed", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
-        *flags({"per_device_eval_batch_size": 4}),
+        *flags({"per_device_eval_batch_size": 4, "delay_scale": 0.01, "reward_pipeline": True}),
     )
     (step,) = steps(tmp_path)
-    assert step["reward"] < 0.2 and step["filter/dropped_unscored"] == 0
+    assert step["rewards/delayed/mean"] < 0.2 and step["filter/dropped_unscored"] == 0
     assert "eval_reward" in (tmp_path / "metrics.jsonl").read_text()
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
     said = capsys.readouterr().out
@@ -336,6 +337,7 @@ MISTAKES: list[tuple[type, list[str], str]] = [
     (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
     (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
     (Judged, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
+    (Delayed, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
 ]
 
 

@@ -79,6 +79,10 @@ def test_what_a_per_sample_function_is_called_with():
         (lambda completion: 0, one),
         (lambda answer, completion, completion_ids: 0, {**one, "answer": 3, "completion_ids": [7]}),
         (lambda completion, level=1: 0, one),
+        (lambda completion_ids: 0, {"completion_ids": [7]}),
+        (lambda completion_ids, answer: 0, {"completion_ids": [7], "answer": 3}),
+        (lambda prompt, completion_ids: 0, {"prompt": "1 + 2 = ", "completion_ids": [7]}),
+        (lambda prompt, **columns: 0, ROW),
         (lambda completion, **columns: 0, ROW),
         (Judge, {**one, "answer": 3}),
         (Judge(), {**one, "answer": 3}),
@@ -89,8 +93,14 @@ def test_what_a_per_sample_function_is_called_with():
         form = form_of(function)
         assert not form.batch and form.arguments(ROW) == arguments, function
         form.check_columns(["prompt", "answer"])
-    arguments = form_of(Verl).arguments({**ROW, "data_source": "gsm8k", "ground_truth": "4"})
-    assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", "4")
+    row = {**ROW, "data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
+    for known, gold, info in (
+        (row, "4", {"index": 1, "group_size": 2}),
+        ({**row, "ground_truth": "5", "extra_info": None}, "5", {"group_size": 2}),
+        ({**row, "extra_info": "text"}, "4", "text"),
+    ):
+        arguments = form_of(Verl).arguments(known, {"group_size": 2})
+        assert arguments == {**verls, "data_source": "gsm8k", "ground_truth": gold, "extra_info": info}
 
 
 def test_names_and_coroutine_functions():

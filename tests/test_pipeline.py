@@ -68,8 +68,11 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
             assert now[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5, nan_ok=True), name
     extras = [{name: list(rows) for name, rows in one._logs["extra"].items()} for one in (plain, piped)]
     assert extras[0] == extras[1]
-    delayed = [list(one._logs["rewards"]["delayed"]) for one in (plain, piped)]
-    assert delayed[1] == pytest.approx(delayed[0], nan_ok=True)
+    assert piped.reward_func_names == ["delayed", "delayed#2"][: len(piped.reward_funcs)]
+    for name in piped.reward_func_names:
+        before, now = (list(one._logs["rewards"][name]) for one in (plain, piped))
+        assert now == pytest.approx(before, nan_ok=True)
+        assert f"rewards/{name}/mean" in piped.state.log_history[0]
     assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
 
 

@@ -1,6 +1,6 @@
-"""The small rewards: the form of a completion, and its length (TRL's)."""
+"""The reward for the form of a completion."""
 
-from dash_trl.rewards import FormatReward, get_soft_overlong_punishment
+from dash_trl.rewards import FormatReward
 
 BOX = r"\boxed{4}"
 THOUGHT = "<think>\n2 + 2 is 4.\n</think>\n\n"
@@ -76,24 +76,3 @@ def test_conversations_and_thoughts_that_the_tokenizer_took_out():
     assert FormatReward(think_in_prompt=True)(batch) == [0.0, 0.0, 1.0, 0.0, 0.0]
     assert FormatReward(box=True)([message(BOX, thinking="a"), message("4", thinking=BOX)]) == [1.0, 0.0]
     assert FormatReward().__name__ == "format"
-
-
-def dapo(length: int, longest: int, cache: int) -> float:
-    """Equation 13 of DAPO (arXiv:2503.14476)."""
-    if length <= longest - cache:
-        return 0.0
-    if length <= longest:
-        return ((longest - cache) - length) / cache
-    return -1.0
-
-
-def test_trls_length_penalty_is_dapos():
-    """It counts tokens, so the text is of no account."""
-    for longest, cache in [(20480, 4096), (100, 20), (100, 100), (100, 0), (7, 3)]:
-        edges = [edge + step for edge in (1, longest - cache, longest) for step in (-1, 0, 1)]
-        lengths = [length for length in edges if length >= 0]
-        reward = get_soft_overlong_punishment(max_completion_len=longest, soft_punish_cache=cache)
-        ids = [[5] * length for length in lengths]
-        for completions in (["text"] * len(ids), [message("text")] * len(ids)):
-            penalties = reward(prompts=completions, completions=completions, completion_ids=ids)
-            assert penalties == [dapo(length, longest, cache) for length in lengths], (longest, cache)

@@ -144,10 +144,12 @@ class Centred:
 
     closed = 0
 
-    def compute_score(self, completion, number):
+    def compute_score(self, solution_str, number, extra_info):
         if number == 1:
             raise KeyError("away")
-        return {6: None, 9: NAN}.get(number, float(number))
+        return {6: None, 9: NAN}.get(number, float(number)), {
+            "of": f"{extra_info['group_uid']} {extra_info['group_size']}"
+        }
 
     def post_process_scores(self, scores):
         known = [score for score in scores if not math.isnan(score)]
@@ -167,6 +169,8 @@ def test_groups_are_looked_at_once_more():
         (outcomes,) = scores(runner, 16, group_size=4)
     assert [one.value for one in outcomes[:4]] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
     assert [one.value for one in outcomes[4:8]] == [4.0, 5.0, None, 7.0]
+    first, second = ({one.notes["of"] for one in outcomes[start : start + 4] if one.notes} for start in (0, 4))
+    assert len(first) == len(second) == 1 and first != second and all(one.endswith(" 4") for one in first | second)
     assert all("post_process_scores returned 3 scores for 4" in str(one) for one in outcomes[8:12])
     assert all(isinstance(one, ZeroDivisionError) for one in outcomes[12:])
 

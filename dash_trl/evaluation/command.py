@@ -260,8 +260,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     for label in list(results)[1:]:
         print(comparison(label, results[label]["difference"]))
     print(f"\nsamples: {', '.join(str(folder / f'{label}.jsonl') for label in results)}")
-    title = Path(str(arguments.dataset_name)).name
-    print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=title)}")
+    print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=Path(str(arguments.dataset_name)).name)}")
     return results
 
 

@@ -3,14 +3,15 @@ r"""Finds the final answer in the text of a completion. It compares no answers; 
 ::
 
     completion ──► final_text ──► find_answer ──► Answer
-                   (no thoughts)  boxes, else "#### ...", else "answer is ...", else a formula at the end, else prose
+                   (no thoughts)  `<answer>`; there boxes, else "#### ...", else "answer is ...", else a formula, prose
 
 Every function takes time linear in the length of the text, also for a degenerate completion that repeats itself.
 """
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
 
 from dash_trl.rewards.spelling import normalize_answer
 
@@ -23,34 +24,63 @@ MAX_ANSWER_CHARS = 1_000
 Span = tuple[int, int, str]  # start, end, content
 
 
-class Answer(NamedTuple):
-    """The final answer of a completion.
-
-    Attributes:
-        text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
-            list "5, 7", which equals neither of them. Empty if the completion has no answer.
-        prose: the sentence in which math-verify searches for the answer if `text` is no formula. Empty if the answer is
-            a box or a formula.
-    """
-
-    text: str = ""
-    prose: str = ""
+# The final answer of a completion: its text, and its sentence.
+#
+# The text has the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a list "5, 7",
+# which equals neither of them. It is empty if the completion has no answer. math-verify searches the sentence for the
+# answer if the text is no formula. The sentence is empty if the answer is a box or a formula.
+Answer = tuple[str, str]
 
 
 def final_text(completion: str) -> str:
-    """Removes the thoughts from a completion.
+    """Removes the thoughts from a completion, as open models mark them: with `<think>…</think>` and the like.
 
     If the chat template opens the thought in the prompt, the completion has `</think>` without `<think>`. If such a
-    thought never ends, the completion has neither tag, so the thought is read as if it were part of the answer.
+    thought never ends, the completion has neither tag, so the thought is read as if it were part of the answer. So is a
+    thought whose tags are special tokens (Gemma 4, Magistral) if these are skipped when the completion is decoded. Of
+    gpt-oss, the names of the channels are left then ("analysis…assistantfinal…"), which are known.
 
     Args:
         completion: the text of a completion.
 
     Returns:
-        The text after the last `</think>`, without a `<think>` that is never closed and the text after that. The whole
-        text if it has neither tag.
+        The text after the last thought, without a thought that is never closed. The whole text if no tag is known.
     """
-    return completion.rpartition("</think>")[2].partition("<think>")[0]
+    return _THOUGHT.split(_END_OF_THOUGHT.split(completion)[-1])[0]
+
+
+def ground_truth(value: Any) -> Any:
+    """Returns the gold answer in a value of verl's column `reward_model`, and any other value as it is.
+
+    Args:
+        value: the value of a column.
+    """
+    return value["ground_truth"] if isinstance(value, Mapping) and "ground_truth" in value else value
+
+
+def plain_answer(value: Any) -> str:
+    """Returns a gold answer as text.
+
+    Args:
+        value: a text, a number, a list of these, None or NaN (no answer), or a value of verl's column `reward_model`.
+
+    Returns:
+        The text, stripped; 42 for 42.0, because a table with an empty cell has floats in this column; "1, 2" for a
+        list; empty if there is no answer.
+
+    Raises:
+        ValueError: if the value is something else, such as a dict or a date, whose text is no answer.
+    """
+    value = ground_truth(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(plain_answer, value))
+    if not isinstance(value, (str, Number, type(None))):
+        raise ValueError(
+            f"The gold answer {value!r:.200} is of type {type(value).__name__}, so its text says nothing about the "
+            "answers that are right. Store a text or a number, or name another column (answer_column)."
+        )
+    plain = int(value) if isinstance(value, float) and value.is_integer() else value
+    return "" if value is None or value != value else str(plain).strip()
 
 
 def find_answer(completion: str) -> Answer:
@@ -60,9 +90,11 @@ def find_answer(completion: str) -> Answer:
 
     1. the last box, ``\boxed{...}``;
     2. the last line ``#### ...``;
-    3. the text after the last "answer is" or "answer:";
+    3. the text after the last "answer is", "answer:", "correct option is", "答案是" or the like;
     4. a formula at the end;
-    5. the last sentence.
+    5. the last sentence; between tags, the last line.
+
+    If the completion has a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts.
 
     Boxes or formulas with only "and", "or", commas or spaces between them count together as a list, and so do numbers
     with "or" between them. So a completion cannot give two answers and get a reward for the right one. If the
@@ -73,23 +105,26 @@ def find_answer(completion: str) -> Answer:
         completion: the text of a completion.
 
     Returns:
-        The answer. Its `text` is empty if the completion has no answer.
+        The answer. Its text is empty if the completion has no answer.
     """
-    text = final_text(completion)
+    *before, opened = _TAG.split(final_text(completion))
+    text = _END_OF_TAG.split(opened)[0]
     boxes, is_cut_off = _scan_boxes(text)
     if boxes or is_cut_off:
-        return Answer(_as_list(_runs(text, boxes)[-1] if boxes else []))
+        return _as_list(_runs(text, boxes)[-1] if boxes else []), ""
+    text = _EMPHASIS.sub(r"\2", text)
     line = last_hashes(text)
     if line is not None:
         return _in_sentence(line[:MAX_ANSWER_CHARS], f"answer is {line[:MAX_ANSWER_CHARS]}", _OR)
-    tail = text[-TAIL_CHARS:].rstrip(" \t\n.*")
+    tail = text[-TAIL_CHARS:].rstrip(" \t\n.*。")
     *_, announced = [None, *_ANNOUNCED.finditer(tail)]
     rest = tail[announced.end() :] if announced else tail
     formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
     for run in _runs(rest, formulas):
         if run[0][0] == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[run[-1][1] :]):
-            return Answer(_as_list(run))
-    sentences = [one[:MAX_ANSWER_CHARS] for one in _END.split(rest) if one.strip()] or [""]
+            return _as_list(run), ""
+    pieces = rest.splitlines() if before and not announced else _END.split(rest)
+    sentences = [one[:MAX_ANSWER_CHARS] for one in pieces if one.strip()] or [""]
     if announced:
         return _in_sentence(sentences[0], f"answer is {sentences[0]}", _OR)
     # The last sentence may have no number: "She has 18 eggs left. I hope this helps!"
@@ -185,7 +220,7 @@ def _in_sentence(sentence: str, prose: str, joint: re.Pattern[str]) -> Answer:
     """
     places = [_NUMBER.findall(place) for place in joint.split(sentence)]
     offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
-    return Answer(", ".join(offered)) if len(offered) > 1 else Answer(normalize_answer(sentence), prose)
+    return (", ".join(offered), "") if len(offered) > 1 else (normalize_answer(sentence), prose)
 
 
 _BOX_TOKEN = re.compile(
@@ -195,10 +230,34 @@ _JOINT = re.compile(
     r"(?:[\s$,;&~*]|\\[()\[\] ,;:!]|\\q?quad(?![a-zA-Z])|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
     r"|\b(?:and|or|either|maybe|perhaps|possibly)\b)*+"
 )
-_ANNOUNCED = re.compile(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+")
+_THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
+# Each alternative begins with a character, which makes the search fast.
+# Where a thought begins, or the answer ends. `analysis` and `commentary` are channels of gpt-oss.
+_THOUGHT = re.compile(
+    rf"<{_THINK}>|\[THINK\]|<\|channel>thought|◁think▷|<\|(?:START_THINKING|END_RESPONSE|end|return|call)\|>"
+    r"|<\|channel\|>(?:analysis|commentary)|(?:analysis(?<=\Aanalysis)|assistant(?:analysis|commentary))(?=[^\s:,.])"
+)
+_END_OF_THOUGHT = re.compile(
+    rf"</{_THINK}>|\[/THINK\]|<channel\|>|◁/think▷|<\|(?:END_THINKING|START_RESPONSE)\|>"
+    r"|Here(?: is|'s) my response:"  # Granite 3.2
+    r"|<\|channel\|>final[^<\n]{0,40}<\|message\|>|assistantfinal|final(?<=\Afinal)(?=[A-Z\d\\$*(-])"
+)
+# R1, Hunyuan and TRL's examples have <answer>, Unsloth <SOLUTION>, Granite 3.3 <response>.
+_TAG, _END_OF_TAG = (re.compile(rf"<{end}(?i:answer|final_answer|response)>|<{end}SOLUTION>") for end in ("", "/"))
+# Markdown's marks around words: *73*, __73__, `73`. Not the * of a product, nor the _ of an index.
+_EMPHASIS = re.compile(r"(?<![\w*\\)\]}^$`])(\*{1,3}|__?|`+)(?=[^\s*_`])([^*_`\n]*[^\s*_`])\1(?![\w*`])")
+_ANNOUNCED = re.compile(
+    r"(?i)(?:\banswers?\s*+(?:is\b(?!n't|\s+not\b)|are\b|would\s+be\b|[:：=])"
+    r"|\banswer\s+(?:to|for|of)\b[^.:\n]{1,80}?\bis\b"
+    r"|\b(?:correct|right|best|final)\s+(?:option|choice|statement)\s*+(?:is\b|would\s+be\b|[:：])"
+    r"|\b(?:is|be|choose|pick|select|with)\s+(?:option|choice)\b(?=\W{1,3}[A-J]\b)"
+    r"|(?:答案|选项|選項|正解|答え)(?:是|为|為|は|[:：])|[故应應]选|답은|정답[:：]"
+    r"|\b(?:réponse|respuesta|resposta|risposta|antwort|ответ)(?:\s+\w+)?\s*+(?:est\b|es\b|é\b|è\b|ist\b|lautet\b|[:：—–]))"
+    r"(?:[:：\s*\"“「]|\b(?:option|choice)\b)*+"
+)
 _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
-_END = re.compile(r"[.;!?](?!\d)|\n")  # the end of a sentence
+_END = re.compile(r"[.;!?](?!\d)|[。；！？\n]")  # the end of a sentence
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 # An "or" in the last clause of a sentence, so no comma follows it. In "1/4 mile, or 440 yards", it gives no choice.
-_OR = re.compile(r"\bor\b(?!.*,(?!\d))")
-_OR_IN_CLAUSE = re.compile(r"(?<!, )\bor\b(?!.*,(?!\d))")
+_OR = re.compile(r"(?:\b(?:or|ou|oder|или)\b|或)(?!.*,(?!\d))")
+_OR_IN_CLAUSE = re.compile(rf"(?<!, ){_OR.pattern}")

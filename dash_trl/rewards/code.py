@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from dash_trl.rewards.answers import final_text
 from dash_trl.rewards.math import completion_text
 from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 
@@ -120,7 +121,7 @@ def find_program(
       program often follows. If no block defines the entry point, the program is the last fenced block of Python.
     - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
       the text before a fence without a language, because this fence may close a block that the prompt opened.
-    - Text within `<think>…</think>` does not count.
+    - Thoughts do not count, nor does what precedes them (`final_text`).
 
     Args:
         completion: the text of a completion.
@@ -132,9 +133,7 @@ def find_program(
     Returns:
         The source of the program; None if the completion has none.
     """
-    # The last `</think>` may close a thought that the prompt opened.
-    text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]
-    before, language, blocks = _split(text)
+    before, language, blocks = _split(final_text(completion))
     continued = bool(starter_code and re.search(r"(?m)^[ \t]*return\b", before))
     raw = continued and before.lstrip("\n").startswith((" ", "\t"))
     unfenced = before if raw or not language and (continued or _STATEMENT.search(before)) else None

@@ -34,10 +34,6 @@ class EarlyRewards:
         self._team, self._group_size = team, group_size
         self._windows: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}  # request, and rows of the dataset
 
-    def __len__(self) -> int:
-        """Returns the number of windows that were passed to `begin` and not yet to `claim`."""
-        return len(self._windows)
-
     def begin(self, window: int, examples: Sequence[Mapping[str, Any]]) -> None:
         """Prepares the request of a window that is going to be sampled.
 

@@ -161,11 +161,13 @@ def watch(func: Any, name: str) -> Any:
         name: the function's name in TRL's metrics.
 
     Returns:
-        The watched function. A `WatchedReward` is returned unchanged. A reward model is returned unchanged, too: it
-        cannot return None, so a NaN of the model always means that it failed.
+        The watched function. A `WatchedReward` only gets the name. A reward model is returned unchanged: it cannot
+        return None, so a NaN of the model always means that it failed.
     """
     from trl.trainer.utils import is_async_callable  # imported here, because importing trl takes seconds
 
+    if isinstance(func, WatchedReward):
+        func.name = name
     if isinstance(func, (torch.nn.Module, WatchedReward)):
         return func
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
@@ -247,9 +249,7 @@ class FailureWatch:
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
-            shares: dict[str, float] = {}
-            for name, share in zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True):
-                shares[name] = max(share, shares.get(name, 0.0))  # two functions may have the same name
+            shares = dict(zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True))
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             for name, share in shares.items():
                 if share > WARN_ABOVE and name not in self._warned:

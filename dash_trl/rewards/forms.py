@@ -2,12 +2,13 @@
 
 - **TRL's form**, ``reward(completions, **columns) -> list``, is called once with the whole batch, by keyword.
 - **Per sample**, ``reward(completion, answer) -> score``, is called for each completion, with the arguments that it
-  names: any of `prompt`, `completion`, `completion_ids` and the columns of the dataset. A function with ``**columns``
-  gets all of these arguments.
+  names: at least one of `prompt`, `completion` and `completion_ids`, and any columns of the dataset. A function with
+  ``**columns`` gets all of these arguments, but ``reward(completion_ids, **columns)`` has TRL's form.
 - **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
   each completion. `solution_str` is the text of the completion. The other arguments are the columns of these names. If
-  the dataset lacks such a column, `ground_truth` is the column `answer`, `data_source` is None, or `extra_info` is a
-  dict of all columns.
+  the dataset lacks such a column, `ground_truth` is that of verl's column `reward_model`, else the column `answer`;
+  `data_source` is None; and `extra_info` is a dict of all columns. A dict `extra_info` also gets `group_uid` and
+  `group_size`, as in the asynchronous reward agent.
 - **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Three more
   members are optional: a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; a
   method `close()`; and an attribute `max_concurrency`, the largest number of calls at a time. Further calls wait, and
@@ -26,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from dash_trl.rewards.answers import ground_truth
 from dash_trl.rewards.math import completion_text
 
 DEFAULT_NAME = "compute_score"  # the name that `load_reward` looks for in a file by default
@@ -153,11 +155,12 @@ class RewardForm:
     close: Callable[[], Any] | None = None
     max_concurrency: int | None = None
 
-    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Selects the arguments for one call.
 
         Args:
             known: the row of a completion: `prompt`, `completion`, `completion_ids` and the dataset's columns.
+            group: entries that verl's `extra_info` gets, if it is a dict.
 
         Returns:
             The arguments that the function takes, by name.
@@ -167,7 +170,7 @@ class RewardForm:
         """
         if self.names is None:
             return dict(known)
-        row = {**_as_in_verl(known), **known} if "solution_str" in self.names else known
+        row = _as_in_verl(known, group or {}) if "solution_str" in self.names else known
         for name in self.required:
             if name not in row:
                 raise self._without(name, [one for one in known if one not in ROW[1:]])
@@ -190,23 +193,27 @@ class RewardForm:
 
     def _without(self, name: str, columns: Iterable[str]) -> ValueError:
         """Returns the error for a column that the dataset does not have."""
-        wanted = repr(name)
-        if name == "ground_truth" and not self.batch:
-            wanted = "'answer' (for its parameter ground_truth)"
+        in_verl = name == "ground_truth" and not self.batch
+        wanted = "'answer' (for its parameter ground_truth)" if in_verl else repr(name)
         return ValueError(
             f"The reward function '{self.name}' asks for {wanted}, but the dataset has the columns {sorted(columns)}. "
             "Rename the column or the parameter, or give the parameter a default."
         )
 
 
-def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of verl's form for a row that has no columns of these names."""
-    found = {
+def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row with all arguments of verl's form. The row's own columns of these names stay."""
+    columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
+    golds = [("ground_truth", ground_truth(row[name])) for name in ("answer", "reward_model") if name in row]
+    own = row.get("extra_info", columns)
+    info = {**(own or {}), **group} if own is None or isinstance(own, Mapping) else own
+    return {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
-        "extra_info": {name: value for name, value in row.items() if name not in ("completion", "completion_ids")},
+        **dict(golds),
+        **row,
+        "extra_info": info,
     }
-    return {**found, "ground_truth": row["answer"]} if "answer" in row else found
 
 
 def form_of(function: Any) -> RewardForm:
@@ -243,8 +250,11 @@ def form_of(function: Any) -> RewardForm:
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     rest = any(one.kind == one.VAR_KEYWORD for one in parameters)
     whole = "completions" in named or "prompts" in named
-    single = "completion" in named or "solution_str" in named
-    if whole and single or stateful and whole or not (whole or single or rest or "completion_ids" in named):
+    # TRL passes `completion_ids`, too, but always beside arguments that only a function with **columns can take.
+    single = bool(named.keys() & {"completion", "solution_str"}) or (
+        not whole and ("prompt" in named or "completion_ids" in named and not rest)
+    )
+    if whole and single or stateful and whole or not (single or rest or "completions" in named):
         raise ValueError(f"{name}({', '.join(map(str, parameters))}) has none of the forms. {FORMS}")
     batch = not single and not stateful
     return RewardForm(
@@ -273,8 +283,7 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     Raises:
         ValueError: see `load_from_file`.
     """
-    (reward,) = load_from_file(path, [name], "reward")
-    return reward
+    return load_from_file(path, [name], "reward")[0]
 
 
 def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:

@@ -244,9 +244,8 @@ class JudgeReward:
             )
         self._base_url = (named or OPENAI).rstrip("/")
         # A key from the environment is sent only to OpenAI's server, or to the server that the environment names.
-        known = not base_url or self._base_url in (OPENAI, os.environ.get("OPENAI_BASE_URL", OPENAI).rstrip("/"))
-        self._known = known
-        self._api_key = api_key or (known and os.environ.get("OPENAI_API_KEY")) or ("none" if named else None)
+        self._known = not base_url or self._base_url in (OPENAI, os.environ.get("OPENAI_BASE_URL", OPENAI).rstrip("/"))
+        self._api_key = api_key or (self._known and os.environ.get("OPENAI_API_KEY")) or ("none" if named else None)
         if self._api_key is None:
             raise ValueError(
                 "There is no API key for the judge: set OPENAI_API_KEY, pass api_key=..., or use a server that needs "

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dash_trl.rewards.answers import MAX_ANSWER_CHARS, find_answer, gold_text
+from dash_trl.rewards.answers import MAX_ANSWER_CHARS, find_answer, gold_text, plain_answer
 from dash_trl.rewards.spelling import as_words, is_words
 from dash_trl.workers import call_all, default_workers, leave_workers, shared_workers
 
@@ -135,7 +135,7 @@ _SEPARATOR = re.compile(r"[,;]|(?<![a-zA-Z])(?:or|and)(?![a-zA-Z])")  # of a lis
 # space end a label, unlike in A(5), and no operator follows it, unlike in (A) + 5.
 _LABEL = re.compile(
     r"(?:\(|\\(?:text(?:bf|rm)?|mathrm)\s*\{)*+([A-J])(?=[).}\s]*\Z|\}*[).:](?:[}\s~]|\\[ ,;]|\\q?quad))"
-    r"(?!.*(?<![a-zA-Z\\])[A-J](?![a-zA-Z]))(?![).:}\s]*[+*/^=<>])(?!.*\bor\b)",
+    r"(?!.*(?<![a-zA-Z\\])[A-HJ](?![a-zA-Z]))(?![).:}\s]*[+*/^=<>])(?!.*\bor\b)",
     re.DOTALL,
 )
 
@@ -193,9 +193,12 @@ class MathAccuracyReward:
 
         Returns:
             [N] rewards in the same order: 1.0, 0.0 or NaN.
+
+        Raises:
+            ValueError: if a gold answer is a dict, a date or the like.
         """
         arguments = [
-            {"completion": completion_text(completion), "gold": "" if gold is None else str(gold)}
+            {"completion": completion_text(completion), "gold": plain_answer(gold)}
             for completion, gold in zip(completions, answer, strict=True)
         ]
         workers = shared_workers([self.score], self.workers, _prepare_worker, self)

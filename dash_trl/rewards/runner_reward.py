@@ -1,12 +1,11 @@
 """`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch.
 
 `start` and `start_batch` make the calls of the function. The outcome of a call is a `Score` (per-sample functions), a
-`Returned` (functions of TRL's form), or the exception of a call that failed.
+pair of the return value and the recorded logs (functions of TRL's form), or the exception of a call that failed.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,20 +14,6 @@ from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
 LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functions; only the main thread may call them
-
-
-@dataclass(frozen=True)
-class Returned:
-    """Result of one call of a function of TRL's form.
-
-    Attributes:
-        output: the return value of the function, for the whole batch.
-        logged: the function's calls of `log_extra` and `log_metric`, in order, each as (name, arguments). The main
-            thread makes these calls later.
-    """
-
-    output: Any
-    logged: Sequence[tuple[str, tuple]]
 
 
 def scores_alone(reward: Any) -> bool:
@@ -83,7 +68,10 @@ class RunnerReward(WatchedReward):
         calls: list[Call] = []
         for row, known in enumerate(rows if not self.form.batch else (), first):
             try:
-                arguments = self.form.arguments(known)
+                arguments = self.form.arguments(
+                    known,
+                    {"group_uid": f"{request.uid}-{row // request.group_size}", "group_size": request.group_size},
+                )
             except ValueError as error:  # this row lacks a column that the function requires
                 self._put(request, index, row, [error])
                 continue
@@ -111,7 +99,7 @@ class RunnerReward(WatchedReward):
         call = Call(self.form.function, {**batch, **later}, timeout=self.runner.timeout_of_batch(rows))
 
         def ended(call: Call) -> None:
-            outcome = Returned(call.value, logged) if call.error is None else call.error
+            outcome = (call.value, logged) if call.error is None else call.error
             self._put(request, index, 0, [outcome] * rows)
 
         self.runner.backend_of(self.form).submit([request.add(call, ended)])
@@ -174,9 +162,10 @@ class RunnerReward(WatchedReward):
         elif isinstance(outcomes[0], BaseException):
             rewards = self._unscore(outcomes[0], len(outcomes))
         else:
-            for name, arguments in outcomes[0].logged:
+            output, logged = outcomes[0]
+            for name, arguments in logged:
                 logs[name](*arguments)
-            rewards = self._observe(outcomes[0].output, len(outcomes))
+            rewards = self._observe(output, len(outcomes))
         if self.runner.on_error == "raise" and any(self.failed):  # raised later, on all ranks
             self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")
         return rewards

@@ -31,7 +31,7 @@ def normalize_answer(answer: str) -> str:
     answer = _LARGE.sub(lambda one: f"{Decimal(one[1]).scaleb(_THOUSANDS[one[2]]):f}", answer)
     answer = _MIXED.sub(lambda one: rf"\frac{{{int(one[1]) * int(one[3]) + int(one[2])}}}{{{one[3]}}}", answer)
     answer = re.sub(r"^(?:\s|=|\\approx)+", "", answer)
-    bare = answer.rstrip(".,;: \t\n")
+    bare = answer.rstrip('.,;: \t\n。"”」`')
     answer = answer[: len(bare) + 1] if bare.endswith("\\") else bare  # keeps the comma of `5\,`
     return _UNITS.sub("", answer).strip()
 
@@ -55,7 +55,7 @@ def as_words(text: str) -> str:
     Returns:
         The words in lower case, without LaTeX: "c" for ``\text{(C)}.``, "no solution" for ``$\textbf{No  solution}$``.
     """
-    text = re.sub(r"\\[ ,;!]|[$*~]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
+    text = re.sub(r"\\[ ,;!]|[$*~_`\"“”「」]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
     text = " ".join(text.split()).rstrip(". ")
     return re.sub(r"^\( ?([^()]*?) ?\)$", r"\1", text).casefold()
 

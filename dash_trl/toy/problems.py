@@ -11,16 +11,19 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from datasets import Dataset
+
+from dash_trl.rewards import completion_text
 
 OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
 TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
-PATIENCE = 10_000  # if this many draws in a row yield no new problem, all problems of the split count as drawn
+DRAWS = 30  # if this many draws per problem yield too few problems, all problems of the split count as drawn
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
@@ -91,17 +94,15 @@ def arithmetic_dataset(
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     chosen: dict[str, None] = {}  # a set that keeps its order
-    known = 0  # number of draws in a row that yielded no new problem
-    for problem in problems_of(split, random.Random(f"{split}{seed}"), operands):
-        known = known + 1 if problem in chosen else 0
+    for problem in islice(problems_of(split, random.Random(f"{split}{seed}"), operands), DRAWS * size):
         chosen[problem] = None
         if len(chosen) == size:
             break
-        if known == PATIENCE:
-            raise ValueError(
-                f"size={size}: there are only {len(chosen)} distinct problems of {operands} numbers in "
-                f"split={split!r}. Use a smaller size, or more numbers per problem."
-            )
+    else:
+        raise ValueError(
+            f"size={size}: there are only {len(chosen)} distinct problems of {operands} numbers in split={split!r}. "
+            "Use a smaller size, or more numbers per problem."
+        )
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
         "answer": [str(_answer(problem)) for problem in chosen],
@@ -119,9 +120,5 @@ def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
         answer: the right answers.
         kwargs: the other columns; not used.
     """
-    rewards = []
-    for completion, gold in zip(completions, answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        found = ANSWER.findall(text)
-        rewards.append(float(bool(found) and found[-1] == gold))
-    return rewards
+    found = [ANSWER.findall(completion_text(completion))[-1:] for completion in completions]
+    return [float(last == [str(gold)]) for last, gold in zip(found, answer, strict=True)]

@@ -13,8 +13,8 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,14 @@ def _batch(
     lessons: Lessons = ARITHMETIC,
 ) -> dict[str, torch.Tensor]:
     """Returns `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
-    rows, labels = [], []
-    for _ in range(settings.batch_size):
-        problem = next(problems)
-        slip_rate, wait_rate = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
-        solution = lessons.solution(problem, generator, slip_rate, wait_rate)
-        row, learned = _row(tokenizer, problem, solution, lessons.tools)
-        rows.append(row)
-        labels.append(learned)
+    rates = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
+    rows, labels = zip(
+        *(
+            _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
+            for problem in islice(problems, settings.batch_size)
+        ),
+        strict=True,
+    )
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]),
@@ -262,9 +262,8 @@ def cached_model(
     final = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if final.is_dir():
         return str(final)
-    with ExitStack() as stack:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = stack.enter_context(final.with_suffix(".lock").open("w"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with final.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         if not final.is_dir():
             unfinished = final.with_suffix(".unfinished")

@@ -7,6 +7,7 @@ only way in which this package waits for several calls.
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -87,11 +88,12 @@ class Request:
         outcomes: F lists of N outcomes; None = this outcome has not come.
         cancelled: whether nobody waits for the outcomes any more.
         group_size: see the argument.
+        uid: an id that no other request of any process has.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
-        self.cancelled, self.group_size = False, group_size
+        self.cancelled, self.group_size, self.uid = False, group_size, uuid.uuid4()
         starts = range(0, rows, group_size)
         self._rows_left = [[min(group_size, rows - start) for start in starts] for _ in range(functions)]
         self._functions_left = [functions] * len(starts)
