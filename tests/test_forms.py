@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dash_trl.rewards import RewardRunner, Score, form_of, read_score, unpack
+from tests.tiny import refusal
 
 ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
 
@@ -47,15 +48,6 @@ class Named:
 
 async def coroutine(completion):
     return 1.0
-
-
-def refusal(function, *arguments, **settings):
-    """Returns what the error says; "" if there is none."""
-    try:
-        function(*arguments, **settings)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 BATCH = [

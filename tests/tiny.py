@@ -132,12 +132,12 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
-    """The ValueError of a call."""
+    """What the `ValueError` of a call says; "" if there is none."""
     try:
         call(*arguments, **settings)
     except ValueError as error:
         return str(error)
-    return "it was not refused"
+    return ""
 
 
 def prompts(count: int) -> Dataset:
