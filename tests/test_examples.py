@@ -84,7 +84,7 @@ def test_the_demo_learns(toy, tmp_path, capsys):
     found = measured(capsys.readouterr().out)
     assert 0.35 <= found["sampled"][0] <= 0.65
     assert found["sampled"][1] - found["sampled"][0] >= 0.2
-    assert found["greedy"][1] >= 0.95  # 0.965 and 0.973 with two seeds: the sums are not unlearned
+    assert found["greedy"][1] >= 0.9  # 0.938 to 0.973 on three machines: the sums are not unlearned
     assert len(steps(tmp_path)) == 40
 
 

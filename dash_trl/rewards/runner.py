@@ -17,7 +17,6 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
 
 
-class RewardRunner(AbstractContextManager["RewardRunner"]):
+class RewardRunner:
     """Runs reward functions of any form in parallel, with time limits and retries.
 
     Pass a runner as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
@@ -113,6 +112,9 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
     def close(self) -> None:
         """Ends threads and worker processes, and closes stateful functions. A later call starts all of these again."""
         _end(self._backends, self._open)
+
+    def __enter__(self) -> RewardRunner:
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
