@@ -8,7 +8,6 @@ The run calls it like a real judge: over HTTP, with the same form of the message
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 
@@ -38,20 +37,6 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
     return (right / len(operations) + ends_right) / 2, why
 
 
-def _complete(request: Any) -> dict[str, Any]:
-    """Returns the body of the response; raises if the request is not one of `JudgeReward` on a toy problem."""
-    message = request["messages"][-1]["content"]
-    schema = request["response_format"]["json_schema"]["schema"]
-    scores: Sequence[int] = schema["properties"]["score"]["enum"]
-    marked = _MARKED.search(message)
-    problem = marked and _PROBLEM.search(message, 0, marked.start())
-    assert marked and problem, "the message has no toy problem before a marked completion"
-    share, why = mark(problem[0], marked[2])
-    text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-    return {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
-
-
 class ToyJudge:
     """The judge's server. It runs at `url`, on a free port of 127.0.0.1, until `close` is called."""
 
@@ -68,7 +53,18 @@ class ToyJudge:
         return self._runner.addresses[0][1]
 
     async def _serve(self, request: web.Request) -> web.Response:
-        return web.json_response(_complete(await request.json()))
+        asked = await request.json()
+        message = asked["messages"][-1]["content"]
+        schema = asked["response_format"]["json_schema"]["schema"]
+        scores: Sequence[int] = schema["properties"]["score"]["enum"]
+        marked = _MARKED.search(message)
+        problem = marked and _PROBLEM.search(message, 0, marked.start())
+        assert marked and problem, "the message has no toy problem before a marked completion"
+        share, why = mark(problem[0], marked[2])
+        text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        body = {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
+        return web.json_response(body)
 
     def close(self) -> None:
         self._loop.close(self._runner.cleanup)

@@ -57,6 +57,12 @@ def main(argv: Sequence[str]) -> None:
     rows = sorted(map(json.loads, lines), key=lambda row: row["index"])
     count = Counter(fate(one) for row in rows for one in row["samples"])
     summary = ", ".join(f"{count[one]} {one}" for one in FATES)
+    if not count["kept"]:
+        raise ValueError(
+            f"No trace is kept: of {count.total()} there are {summary}. Look at them in {script.output_dir}. A teacher "
+            "that knows the problems, a prompt that asks for the answer's form, or a larger --max_completion_length "
+            "may help."
+        )
     with open(script.output, "w", encoding="utf-8") as file:
         for row in rows:
             for text in (one["text"] for one in row["samples"] if fate(one) == "kept"):
@@ -84,9 +90,8 @@ def toy_teacher() -> str:
     del settings["output_dir"]
 
     def make(folder: Path) -> None:
-        with redirect_stdout(io.StringIO()) as said:  # its output names files that are moved afterwards
+        with redirect_stdout(io.StringIO()):  # its output names files that are moved afterwards
             train_math.main(["--output_dir", str(folder)])
-        print("The teacher:", *(line for line in said.getvalue().splitlines() if "accuracy" in line), sep="\n")
 
     return cached_model("teacher", settings, make)
 
