@@ -401,7 +401,6 @@ def test_mistakes():
         ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
         ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
         ({"base_url": URL, "scores": (1, 1)}, "scores="),
-        ({"base_url": URL, "on_refusal": -1.0}, "on_refusal=-1.0 is not a reward from 0 to 1"),
         ({"base_url": URL, "scores": (0.0, 1.0)}, "'float' object"),
         ({"base_url": URL, "options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ):
