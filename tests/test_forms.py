@@ -176,7 +176,6 @@ def test_runners_that_cannot_be():
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
         (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
-        ([], {}, "has no reward function"),
         (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
         (BATCH[0], {"backend": "process"}, "has TRL's form and gets the whole batch. Write it per sample"),
         (lambda text: 0, {}, "none of the forms"),

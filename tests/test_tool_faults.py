@@ -156,7 +156,7 @@ APART = {
     "works": "works there",
     "dies": error("killed by SIGKILL"),
     "hangs": error(f"took more than {TIMEOUT:g} s"),
-    "cannot be sent": error("TypeError: cannot pickle '_thread.lock' object"),
+    "cannot be sent": error("cannot pickle '_thread.lock' object"),
 }
 HANGING = ("does not let itself be cancelled", "blocks the loop")  # beside those with a name that says it
 OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs", "an error whose text exits"]
