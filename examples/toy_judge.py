@@ -8,7 +8,6 @@ The run calls it like a real judge: over HTTP, with the same form of the message
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from aiohttp import web
 
@@ -28,35 +27,14 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     written = {(total, operation): result for total, operation, result in _STEP.findall(solution)}
-    total, mistakes = first, []
+    total, right = first, 0
     for operation in operations:
         result = str(int(total) + int(operation))
-        found = written.get((total, operation))
-        if found != result:
-            mistakes.append(
-                f"{total}{operation} is {result}" + (f", not {found}." if found else ": the step is missing.")
-            )
+        right += written.get((total, operation)) == result
         total = result
-    share = 1 - len(mistakes) / len(operations)
     ends_right = ANSWER.findall(solution)[-1:] == [total]
-    if not ends_right:
-        mistakes.append(f"The answer is {total}.")
-    return (share + ends_right) / 2, mistakes[0] if mistakes else "Every step is right."
-
-
-def _complete(request: Any) -> dict[str, Any]:
-    """Returns the body of the response; raises if the request is not one of `JudgeReward` on a toy problem."""
-    message = request["messages"][-1]["content"]
-    schema = request["response_format"]["json_schema"]["schema"]
-    scores: Sequence[int] = schema["properties"]["score"]["enum"]
-    marked = _MARKED.search(message)
-    problem = marked and _PROBLEM.search(message, 0, marked.start())
-    if not marked or not problem:
-        raise ValueError("the message has no toy problem before a marked completion")
-    share, why = mark(problem[0], marked[2])
-    text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-    return {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
+    why = f"{right} of {len(operations)} steps are right, and the answer is {'right' if ends_right else 'wrong'}."
+    return (right / len(operations) + ends_right) / 2, why
 
 
 class ToyJudge:
@@ -75,10 +53,18 @@ class ToyJudge:
         return self._runner.addresses[0][1]
 
     async def _serve(self, request: web.Request) -> web.Response:
-        try:
-            return web.json_response(_complete(await request.json()))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
+        asked = await request.json()
+        message = asked["messages"][-1]["content"]
+        schema = asked["response_format"]["json_schema"]["schema"]
+        scores: Sequence[int] = schema["properties"]["score"]["enum"]
+        marked = _MARKED.search(message)
+        problem = marked and _PROBLEM.search(message, 0, marked.start())
+        assert marked and problem, "the message has no toy problem before a marked completion"
+        share, why = mark(problem[0], marked[2])
+        text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        body = {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
+        return web.json_response(body)
 
     def close(self) -> None:
         self._loop.close(self._runner.cleanup)

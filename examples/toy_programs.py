@@ -27,11 +27,12 @@ def _tests(operator: str, constant: int, arguments: Sequence[int], template: str
     return [template.format(x, OPERATORS[operator](x, constant)) for x in arguments]
 
 
-def _problem(operator: str, constant: int) -> str:
-    return "\n".join(_tests(operator, constant, SHOWN, "f({}) == {}"))
-
-
-FUNCTIONS = {_problem(operator, constant): (operator, constant) for operator in OPERATORS for constant in CONSTANTS}
+# The text of each problem → its function.
+FUNCTIONS = {
+    "\n".join(_tests(operator, constant, SHOWN, "f({}) == {}")): (operator, constant)
+    for operator in OPERATORS
+    for constant in CONSTANTS
+}
 
 
 def _functions(split: str, generator: random.Random) -> Iterator[str]:

@@ -282,8 +282,10 @@ def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: i
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
+    # With FSDP or DeepSpeed, one process may lack parts of the model.
+    sharded = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
     # With tools, the trainer evaluates, so all processes have to take part. Otherwise one process measures alone.
-    measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
+    measured = measured and (bool(task.tools()) or (args.should_save and not sharded))
     before = measure(trainer, tokenizer, task, length) if measured else {}
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -305,11 +307,6 @@ def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: i
     if args.should_save:
         print(f"metrics: {Path(args.output_dir, METRICS)}\nmodel:   {args.output_dir}")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
-
-
-def sharded(trainer: Any) -> bool:
-    """Whether one process may lack parts of the model, so that it cannot sample alone: with FSDP or DeepSpeed."""
-    return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
 
 
 def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dict[str, float]:

@@ -103,8 +103,8 @@ def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple
     return Dataset.from_list(rows), texts
 
 
-def main(arguments: list[str] | None = None) -> float:
-    """Trains and saves the model; returns the share of held-out steps that it judges correctly."""
+def main(arguments: list[str] | None = None) -> None:
+    """Trains and saves the model; prints the share of held-out steps that it judges correctly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="outputs/prm")
     parser.add_argument("--problems", type=int, default=4096)
@@ -137,9 +137,8 @@ def main(arguments: list[str] | None = None) -> float:
         for row, row_labels in zip(scores, labels, strict=True)
         for score, label in zip(row, row_labels, strict=True)
     ]
-    accuracy = sum(right) / len(right)
-    print(f"{accuracy:.1%} of {len(right)} held-out steps are judged correctly; the model is in {script.output_dir}")
-    return accuracy
+    share = f"{sum(right) / len(right):.1%} of {len(right)}"
+    print(f"{share} held-out steps are judged correctly; the model is in {script.output_dir}")
 
 
 if __name__ == "__main__":

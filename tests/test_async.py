@@ -287,7 +287,7 @@ def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_
     """A server that gets one has lost its old weights, and does not answer any more."""
     for adapter, said in (
         (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "token_adapter.*trainable_token_indices"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING trains a prompt"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt_encoder.*Sample without servers"),
     ):
         fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
         with pytest.raises(ValueError, match=said):

@@ -104,7 +104,7 @@ IN_A_PROCESS = {
     "sys.exit": (lambda: sys.exit(3), (RuntimeError, "SystemExit: 3")),
     "out of memory": (lambda: len(bytearray(64 << 30)), (MemoryError, "")),
     "fork": (lambda: os.fork() and None, None),  # the child comes back from the call, too
-    "value that cannot be sent": (threading.Lock, (TypeError, "returned a lock, which cannot be sent back")),
+    "value that cannot be sent": (threading.Lock, (TypeError, "cannot pickle '_thread.lock' object")),
     "error that cannot be read": (lambda: raise_(TwoArguments("unread", 1)), (RuntimeError, "TwoArguments: unread")),
 }
 FAULTS = {**ANYWHERE, **IN_A_PROCESS}

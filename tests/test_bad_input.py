@@ -8,11 +8,8 @@ import inspect
 import json
 import re
 import shutil
-import sys
 from dataclasses import fields
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -291,17 +288,6 @@ def test_arguments(tiny_model, checkpoints, unloadable):
         model = checkpoints.get(given.get("model"), given.get("model", tiny_model))
         others = {name: value for name, value in given.items() if name != "model"}
         assert re.search(said, refusal(build, model, **others)), mistake
-
-
-def test_vllm_that_is_not_installed(monkeypatch, tiny_model):
-    installed = ModuleType("vllm")
-    installed.__spec__ = ModuleSpec("vllm", None)
-    rest = config(use_vllm=True, vllm_mode="colocate"), prompts(16), None, {}
-    monkeypatch.setattr(DASHConfig, "device", torch.device("cuda"))
-    monkeypatch.setitem(sys.modules, "vllm", installed)
-    check_arguments(tiny_model, *rest)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert 'vLLM is not installed: pip install "dash_trl[vllm]"' in refusal(check_arguments, tiny_model, *rest)
 
 
 def frozen(model: str) -> torch.nn.Module:

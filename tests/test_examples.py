@@ -267,7 +267,7 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
     assert 0.2 < step["rewards/judge/mean"] < 0.95 and step["filter/dropped_unscored"] == 0
     kept = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("*1.parquet"))).to_pylist()
     assert len(kept) == 32 and all("<completion " in row["judge/prompt"] for row in kept)
-    right = [row["judge/explanation"] == "Every step is right." for row in kept]
+    right = [re.match(r"(\d) of \1 steps .* answer is right", row["judge/explanation"]) is not None for row in kept]
     assert any(right) and right == [row["judge"] == 1.0 for row in kept]
 
 

@@ -250,25 +250,6 @@ def test_the_same_completions_once_more():
     of_another.close()
 
 
-def test_a_function_that_no_trainer_uses():
-    """It is not called, no batch is kept for it, and it can be called all the same."""
-
-    class Batch(list):
-        """One of which it can be seen that it is gone."""
-
-    called = []
-    with RewardRunner([lambda completion: called.append(completion) or 1.0, lambda completion: 2.0]) as runner:
-        unused, used = runner.rewards
-        RewardTeam([used])
-        batch = {"prompts": ["p"], "completion_ids": [[1]]}
-        completions = Batch(["a"])
-        assert used(**batch, completions=completions) == [2.0] and not called
-        kept = weakref.ref(completions)
-        del completions
-        assert kept() is None
-        assert unused(**batch, completions=["b"]) == [1.0] and called == ["b"]
-
-
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
 
 

@@ -4,18 +4,14 @@ import dataclasses
 import fcntl
 import random
 import re
-import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from toy_programs import PROGRAM_LESSONS, program_dataset
 from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
@@ -82,16 +78,6 @@ TASK_TEXT = (
 )
 
 
-TOKENIZER = arithmetic_tokenizer()
-
-
-@settings(max_examples=50)
-@given(st.text(max_size=40))
-def test_any_text_survives_the_tokenizer(text):
-    text = unicodedata.normalize("NFC", text)  # Qwen2 normalises
-    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
-
-
 def test_the_reloaded_tokenizer_is_the_same(small_model):
     """AutoTokenizer makes a Qwen2Tokenizer of whatever was saved: other tokens than the model was taught, if unlike."""
     made, loaded = arithmetic_tokenizer(), AutoTokenizer.from_pretrained(small_model)
@@ -107,45 +93,6 @@ def test_the_reloaded_tokenizer_is_the_same(small_model):
 
 
 # -------------------------------------------------------------------------------------------------------- the warm-up
-
-
-def read_trace(trace: str) -> tuple[int, int]:
-    """(sums, of which wrong); fails where a line does not follow."""
-    *lines, last = trace.split("\n")
-    slips, result = 0, ""
-    for line in lines:
-        left, _, written = line.partition("=")
-        assert left.startswith(result), trace
-        slips, result = slips + (written != str(eval(left, {"__builtins__": {}}))), written
-    assert last == f"The answer is {result}"
-    return len(lines), slips
-
-
-def learned(folder: Path, settings: WarmUp, **arguments) -> list[tuple[str, str]]:
-    """What a toy model is taught: of each row the text that it reads, and the text that the loss is on."""
-    rows = []
-
-    def forward(self, input_ids, attention_mask, labels):
-        rows.extend(zip(input_ids, attention_mask, labels, strict=True))
-        return SimpleNamespace(loss=sum(one.sum() for one in self.parameters()) * 0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen2ForCausalLM, "forward", forward)
-        tokenizer = AutoTokenizer.from_pretrained(toy_model(folder, settings=settings, progress=False, **arguments))
-    assert all((labels[labels != -100] == ids[labels != -100]).all() for ids, _, labels in rows)
-    return [(tokenizer.decode(ids[mask == 1]), tokenizer.decode(ids[labels != -100])) for ids, mask, labels in rows]
-
-
-def test_the_loss_is_on_the_trace_and_its_end_only_and_the_first_steps_are_clean(tmp_path):
-    """Here, in the later steps all sums are wrong."""
-    settings = dataclasses.replace(SMALL, steps=4, clean_share=0.5, slip_rate=1.0, wait_rate=0.0)
-    rows = learned(tmp_path, settings)
-    assert len(rows) == 16
-    for i, (whole, trace) in enumerate(rows):
-        assert re.fullmatch(r"(\d+[+-]\d=\d+\n){2,4}The answer is \d+<\|im_end\|>", trace)
-        assert whole == whole.split("assistant\n")[0] + "assistant\n" + trace
-        sums, slips = read_trace(trace.removesuffix(END_OF_TURN))
-        assert slips == (0 if i < 8 else sums)
 
 
 def names(folder: Path) -> set[str]:

@@ -1,14 +1,12 @@
-"""Waiting for calls, memory of worker processes, event loops and programs; more on calls is in `test_backends.py`."""
+"""Waiting for calls, memory of worker processes, and programs; more on calls is in `test_backends.py`."""
 
-import asyncio
 import os
 import select
-import threading
 import time
 
 import pytest
 
-from dash_trl.workers import Command, EventLoop, GivenUp, ProcessCalls, call_all
+from dash_trl.workers import Command, GivenUp, ProcessCalls, call_all
 
 
 def ends(process: int) -> bool:
@@ -45,32 +43,6 @@ def test_a_worker_whose_memory_cannot_be_limited_works_without_a_limit(tmp_path,
     (call,) = call_all(backend.submit, os.getpid, [{}], timeout=300.0)
     backend.close()
     assert call.error is None and call.value != os.getpid()
-
-
-def test_the_event_loop_works_inside_another_one_and_relays_errors():
-    before = set(threading.enumerate())
-    loop = EventLoop()
-    (thread,) = set(threading.enumerate()) - before
-
-    async def fail():
-        await asyncio.sleep(0)
-        raise KeyError("x")
-
-    async def notebook():
-        return loop.run(asyncio.sleep(0, result=7))
-
-    assert asyncio.run(notebook()) == 7
-    with pytest.raises(KeyError):
-        loop.run(fail())
-    closed = []
-
-    async def last():
-        closed.append(True)
-
-    loop.close(last)
-    assert closed == [True]
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])

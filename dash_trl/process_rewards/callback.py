@@ -324,7 +324,7 @@ class ProcessRewardCallback(DASHCallback):
         """Returns [N, T]: the advantages that the chosen credit estimator computes."""
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         rows, tokens = rewards.mask.shape
-        check_tensor(f"What estimator={self.estimator!r} returned", credit, "floats", N=rows, T=tokens)
+        check_tensor(f"What estimator={self.estimator!r} returned", credit, floats=True, N=rows, T=tokens)
         return credit
 
 

@@ -204,7 +204,7 @@ class JudgeReward:
             it is not set, OpenAI's server.
         api_key: the key for the server. None = the environment variable `OPENAI_API_KEY` for OpenAI's server and for
             the server of `OPENAI_BASE_URL`; no key for any other server.
-        on_refusal: the reward, from 0 to 1, of a completion that cannot be judged. None = such a row is unscored.
+        on_refusal: the reward of a completion that cannot be judged. None = such a row is unscored.
         temperature: the sampling temperature. None = no temperature is sent, as OpenAI's reasoning models require.
         max_retries: how often the client repeats a failed request.
         options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`,
@@ -214,8 +214,7 @@ class JudgeReward:
 
     Raises:
         ValueError: if there is no API key; if `base_url` is not an address, or has a user or a password; if the
-            template has no `{completion}`; if `scores` has fewer than two scores; or if `on_refusal` is not within
-            0 … 1.
+            template has no `{completion}`; or if `scores` has fewer than two scores.
         TypeError: if `chat.completions.create` does not take one of the options.
     """
 
@@ -268,10 +267,6 @@ class JudgeReward:
         if len(self._grades) < 2:
             raise ValueError(
                 f"scores={scores!r} must be the lowest and a higher highest score, two whole numbers such as (0, 10)."
-            )
-        if on_refusal is not None and not 0 <= on_refusal <= 1:
-            raise ValueError(
-                f"on_refusal={on_refusal!r} is not a reward from 0 to 1: use one, or None to leave such rows unscored."
             )
         self._on_refusal, self._refused = on_refusal, False
         self._system = f"{instructions}\n\n{fill(FRAME, {'lowest': str(scores[0]), 'highest': str(scores[1])})}"

@@ -388,16 +388,11 @@ class VLLMPool(ExactMerges):
     def _check_names(self) -> None:
         """Check that every weight that is sent is one of the plain model, because an unknown name breaks a server."""
         config, is_adapted = self.model.config, is_peft_model(self.model)
-        if is_adapted and self.model.active_peft_config.is_prompt_learning:
-            raise ValueError(
-                f"{self.model.active_peft_config.peft_type.value} trains a prompt, which vLLM has no place for. Use "
-                "LoRA, or sample without servers."
-            )
         kind = type(self.model.get_base_model() if is_adapted else self.model)
         with torch.device("meta"):
             known = dict(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)(config).named_parameters())
         # without the weights of adapters, which are merged, and the modules that `modules_to_save` has copied
-        apart = (self.model.prefix, "original_module") if is_adapted else ()
+        apart = (getattr(self.model, "prefix", "original_module"), "original_module") if is_adapted else ()
         names = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
         if unknown := sorted(name for name in names - known.keys() if ".modules_to_save." not in name):
             raise ValueError(

@@ -163,26 +163,6 @@ def _batch(
     }
 
 
-def _model(tokenizer: Qwen2Tokenizer, settings: WarmUp) -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden_size,
-            intermediate_size=3 * settings.hidden_size,
-            num_hidden_layers=settings.num_layers,
-            num_attention_heads=settings.num_heads,
-            num_key_value_heads=settings.num_heads,
-            max_position_embeddings=CONTEXT,
-            initializer_range=INITIALIZER_RANGE,
-            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
-    )
-
-
 def _warm_up(
     tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons = ARITHMETIC
 ) -> Qwen2ForCausalLM:
@@ -190,9 +170,24 @@ def _warm_up(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = lessons.problems(generator, settings)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=3 * settings.hidden_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads,
+        max_position_embeddings=CONTEXT,
+        initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(settings.seed)
-        model = _model(tokenizer, settings).to(device)
+        model = Qwen2ForCausalLM(config).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         ramp = max(1, settings.steps // 10)
         scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -244,7 +244,7 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
         ValueError: if `advantages` is not a float tensor [N], or if an advantage of a scored row is not finite. One
             such advantage would turn every parameter of the model into NaN.
     """
-    check_tensor(f"What {culprit} returned", advantages, "floats", N=len(rewards))
+    check_tensor(f"What {culprit} returned", advantages, floats=True, N=len(rewards))
     unscored = rewards.isnan().all(dim=1).to(advantages.device)
     advantages = advantages.detach().float().masked_fill(unscored, 0.0)
     bad = (~advantages.isfinite()).nonzero().flatten().tolist()

@@ -5,23 +5,16 @@ Without the check, PyTorch may broadcast a tensor of a wrong shape and return a 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_KINDS = {
-    "floats": lambda dtype: dtype.is_floating_point,
-    "bools": lambda dtype: dtype == torch.bool,
-    "integers": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
-}
 
-
-def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | None) -> None:
+def check_tensor(name: str, value: Any, *, floats: bool = False, **sizes: int | None) -> None:
     """Check that an argument is a tensor with the expected shape and dtype.
 
     Args:
         name: name of the argument, for the error.
         value: value of the argument.
-        kind: "floats", "integers" or "bools". `None`: any dtype.
+        floats: True = the dtype must be a floating-point type.
         sizes: letter = expected length, for each dimension in order. `None`: any length.
     Raises:
         ValueError: if the value is no tensor, or has a wrong shape or dtype. The message names the argument, what the
@@ -33,5 +26,5 @@ def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | 
     lengths = zip(value.shape, sizes.values(), strict=False)
     if value.dim() != len(sizes) or any(size not in (None, length) for length, size in lengths):
         raise ValueError(f"{name} has the shape {list(value.shape)}, which is not [{expected}].")
-    if kind is not None and not _KINDS[kind](value.dtype):
-        raise ValueError(f"{name} [{expected}] has the dtype {value.dtype}. Pass {kind}.")
+    if floats and not value.is_floating_point():
+        raise ValueError(f"{name} [{expected}] has the dtype {value.dtype}. Pass floats.")

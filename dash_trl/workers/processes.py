@@ -12,7 +12,6 @@ bytes, because pebble's pool breaks at arguments that cannot be read.
 
 import asyncio
 import ctypes
-import functools
 import os
 import pickle
 import resource
@@ -90,8 +89,7 @@ def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
     try:
         return cloudpickle.dumps(list(functions))  # type: ignore[no-any-return]
     except Exception as error:
-        own = [one.args[0] if isinstance(one, functools.partial) and one.args else one for one in functions]
-        names = ", ".join(getattr(one, "__qualname__", type(one).__name__) for one in own)
+        names = ", ".join(getattr(one, "__qualname__", type(one).__name__) for one in functions)
         raise ValueError(
             f"{names} cannot be sent to another process ({type(error).__name__}: {error}). A function refers to an "
             "object that exists in this process only, such as a lock, a connection or an open file. Create this "
@@ -138,11 +136,7 @@ class ProcessCalls(Backend):
             pool.join()
 
     async def _made(self, call: Call) -> Any:
-        try:
-            packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
-        except Exception as error:
-            text = f"its arguments cannot be sent to another process: {type(error).__name__}: {error}"
-            raise ValueError(text) from error
+        packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
         if self._pool is None or not self._pool.active:  # or broken
             await self._stop()
             # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
@@ -256,10 +250,7 @@ def _call(packed: bytes) -> bytes:
         finally:
             if os.getpid() != process:  # the call forked, and this is the child: the parent sends the outcome
                 os._exit(1)
-        try:
-            return pickle.dumps((cloudpickle.dumps(value), ""))
-        except Exception as error:
-            raise TypeError(f"returned a {type(value).__name__}, which cannot be sent back: {error}") from error
+        return pickle.dumps((cloudpickle.dumps(value), ""))
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
         payload = b""

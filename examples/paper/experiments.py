@@ -336,17 +336,3 @@ def _short(size: str) -> str:
 def rows_of(table: str, *, toy: bool) -> list[Row]:
     """Returns the rows of a table; the toy scale has only the size "0.5"."""
     return [row for row in TABLES[table].rows if not toy or row.size == "0.5"]
-
-
-# The training hours that the paper reports, by (method, size).
-PAPER_HOURS = {
-    (row.method, row.size): row.paper[0] * table.columns[0].unit / 3600
-    for table in TABLES.values()
-    for row in table.rows
-    if table.columns[0].source[0] == "time" and row.paper[0] is not None
-}
-
-
-def paper_hours(method: str, size: str) -> float | None:
-    """Returns the paper's training hours of a run, or None if unknown. With `stopped_by`, those of that method."""
-    return PAPER_HOURS.get((METHODS[method].stopped_by or method, size))

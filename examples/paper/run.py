@@ -45,7 +45,6 @@ from experiments import (
     Row,
     config_of,
     model_of,
-    paper_hours,
     rows_of,
 )
 
@@ -415,19 +414,13 @@ def notes(scale: Scale) -> list[str]:
 
 
 def needs(scale: Scale, tables: Sequence[str]) -> str:
-    """Describes the missing work: its GPUs and the paper's hours at the paper's scale."""
+    """Describes the missing work, and at the paper's scale the GPUs that it takes."""
     runs, evaluations = scale.left(tables)
     models = sum(len(several) for _, several in evaluations)
     count = f"{len(runs)} trainings and {models} evaluations of a model are missing"
     if scale.toy:
         return f"{count}."
-    hours = [paper_hours(run.method, run.size) for run in runs]
-    known = [one for one in hours if one is not None]
-    return (
-        f"{count}. They take {scale.gpus_needed(tables)} GPUs. The paper trained {len(known)} of them in "
-        f"{sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 and L40S). It gives no time for the other "
-        f"{len(hours) - len(known)}, and none for evaluations."
-    )
+    return f"{count}. They take {scale.gpus_needed(tables)} GPUs."
 
 
 def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
@@ -487,28 +480,22 @@ def main(argv: Sequence[str]) -> None:
     if arguments.dry_run:
         print(needs(scale, tables), *commands(scale, tables), sep="\n")
         return
-    gpus = [] if scale.toy else check_gpus(scale.gpus_needed(tables))
+    from dash_trl.serve import visible_gpus  # imported here, since it imports torch
+
+    gpus, needed = visible_gpus(), scale.gpus_needed(tables)
+    if not scale.toy and len(gpus) < needed:
+        raise ValueError(
+            f"The runs take {needed} GPUs, but {len(gpus)} are visible. --dry_run prints the commands, which you can "
+            "run on another machine, or with other numbers of GPUs. --scale toy needs none."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped. Run the same command again to continue."))
-    work = Work(scale, gpus)
+    work = Work(scale, [] if scale.toy else gpus)
     try:
         for number, table in enumerate(tables):
             print(needs(scale, tables[number:]), flush=True)
             work.make(table)
     finally:
         work.stop()
-
-
-def check_gpus(needed: int) -> list[str]:
-    """Returns the visible GPUs; raises a `ValueError` if there are too few."""
-    from dash_trl.serve import visible_gpus  # imported here, since it imports torch
-
-    gpus = visible_gpus()
-    if len(gpus) < needed:
-        raise ValueError(
-            f"The runs take {needed} GPUs, but {len(gpus)} are visible. --dry_run prints the commands, which you can "
-            "run on another machine, or with other numbers of GPUs. --scale toy needs none."
-        )
-    return gpus
 
 
 if __name__ == "__main__":
