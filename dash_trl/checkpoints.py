@@ -88,11 +88,11 @@ def check_optimizer(checkpoint: str | None, saved: Set[str], own: Set[str]) -> N
         saved: names of the settings that the checkpoint has given the optimizer, such as "betas".
         own: names of the settings that the optimizer had before.
     Raises:
-        ValueError: if the names differ.
+        ValueError: if a setting is missing.
     """
-    if saved != own:
+    if missing := own - saved:  # a step may add settings of its own
         raise ValueError(
-            f"{checkpoint} was saved with another optimizer: they differ in {sorted(saved ^ own)}. Resume with the "
+            f"{checkpoint} was saved with another optimizer: it lacks {sorted(missing)}. Resume with the "
             f"`optim` of the checkpoint, or begin a new run with its weights: model_name_or_path={checkpoint}."
         )
 

@@ -28,7 +28,7 @@ class Host(Protocol):
         model: the policy.
         processing_class: the tokenizer.
         eos_token_ids: token ids that end a completion.
-        use_vllm: whether vLLM samples.
+        reward_weights: [F], the current weights of the reward functions.
         ranks: the ranks of the run.
         recorder: logs figures and seconds.
         rollout_func: the user's function that samples. `None`: there is none.
@@ -39,7 +39,7 @@ class Host(Protocol):
     model: Any
     processing_class: Any
     eos_token_ids: list[int]
-    use_vllm: bool
+    reward_weights: Tensor
     ranks: Ranks
     recorder: Recorder
     rollout_func: Any
@@ -68,7 +68,7 @@ class Host(Protocol):
 
 def on_servers(host: Host) -> bool:
     """Whether vLLM servers sample."""
-    return host.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
+    return host.args.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
 
 
 def one_ahead(host: Host) -> bool:

@@ -92,7 +92,7 @@ class LogProbRules:
             "clip_min": args.vllm_importance_sampling_clip_min,
             "clip_max": args.vllm_importance_sampling_clip_max,
         }
-        corrects = settings.get("use_vllm", host.use_vllm) and setting("vllm_importance_sampling_correction")
+        corrects = setting("use_vllm") and setting("vllm_importance_sampling_correction")
         return cls(
             outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
             != 0,

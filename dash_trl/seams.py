@@ -174,18 +174,16 @@ class Logs:
         tables: the columns of the table of completions.
         extra: the columns that reward functions have logged with `log_extra`.
         metrics: the values that reward functions have logged with `log_metric`.
-        weights: [F], the weights of the reward functions.
     """
 
     tables: dict[str, Any]
     extra: dict[str, list[Any]]
     metrics: dict[str, list[float]]
-    weights: Tensor
 
     @classmethod
     def of(cls, trainer: Any) -> "Logs":
         """Read them from a trainer."""
-        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics, trainer.reward_weights)
+        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics)
 
 
 class FirstStates:

@@ -42,6 +42,7 @@ class Rollouts:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         chance = random.Random(f"{self.calls} {trainer.accelerator.process_index}")
         self.calls += 1
+        trainer.reward_weights = trainer.reward_weights * 1.1  # as a callback may change them
         lengths = [10 if self.equal else chance.randint(1, 20) for _ in prompts]
         ends = [chance.choice((EOS, 77)) for _ in prompts]
         output = {

@@ -332,6 +332,7 @@ def test_weight_syncs_leave_the_base_weights_of_an_adapter_as_they_are(model, tm
     for vllm in (servers, colocated):
         for _ in range(20):
             vllm.sync_weights()
+        next(vllm._iter_named_params())  # a sync that is interrupted
         assert all(value.equal(before[name]) for name, value in adapted.named_parameters())
     merged = adapted.merge_and_unload()
     assert all(value.equal(fake.held[name]) for name, value in merged.named_parameters())

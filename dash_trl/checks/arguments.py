@@ -5,6 +5,7 @@ Each error names the value, the reason and the remedy.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import unwrap
 from typing import Any
 
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
@@ -372,7 +373,7 @@ def check_subclass(kind: type, base: type) -> None:
                 "compute_advantages."
             )
     for name in ("compute_loss", "_compute_loss"):
-        own = getattr(kind, name)
+        own = unwrap(getattr(kind, name))
         if own is not getattr(base, name) and "regularizer_scale" not in own.__code__.co_consts:
             logger.warning(
                 f"The weight of a term that {kind.__name__}.{name} may add to the loss depends on the number of "

@@ -64,7 +64,7 @@ class WindowLog:
 
     def __init__(self, host: Host, names: Sequence[str]):
         self._host, self._ranks, self._figures, self._names = host, host.ranks, host.recorder.log, names
-        self._logs = logs = host.recorder.logs
+        logs = host.recorder.logs
         self._tables, self._extra, self._metrics = logs.tables, logs.extra, logs.metrics
         # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
         self._failed_in_a_row = BROKEN_AFTER - 1
@@ -132,7 +132,7 @@ class WindowLog:
             advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
             silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
         """
-        self._figures(reward_figures(rewards, self._names, self._logs.weights))
+        self._figures(reward_figures(rewards, self._names, self._host.reward_weights))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
         for name, rows in (("prompt", prompts), ("completion", completions)):
             self._tables[name] = _table(self._gathered(rows))

@@ -75,7 +75,7 @@ class Rounds:
         """
         args, rows, wanted = self._host.args, len(contexts), 0
         if not on_servers(self._host):
-            is_split = self._host.use_vllm and args.vllm_tensor_parallel_size > 1
+            is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
             wanted = -self._ranks.least(-rows) if is_split else 1
         contexts = [*contexts, *[[self._host.processing_class.eos_token_id]] * (wanted - rows)]
         ids, log_probs = self._host.generate((contexts, None, {}), args.num_generations if first else 1)
@@ -176,7 +176,7 @@ class TurnsInProcess(InProcess):
     def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs, conversations: Conversations, use: Use):
         super().__init__(host, early, log_probs)
         self._rounds = Rounds(host, conversations)
-        self._windows = _Windows(conversations, use, knows_log_probs=host.use_vllm)
+        self._windows = _Windows(conversations, use, knows_log_probs=host.args.use_vllm)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         super().begin(window, new)

@@ -61,12 +61,17 @@ class ExactMerges(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded."""
-        bases = [layer.get_base_layer() for layer in self.model.modules() if is_adapter(layer)]
-        kept = [(weight, weight.detach().clone()) for base in bases for weight in base.parameters()]
-        yield from super()._iter_named_params()
-        with torch.no_grad():
-            for weight, before in kept:
-                weight.copy_(before)
+        layers = [layer for layer in self.model.modules() if is_adapter(layer)]
+        kept = [(weight, weight.detach().clone()) for one in layers for weight in one.get_base_layer().parameters()]
+        try:
+            yield from super()._iter_named_params()
+        finally:  # also after an error or an interrupt, which TRL leaves merged
+            for layer in layers:
+                if layer.merged:
+                    layer.unmerge()
+            with torch.no_grad():
+                for weight, before in kept:
+                    weight.copy_(before)
 
 
 class VLLMPool(ExactMerges):
