@@ -366,13 +366,14 @@ def test_accepted_answers():
         (None, ()),
         (NAN, ()),
         (Decimal("1.50"), ("1.50",)),
+        ({"style": "rule", "ground_truth": "7"}, ("7",)),  # as in verl's column `reward_model`
     ]:
         assert accepted_answers({"answer": answer}, "answer") == expected, answer
     missing = refusal(accepted_answers, {"prompt": "3 + 4", "answer": 7}, "solution")
     assert re.search(r"\['answer', 'prompt'\], but not 'solution'.*ProcessRewardCallback\(answer_column=", missing)
     for answer in ({"value": "7"}, ["7", {"alias": "seven"}], b"7"):
         found = refusal(accepted_answers, {"answer": answer}, "answer")
-        assert re.search("column 'answer' has .* An answer is a text or a number", found), answer
+        assert re.search("gold answer .* is of type .* Store a text or a number", found), answer
 
 
 # ------------------------------------------------------------------------------------------------------- diagnostics

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from dash_trl.process_rewards.credit import CreditSettings, Rewards, check_setti
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
 from dash_trl.process_rewards.values import ValueEstimator, ValueRequest, checked_values
+from dash_trl.rewards import plain_answer
 from dash_trl.rollout import CreditedRollouts, RolloutBatch, joined
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
@@ -341,9 +341,9 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
     Args:
         example: the dataset row.
-        column: name of the column with the answer, which is a text, a number, or a list of these.
+        column: name of the column with the answer, which is a value that `plain_answer` reads, or a list of these.
     Raises:
-        ValueError: if the column is missing or holds a value of another type.
+        ValueError: if the column is missing, or `plain_answer` cannot read its value.
     """
     if column not in example:
         raise ValueError(
@@ -352,19 +352,8 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
             "ProcessRewardCallback(answer_column=...), or use a value that needs no answer, such as MonteCarloValue()."
         )
     answers = example[column]
-    answers = answers if isinstance(answers, list | tuple) else [answers]
-    answers = [one for one in answers if one is not None and one == one]
-    for answer in answers:
-        if not isinstance(answer, str | Number):
-            raise ValueError(
-                f"The column {column!r} has {answer!r}, a {type(answer).__name__}, in a dataset row. An answer is a "
-                "text or a number, or a list of these: make such a column with dataset.map, and name it with "
-                "ProcessRewardCallback(answer_column=...)."
-            )
-    # A table with an empty cell has floats in this column: 42.0 is the answer 42.
-    answers = [int(one) if isinstance(one, float) and one.is_integer() else one for one in answers]
-    texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers]
-    return tuple(text for text in texts if text)
+    texts = map(plain_answer, answers if isinstance(answers, list | tuple) else [answers])
+    return tuple(answer for text in texts if (answer := text.rsplit("####", 1)[-1].strip()))
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
