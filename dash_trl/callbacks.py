@@ -130,6 +130,9 @@ class DASHCallback(TrainerCallback):
         To take tokens out of the loss, set or change `rollouts.tool_mask`, [B, T]: 0 = the loss does not count the
         token. The other masks only distinguish tokens from padding.
 
+        Reward functions get columns that are changed in `rollouts.examples`, unless they have begun before: with
+        `reward_pipeline`, with `async_level`, on vLLM servers, or if a callback watches groups.
+
         Args:
             args: the trainer's `DASHConfig`.
             state: the `TrainerState`.

@@ -219,7 +219,12 @@ class DASHTrainer(GRPOTrainer):
         self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks)
 
     def _rewards_run_in_background(self) -> bool:
-        """Return whether rewards may begin before `_calculate_rewards`, whose override may change the rows."""
+        """Return whether rewards begin before `_calculate_rewards` and before callbacks get the rows.
+
+        They do if the trainer has other work meanwhile: later windows, or the values of a callback that watches groups.
+        But an override of `_calculate_rewards` may change the rows.
+        """
+        watched = any(callback.watches_groups for callback in self._dash_callbacks())
         overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
         if overridden and looks_ahead(self) and self.accelerator.is_main_process:
             logger.warning(
@@ -227,7 +232,7 @@ class DASHTrainer(GRPOTrainer):
                 "scored, so rewards begin only when it is called, not while rows are sampled. If you only change "
                 "rewards, use a DASHCallback (on_rewards) instead: rewards then begin early."
             )
-        return not overridden
+        return not overridden and (watched or looks_ahead(self))
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Continue in the generation window of the checkpoint, if it has a window that this run can use.

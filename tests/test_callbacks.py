@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RolloutBatch
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner, RolloutBatch
 from dash_trl.checks import check_callbacks
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.rollout import ScoredRollouts
@@ -49,6 +49,19 @@ def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model
     trainer.add_callback(type("Careless", (DASHCallback,), {"on_rollouts_sampled": broken}))
     with pytest.raises(ValueError, match="Careless.on_rollouts_sampled left `tool_mask` unusable: it has dtype"):
         trainer.train()
+
+
+def test_a_reward_gets_the_columns_that_a_callback_has_changed(tiny_model, tmp_path):
+    class Words(DASHCallback):
+        def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+            for example in rollouts.examples:
+                example["answer"] = f"word {example['answer']}"
+
+    def reward(completion, answer):
+        return float(answer.startswith("word"))
+
+    log = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Words()], reward=RewardRunner(reward)).state.log_history
+    assert log[0]["reward"] == 1.0
 
 
 class Changes(Recorder):
