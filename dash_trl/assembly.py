@@ -230,5 +230,5 @@ def new_recorder(trainer: Any) -> Recorder:
         servers=trainer.use_vllm and trainer.vllm_mode == "server",
         rewards=trainer.args.reward_pipeline,
         rounds=trainer.args.max_num_gen_batches > 1,
-        logs=Logs.of(trainer),
+        logs=Logs(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics),
     )

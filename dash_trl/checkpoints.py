@@ -118,9 +118,12 @@ class Checkpoints:
         callbacks: Callable[[], list[DASHCallback]],
     ):
         self._ranks, self._callbacks = host.ranks, callbacks
-        corrected, sampler_is_old = rules.correction is not None, rules.sampler_is_old
         self._shapes = Shapes.of(
-            host.args, processes=host.ranks.count, prompts=prompts, corrected=corrected, sampler_is_old=sampler_is_old
+            host.args,
+            processes=host.ranks.count,
+            prompts=prompts,
+            corrected=rules.correction is not None,
+            sampler_is_old=rules.sampler_is_old,
         )
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
@@ -160,9 +163,8 @@ class Checkpoints:
                 optimizer step are saved, because they belong to the time before this window was sampled.
             reader: the reader of the prompts.
         """
-        shapes = self._shapes
         states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
-        run = SavedRun(shapes, shapes.position(epoch, max_steps), step, skipped_steps, window, prompts)
+        run = SavedRun(self._shapes, self._shapes.position(epoch, max_steps), step, skipped_steps, window, prompts)
         run.save(self._file(folder))
         if states and self._ranks.rank == 0:
             torch.save(states, os.path.join(folder, STATES))

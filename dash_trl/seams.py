@@ -180,11 +180,6 @@ class Logs:
     extra: dict[str, list[Any]]
     metrics: dict[str, list[float]]
 
-    @classmethod
-    def of(cls, trainer: Any) -> "Logs":
-        """Read them from a trainer."""
-        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics)
-
 
 class FirstStates:
     """Keeps the initial states of optimizer, loss scaler and schedule, so that each later run begins with them.

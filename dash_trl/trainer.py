@@ -166,8 +166,7 @@ class DASHTrainer(GRPOTrainer):
         # TRL logs functions of one name (lambdas, partials of one function) as one. Here the second f is f#2.
         names = self.reward_func_names
         names[:] = [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
-        functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        self.reward_funcs = [watch(func, name) for func, name in functions]
+        self.reward_funcs = [watch(func, name) for func, name in zip(self.reward_funcs, names, strict=True)]
         if (rollout_func := self.rollout_func) is not None:
             self.rollout_func = lambda prompts, trainer: self.ranks.agree(
                 partial(checked_rollouts, rollout_func, prompts, trainer)

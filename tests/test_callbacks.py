@@ -52,16 +52,14 @@ def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model
 
 
 def test_a_reward_gets_the_columns_that_a_callback_has_changed(tiny_model, tmp_path):
-    class Words(DASHCallback):
-        def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
-            for example in rollouts.examples:
-                example["answer"] = f"word {example['answer']}"
+    def change(self, args, state, control, rollouts, **kwargs):
+        for example in rollouts.examples:
+            example["answer"] = "changed"
 
-    def reward(completion, answer):
-        return float(answer.startswith("word"))
-
-    log = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Words()], reward=RewardRunner(reward)).state.log_history
-    assert log[0]["reward"] == 1.0
+    changing = type("Changing", (DASHCallback,), {"on_rollouts_sampled": change})
+    reward = RewardRunner(lambda completion, answer: float(answer == "changed"))
+    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[changing()], reward=reward)
+    assert trainer.state.log_history[0]["reward"] == 1.0
 
 
 class Changes(Recorder):

@@ -175,6 +175,13 @@ def test_groups_are_looked_at_once_more():
     assert all(isinstance(one, ZeroDivisionError) for one in outcomes[12:])
 
 
+def test_a_rank_without_whole_groups_names_no_group():
+    """Its sixth row may be of the same prompt as the first row of the next rank."""
+    with RewardRunner(lambda solution_str, extra_info: len(extra_info)) as runner:
+        of_group, alone = (scores(runner, 6, group_size=size)[0] for size in (3, 4))
+    assert [one.value - other.value for one, other in zip(of_group, alone, strict=True)] == [2] * 6
+
+
 @pytest.mark.parametrize("settings", [{}, {"retry_on": ConnectionError}])
 def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     """As Ctrl+C does, which the main thread gets while it waits."""

@@ -46,8 +46,7 @@ class Rounds:
                 environment is reset.
         """
         begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
-        waiting = self._those(rows, begin)
-        self._rounds(waiting, first=True)
+        self._rounds(self._those(rows, begin), first=True)
 
     def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
         """Sample the remaining turns of rows whose first turn is sampled already.

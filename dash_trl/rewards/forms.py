@@ -8,7 +8,7 @@
   each completion. `solution_str` is the text of the completion. The other arguments are the columns of these names. If
   the dataset lacks such a column, `ground_truth` is that of verl's column `reward_model`, else the column `answer`;
   `data_source` is None; and `extra_info` is a dict of all columns. A dict `extra_info` also gets `group_uid` and
-  `group_size`, as in the asynchronous reward agent.
+  `group_size`, as in the asynchronous reward agent, unless ranks share groups.
 - **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Three more
   members are optional: a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; a
   method `close()`; and an attribute `max_concurrency`, the largest number of calls at a time. Further calls wait, and

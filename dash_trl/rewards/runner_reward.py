@@ -66,12 +66,12 @@ class RunnerReward(WatchedReward):
             rows: see `RewardRunner.submit`.
         """
         calls: list[Call] = []
+        size = request.group_size
+        is_whole = len(request.outcomes[index]) % size == 0  # False = ranks share groups
         for row, known in enumerate(rows if not self.form.batch else (), first):
+            group = {"group_uid": f"{request.uid}-{row // size}", "group_size": size} if is_whole else {}
             try:
-                arguments = self.form.arguments(
-                    known,
-                    {"group_uid": f"{request.uid}-{row // request.group_size}", "group_size": request.group_size},
-                )
+                arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
                 self._put(request, index, row, [error])
                 continue
