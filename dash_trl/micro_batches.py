@@ -51,8 +51,9 @@ class MicroBatches:
             planned: the micro-batches.
             lengths: [R, M, 4] of the window.
         """
-        passes = self.passes
-        return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
+        return packing_metrics(
+            planned, lengths, padding_free=self.passes.padding_free, min_shared=self.passes.min_shared
+        )
 
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.

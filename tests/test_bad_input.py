@@ -153,8 +153,8 @@ def test_settings_that_are_right():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may know bf16")
 def test_a_machine_without_bf16_gets_the_remedy():
-    with pytest.raises(ValueError, match="bf16=True, which is TRL's default, .*set use_cpu=True and bf16=False"):
-        DASHConfig("dash-output")
+    said = "bf16=True, which is TRL's default, .*set use_cpu=True and bf16=False"
+    assert re.search(said, refusal(DASHConfig, "dash-output"))
 
 
 def test_the_choices_are_trls():
@@ -330,8 +330,8 @@ class AsInTRL(DASHTrainer):
 
 
 def test_a_loss_without_the_weight_of_its_pass(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="AsInTRL.compute_loss does not call super.*override _compute_loss instead"):
-        run(AsInTRL, tiny_model, tmp_path)
+    said = "AsInTRL.compute_loss does not call super.*override _compute_loss instead"
+    assert re.search(said, refusal(run, AsInTRL, tiny_model, tmp_path))
 
 
 def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):
@@ -474,8 +474,7 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     """Each of the 20 characters is a token of its own."""
     config = trainer.model.config
     monkeypatch.setattr(config, "max_position_embeddings", 20)
-    with pytest.raises(ValueError, match="A prompt has 20 tokens, but the model's context is 20"):
-        trainer._tokenize_prompts(["x", "x" * 20])
+    assert "has 20 tokens, but the model's context is 20" in refusal(trainer._tokenize_prompts, ["x", "x" * 20])
     monkeypatch.setattr(config, "max_position_embeddings", 21)
     assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
     monkeypatch.setattr(trainer.model, "config", BloomConfig())  # of a model without positions
@@ -521,8 +520,8 @@ def test_rollouts_of_a_users_function(trainer, monkeypatch):
 def test_the_trainer_looks_at_them_and_at_rewards(tiny_model):
     rollouts = {"prompt_ids": IDS, "completion_ids": IDS, "logprobs": [[-1.0]]}
     trainer = build(tiny_model, settings=AIPO, rollout_func=lambda prompts, trainer: rollouts)
-    with pytest.raises(ValueError, match="logprobs of other lengths"):
-        trainer.rollout_func(["a", "b"], trainer)
+    assert "logprobs of other lengths" in refusal(trainer.rollout_func, ["a", "b"], trainer)
     trainer.reward_funcs[0].func = lambda **kwargs: [1.0]
-    with pytest.raises(ValueError, match="'ScriptedReward'|'scripted' returned 1 rewards for 2 completions"):
-        trainer._calculate_rewards([{}, {}], ["a", "b"], ["c", "d"], IDS)
+    assert "returned 1 rewards for 2 completions" in refusal(
+        trainer._calculate_rewards, [{}, {}], ["a", "b"], ["c", "d"], IDS
+    )

@@ -1,8 +1,8 @@
 """The three events: their order, what they see, what they may change, and what happens if they break it."""
 
 import json
+import re
 
-import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl import GRPOTrainer
@@ -12,7 +12,7 @@ from dash_trl.checks import check_callbacks
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.rollout import ScoredRollouts
 from tests.test_rollouts import rollouts
-from tests.tiny import run
+from tests.tiny import refusal, run
 
 
 class Recorder(DASHCallback):
@@ -24,6 +24,8 @@ class Recorder(DASHCallback):
         assert rollouts.examples[0]["prompt"] and len(rollouts.completions) == len(rollouts) == 16
         assert rollouts.group.tolist() == [i // 4 for i in range(16)]
         self.versions.append(rollouts.policy_version.tolist())
+        for example in rollouts.examples:
+            example["answer"] = "changed"
 
     def on_rewards(self, args, state, control, rollouts, **kwargs):
         self.events.append(("rewards", rollouts.rewards.clone(), type(rollouts), kwargs["model"]))
@@ -33,33 +35,23 @@ class Recorder(DASHCallback):
 
 
 def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model, tmp_path):
-    recorder = Recorder()
-    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[TrainerCallback(), recorder], max_steps=2)
+    """A reward that begins after the callback gets the columns that the callback has changed."""
+    recorder, reward = Recorder(), RewardRunner(lambda completion, answer: float(answer == "changed"))
+    settings = {"callbacks": [TrainerCallback(), recorder], "max_steps": 2, "reward": reward}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
     assert [event[0] for event in recorder.events] == ["sampled", "rewards", "advantages"] * 2
     assert recorder.versions == [[[0, 0]] * 16, [[1, 1]] * 16]
     assert recorder.events[0][1] is RolloutBatch and recorder.events[1][2] is ScoredRollouts
-    assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
+    assert recorder.events[1][1].tolist() == [[1.0]] * 16 and recorder.events[2][2].shape == (16,)
     assert all(event[3] is not None for event in recorder.events)
-    with pytest.raises(ValueError, match="Late.on_rewards would never be called"):
-        trainer.add_callback(type("Late", (TrainerCallback,), {"on_rewards": print}))
+    late = type("Late", (TrainerCallback,), {"on_rewards": print})
+    assert "Late.on_rewards would never be called" in refusal(trainer.add_callback, late)
 
     def broken(self, args, state, control, rollouts, **kwargs):
         rollouts.tool_mask = rollouts.completion_mask[:, :1]
 
     trainer.add_callback(type("Careless", (DASHCallback,), {"on_rollouts_sampled": broken}))
-    with pytest.raises(ValueError, match="Careless.on_rollouts_sampled left `tool_mask` unusable: it has dtype"):
-        trainer.train()
-
-
-def test_a_reward_gets_the_columns_that_a_callback_has_changed(tiny_model, tmp_path):
-    def change(self, args, state, control, rollouts, **kwargs):
-        for example in rollouts.examples:
-            example["answer"] = "changed"
-
-    changing = type("Changing", (DASHCallback,), {"on_rollouts_sampled": change})
-    reward = RewardRunner(lambda completion, answer: float(answer == "changed"))
-    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[changing()], reward=reward)
-    assert trainer.state.log_history[0]["reward"] == 1.0
+    assert "Careless.on_rollouts_sampled left `tool_mask` unusable: it has dtype" in refusal(trainer.train)
 
 
 class Changes(Recorder):
@@ -117,14 +109,13 @@ def test_a_broken_field_names_the_callback():
         batch = rollouts()
         before = {name: value.clone() for name, value in batch.tensors().items()}
         change(batch)
-        with pytest.raises(ValueError, match=f"Careless left .*{said}"):
-            batch.validate(like=before, culprit="Careless")
+        assert re.search(f"Careless left .*{said}", refusal(batch.validate, like=before, culprit="Careless"))
 
 
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
     said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_group.* Train with dash_trl.DASHTr"
-    with pytest.raises(ValueError, match=said):
-        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[ProcessRewardCallback(lambda requests, trainer: [])])
+    callbacks = [ProcessRewardCallback(lambda requests, trainer: [])]
+    assert re.search(said, refusal(run, GRPOTrainer, tiny_model, tmp_path, callbacks=callbacks))
 
 
 def test_rollout_events_of_a_plain_callback():
@@ -132,8 +123,7 @@ def test_rollout_events_of_a_plain_callback():
         kind = type("Plain", (TrainerCallback,), {name: lambda self, *args, **kwargs: None})
         said = f"Plain.{name} would never be called: .* Derive Plain from dash_trl.DASHCallback instead of Trainer"
         for callback in (kind, kind()):
-            with pytest.raises(ValueError, match=said):
-                check_callbacks([TrainerCallback(), Recorder, callback])
+            assert re.search(said, refusal(check_callbacks, [TrainerCallback(), Recorder, callback]))
 
 
 def test_a_misspelt_event():
@@ -143,8 +133,8 @@ def test_a_misspelt_event():
         ("on_rollout_sampled", "on_rollouts_sampled"),
         ("on_step_ends", "on_step_end"),
     ):
-        with pytest.raises(ValueError, match=f"Careless.{slip} is no event.* Rename it to {event}"):
-            type("Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
+        found = refusal(type, "Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
+        assert re.search(f"Careless.{slip} is no event.* Rename it to {event}", found)
 
 
 def test_a_method_of_the_callbacks_own():

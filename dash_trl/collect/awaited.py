@@ -127,12 +127,14 @@ class Rewards:
             training = alive.model.training
             return (not training and alive.args.num_generations_eval) or alive.args.num_generations
 
-        runners = [func for func in functions if isinstance(func, RunnerReward)]
-        self.team = RewardTeam(runners, host.ranks.count, group_size)
+        self.team = RewardTeam(
+            [func for func in functions if isinstance(func, RunnerReward)], self._ranks.count, group_size
+        )
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
-        wanted = self.run_in_background and looks_ahead(host)
-        self.early = EarlyRewards(self.team, host.args.num_generations, wanted=wanted)
+        self.early = EarlyRewards(
+            self.team, host.args.num_generations, wanted=self.run_in_background and looks_ahead(host)
+        )
         self._failures = FailureWatch(functions, names)
 
     def begin(

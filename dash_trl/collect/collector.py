@@ -311,8 +311,7 @@ class Collector:
         self._recorder.log(metrics)
         if self._ranks.rank == 0:
             self._unfilled_windows.note(metrics)
-        report = self._by_rank([one.awaited.report() for one in begun])
-        self._log_whole(begun, report, [part])
+        self._log_whole(begun, self._by_rank([one.awaited.report() for one in begun]), [part])
         dynamic.note(signal)
         yield part
 

@@ -192,8 +192,7 @@ class TurnsInProcess(InProcess):
             self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
         # If every row failed before its first turn, this is the first that sends vLLM the current weights.
         versions = torch.full((len(rows), 2), self._host.sampling_version())
-        sampled = self._windows.sampled(prompts.number, versions)
-        return self._finished(prompts.number, sampled)
+        return self._finished(prompts.number, self._windows.sampled(prompts.number, versions))
 
     def forget(self) -> None:
         super().forget()
