@@ -422,6 +422,23 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
         assert re.search(said, found) or (by_model and name == "do_sample"), (name, found)  # TRL sets do_sample itself
 
 
+@pytest.mark.parametrize(
+    ("option", "dtype", "logged"),
+    [
+        ({}, torch.float32, r"\A\Z"),
+        ({"min_p": 0.3}, torch.float32, "takes completions for samples of the model, but .*MinP"),
+        ({"no_repeat_ngram_size": 3}, torch.float32, "takes completions for samples of the model, but .*NoRepeat"),
+        ({"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.6}, torch.float32, r"\A\Z"),  # TRL sets these itself
+        ({}, torch.bfloat16, "The weights that are trained have 16 bits"),
+    ],
+)
+def test_what_makes_samples_or_updates_others_than_the_models_is_warned_of(tiny_model, caplog, option, dtype, logged):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+    model.generation_config.update(**option)
+    build(model, processing_class=AutoTokenizer.from_pretrained(tiny_model))
+    assert re.search(logged, "".join(one.getMessage() for one in caplog.records if one.name.startswith("dash_trl")))
+
+
 def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):
     for sampler in (SERVER, {}):
         for temperature, of_loss in ((0.7, 1.0), (1.0, 0.7)):
