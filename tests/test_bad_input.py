@@ -154,6 +154,14 @@ def test_settings_that_are_right():
         config(**settings)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": "auto"}])
+def test_a_limit_that_deepspeed_would_ignore(monkeypatch, limit, clipping):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # Transformers sets it to "true", for later runs, too
+    said = refusal(config, max_grad_norm=limit, deepspeed={"zero_optimization": {"stage": 2}, **clipping})
+    assert ("DeepSpeed's configuration has no gradient_clipping" in said) == (limit != 1 and not clipping)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may know bf16")
 def test_a_machine_without_bf16_gets_the_remedy():
     with pytest.raises(ValueError, match="bf16=True, which is TRL's default, .*set use_cpu=True and bf16=False"):

@@ -1,7 +1,5 @@
 """The reward for the form of a completion."""
 
-import pytest
-
 from dash_trl.rewards import FormatReward
 
 BOX = r"\boxed{4}"
@@ -45,27 +43,14 @@ def given(texts: list[str], **settings: bool) -> dict[str, float]:
     return dict(zip(texts, FormatReward(**settings)(texts), strict=True))
 
 
-def test_a_thought_and_an_answer():
+def test_a_thought_and_an_answer(caplog):
     assert given(list(THOUGHTS)) == THOUGHTS
     begun = {text: score for text, score in THOUGHTS.items() if text.lstrip().startswith("<think>")}
     opened = {text.lstrip().removeprefix("<think>"): score for text, score in begun.items()}
     assert given(list(opened), think_in_prompt=True) == opened  # what a model writes whose template opens the thought
     assert given(list(begun), think_in_prompt=True) == dict.fromkeys(begun, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("texts", "settings", "is_said"),
-    [
-        (["a</think>4"] * 3, {}, True),
-        (["a</think>4", "4", "5"], {}, False),
-        (["a</think>4"] * 3 + ["<think>a</think>4"], {}, False),
-        (["a</think>4"] * 3, {"think_in_prompt": True}, False),
-        (["a</think>4"] * 3, {"think": False}, False),
-    ],
-)
-def test_thoughts_that_the_template_opens_are_told_of(caplog, texts, settings, is_said):
-    given(texts, **settings)
-    assert ("use FormatReward(think_in_prompt=True)" in caplog.text) == is_said
+    assert not caplog.text
+    assert given(["a</think>4"]) == {"a</think>4": 0.0} and "use FormatReward(think_in_prompt=True)" in caplog.text
 
 
 def test_an_answer_in_one_box():

@@ -195,11 +195,14 @@ class LocalSampler(Sampler):
         ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        # generate() takes missing options from the model's generation_config.
-        neutral = with_settings(self.model, {"generation_config": GenerationConfig()})
-        # Saves the random state of all devices, since manual_seed changes all of them.
-        rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-        with evaluating(self.model), neutral, rng, torch.no_grad():
+        with (
+            evaluating(self.model),
+            # generate() takes missing options from the model's generation_config.
+            with_settings(self.model, {"generation_config": GenerationConfig()}),
+            # Saves the random state of all devices, since manual_seed changes all of them.
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            torch.no_grad(),
+        ):
             torch.manual_seed(seed)
             generated = self.model.generate(
                 input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
