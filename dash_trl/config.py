@@ -235,6 +235,15 @@ class DASHConfig(GRPOConfig):
                 "set use_cpu=True and bf16=False (--use_cpu true --bf16 false); on an older GPU, set bf16=False or "
                 "fp16=True."
             ) from error
+        if (
+            self.deepspeed
+            and self.max_grad_norm != 1
+            and self.hf_deepspeed_config.get_value("gradient_clipping") is None
+        ):
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm}, but DeepSpeed's configuration has no gradient_clipping, so "
+                'gradients would be clipped at accelerate\'s default of 1. Add "gradient_clipping": "auto" to it.'
+            )
         self._check_values()
         self._check_loss()
         registered(self.advantage_estimator, "outcome", "advantage_estimator")

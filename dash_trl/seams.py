@@ -30,7 +30,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
     """Set attributes of the trainer within the `with` block, and restore them after it.
 
     Args:
-        trainer: a `GRPOTrainer`, or its arguments.
+        trainer: a `GRPOTrainer`, its arguments, or a model.
         settings: name of an attribute → value. `delta` is set on `trainer.args`, where TRL reads it; all other
             attributes are set on the trainer.
     """

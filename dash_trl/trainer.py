@@ -45,6 +45,7 @@ from dash_trl.checks import (
     check_pipeline,
     check_prompt_lengths,
     check_rewards,
+    check_rounding,
     check_subclass,
     check_tied_adapter,
     check_tokenizer,
@@ -155,6 +156,7 @@ class DASHTrainer(GRPOTrainer):
         with with_settings(args, {"use_vllm": args.use_vllm and args.vllm_mode != "server"}):  # see `install`
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         check_tokenizer(self._tokenizer)
+        check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
             check_tied_adapter(self.model)
             add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())

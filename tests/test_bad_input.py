@@ -151,6 +151,14 @@ def test_settings_that_are_right():
         config(**settings)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clipping": "auto"}])
+def test_a_limit_that_deepspeed_would_ignore(monkeypatch, limit, clipping):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # Transformers sets it to "true", for later runs, too
+    said = refusal(config, max_grad_norm=limit, deepspeed={"zero_optimization": {"stage": 2}, **clipping})
+    assert ("DeepSpeed's configuration has no gradient_clipping" in said) == (limit != 1 and not clipping)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may know bf16")
 def test_a_machine_without_bf16_gets_the_remedy():
     said = "bf16=True, which is TRL's default, .*set use_cpu=True and bf16=False"
@@ -406,6 +414,23 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
         found = refusal(build, model, settings=settings, processing_class=tokenizer)
         said = rf"{name}={re.escape(repr(value))} cannot be used in training\..*{use}"
         assert re.search(said, found) or (by_model and name == "do_sample"), (name, found)  # TRL sets do_sample itself
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype", "logged"),
+    [
+        ({}, torch.float32, r"\A\Z"),
+        ({"min_p": 0.3}, torch.float32, "takes completions for samples of the model, but .*MinP"),
+        ({"no_repeat_ngram_size": 3}, torch.float32, "takes completions for samples of the model, but .*NoRepeat"),
+        ({"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.6}, torch.float32, r"\A\Z"),  # TRL sets these itself
+        ({}, torch.bfloat16, "The weights that are trained have 16 bits"),
+    ],
+)
+def test_what_makes_samples_or_updates_others_than_the_models_is_warned_of(tiny_model, caplog, option, dtype, logged):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+    model.generation_config.update(**option)
+    build(model, processing_class=AutoTokenizer.from_pretrained(tiny_model))
+    assert re.search(logged, "".join(one.getMessage() for one in caplog.records if one.name.startswith("dash_trl")))
 
 
 def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):

@@ -88,7 +88,8 @@ def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> 
 
 
 def test_greedy_is_the_argmax_whatever_the_neighbours(model, tokenizer, tiny_model):
-    model.generation_config.repetition_penalty = 5.0  # as some models' generation config asks for; it is off here
+    # As some models' generation configs ask for; it is off here.
+    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1)
     for one in (tokenizer, AutoTokenizer.from_pretrained(tiny_model, pad_token=None)):  # pads with an end token
         (texts,) = zip(*sample_completions(model, one, PROMPTS, temperature=0, max_completion_length=8), strict=True)
         for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -103,7 +104,7 @@ def test_greedy_is_the_argmax_whatever_the_neighbours(model, tokenizer, tiny_mod
 
 def test_samples_are_the_model_s_own_distribution(model, tokenizer):
     """Top-k, top-p and penalties of the model's generation config are off; the frequencies are the probabilities."""
-    model.generation_config.top_k, model.generation_config.top_p = 1, 0.1
+    model.generation_config.update(top_k=1, top_p=0.1, typical_p=0.1)
     count = 4000
     (texts,) = sample_completions(
         model, tokenizer, ["7"], num_samples=count, max_completion_length=1, temperature=0.5, batch_size=count

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         check_generate,
         check_per_group,
         check_pipeline,
+        check_rounding,
         check_subclass,
         check_weighed,
     )

@@ -190,6 +190,7 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
         exact: True = it has to sample from the model's distribution, because it samples with older weights.
     Raises:
         ValueError: if an option has no use in training or, with `exact`, changes the distribution, such as `top_p`.
+            Without `exact`, this is only warned of.
     """
     options = generate_options(model, generation_config)
     for name, (usable, remedy) in GENERATE.items():
@@ -198,12 +199,34 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
                 f"{name}={value!r} cannot be used in training. {remedy}, and take {name} out of generation_kwargs, or "
                 "of the model's generation config."
             )
-    if exact and (changes := sampling_changes(model, generation_config)):
-        raise ValueError(
-            f"async_level=1, but transformers' generate would sample from another distribution than the model's: "
-            f"{changes}. The correction for older weights needs the log-probs of that distribution, but generate does "
-            "not report them. Leave the options out that cause this. If they come from the model's generation config, "
-            "change that (for example model.generation_config.min_p = None). Or sample with vLLM."
+    if changes := sampling_changes(model, generation_config):
+        said = (
+            f"transformers' generate would sample from another distribution than the model's: {changes}. A correction "
+            "needs the log-probs of that distribution, but generate does not report them. Leave the options out that "
+            "cause this. If they come from the model's generation config, change that (for example "
+            "model.generation_config.min_p = None). Or sample with vLLM."
+        )
+        if exact:
+            raise ValueError(f"async_level=1 corrects for older weights, but {said}")
+        logger.warning(f"The update takes completions for samples of the model, but {said}")
+
+
+def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
+    """Warns if the weights that are trained have 16 bits, and the optimizer has no copies of them in float32.
+
+    Since Transformers 5, `from_pretrained` keeps the dtype of the checkpoint, which is bf16 for most models.
+
+    Args:
+        model: the model, with its adapter if it has one.
+        args: the configuration.
+        has_copies: True = the optimizer has such copies, as with DeepSpeed and FSDP.
+    """
+    if not has_copies and any(one.requires_grad and one.dtype.itemsize == 2 for one in model.parameters()):
+        logger.warning(
+            f"The weights that are trained have 16 bits, so updates below about 1/500 of a weight are lost: with "
+            f"learning_rate={args.learning_rate}, AdamW may change few weights. Load the model with dtype float32 "
+            "(from_pretrained(..., dtype=torch.float32), or leave dtype out of model_init_kwargs); with bf16=True, "
+            "passes compute in bf16 all the same."
         )
 
 

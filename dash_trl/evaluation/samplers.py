@@ -2,8 +2,8 @@
 
     sample(prompts) ──► token ids ──► _draw: transformers | vLLM servers ──► (index, its completions)
 
-Samples come from the model's own distribution at the given temperature. As in TRL, top-k, top-p and repetition
-penalties of the model's `generation_config` are switched off. `open_sampler` chooses a sampler.
+Samples come from the model's own distribution at the given temperature: nothing in the model's `generation_config` has
+an effect, except for its end tokens. `open_sampler` chooses a sampler.
 
 Letters: P prompts, S samples of each.
 """
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dash_trl.checks import plain_prompt
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
+from dash_trl.seams import with_settings
 from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
@@ -193,11 +194,15 @@ class LocalSampler(Sampler):
     def _generate(self, batch: list[list[int]], temperature: float, length: int, seed: int) -> list[list[int]]:
         ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        # Neutral values must be given: generate() takes missing ones from the model's generation_config.
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
-        # Saves the random state of all devices, since manual_seed changes all of them.
-        rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-        with evaluating(self.model), rng, torch.no_grad():
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        with (
+            evaluating(self.model),
+            # generate() takes missing options from the model's generation_config.
+            with_settings(self.model, {"generation_config": GenerationConfig()}),
+            # Saves the random state of all devices, since manual_seed changes all of them.
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            torch.no_grad(),
+        ):
             torch.manual_seed(seed)
             generated = self.model.generate(
                 input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
@@ -205,7 +210,6 @@ class LocalSampler(Sampler):
                     [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
                 ),
                 max_new_tokens=length,
-                repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=ends,
                 **(sampling if temperature > 0 else {"do_sample": False}),

@@ -10,7 +10,7 @@ math-verify (https://github.com/huggingface/Math-Verify) compares the two answer
 this deviates from plain math-verify, with the verdicts that each deviation changes.
 
 As in math-verify, floats are equal if they agree to 6 decimals, the last member of a chain of equations counts, lists
-have no order, and units and the base of a number are ignored.
+have no order, and units and the base of a number are ignored. Deviation: small numbers must also agree to 1 %.
 
 Rows are scored in worker processes, because math-verify's time-outs use SIGALRM, which works only in the main thread of
 a process. If reading or comparing an answer takes longer than math-verify's limit (5 s each), the answer is wrong. Some
@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 # Limit in seconds by the clock for one row. math-verify's own limits may add up to this for a row with a hard answer.
 TIMEOUT = 30.0
+
+# math-verify rounds floats to 6 decimals and sets products below 1e-15 to 0. So it takes 1.6e-19 for 9.1e-31. Numbers
+# below this limit must also agree to 1 %.
+SMALL = 1e-4
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
@@ -73,8 +77,8 @@ def score_answer(completion: str, gold: str) -> float:
     from math_verify import verify
 
     known = read_gold(bare)
-    found = [] if prose and _WORDS.search(text) else _read(text)
-    return float(verify(known, found or _read(prose, in_prose=True), allow_set_relation_comp=True))
+    found = ([] if prose and _WORDS.search(text) else _read(text)) or _read(prose, in_prose=True)
+    return float(verify(known, found, allow_set_relation_comp=True) and not _are_small_and_differ(known, found))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have the same gold answer
@@ -97,6 +101,14 @@ def read_gold(bare: str) -> list[Any]:
             f"math-verify can read, or it has more than {MAX_ANSWER_CHARS} characters"
         )
     return expressions
+
+
+def _are_small_and_differ(known: list[Any], found: list[Any]) -> bool:
+    """Returns whether two answers are different numbers that math-verify rounds to 0, such as 2^{-99} and 2^{-98}."""
+    numbers = [one[0].doit().evalf() for one in (known, found) if getattr(one[0], "is_number", False)]
+    return bool(
+        len(numbers) == 2 and max(map(abs, numbers)) < SMALL and abs(numbers[0] - numbers[1]) > abs(numbers[0]) / 100
+    )
 
 
 def _last_member(answer: str) -> str:

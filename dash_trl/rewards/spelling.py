@@ -87,6 +87,7 @@ _SPELLINGS = [
         (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\?\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (rf"(?<=\d)(?:(?:st|nd|rd|th)(?![a-zA-Z])|\s*\^?\{{?{_TEXT}(?:st|nd|rd|th)\}}\}}?)", ""),
+        (r"\\mathrm\s*\{e\}", " e "),
         (rf"{_TEXT}i\}}|(?<=\d)\s*(?:\\cdot\s*)?i(?![a-zA-Z])", " i"),
     )
 ]
