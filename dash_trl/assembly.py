@@ -101,8 +101,12 @@ def new_dynamic_sampling(trainer: Any) -> DynamicSampling | None:
     args = trainer.args
     if not args.queues_prompts:
         return None
-    ahead = args.async_level > 0 and looks_ahead(trainer)
-    return DynamicSampling(prompts_of_rank(args), trainer.ranks.count, most=args.max_num_gen_batches, ahead=ahead)
+    return DynamicSampling(
+        prompts_of_rank(args),
+        trainer.ranks.count,
+        most=args.max_num_gen_batches,
+        ahead=args.async_level > 0 and looks_ahead(trainer),
+    )
 
 
 def new_conversations(trainer: Any) -> Conversations | None:

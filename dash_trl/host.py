@@ -6,17 +6,15 @@ argument, and use no other attribute of the trainer.
 Letters: B rows of this rank, N rows of all ranks, F reward functions, S rows of a pass, T completion tokens.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import TrainerState
 
+from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
 from dash_trl.monitoring import Recorder
 from dash_trl.rollout import RolloutBatch
-
-if TYPE_CHECKING:
-    from dash_trl.config import DASHConfig
 
 
 class Host(Protocol):
@@ -34,7 +32,7 @@ class Host(Protocol):
         rollout_func: the user's function that samples. `None`: there is none.
     """
 
-    args: "DASHConfig"
+    args: DASHConfig
     state: TrainerState
     model: Any
     processing_class: Any
@@ -47,14 +45,14 @@ class Host(Protocol):
     def tokenize(self, prompts: list[Any]) -> tuple[Any, ...]:
         """Return the tuple of TRL's `_tokenize_prompts`; an empty one if prompts are tokenized later."""
 
-    def generate(self, tokenized: tuple[Any, ...], num_generations: int) -> tuple[list[list[int]], Any]:
-        """Sample completions of tokenized prompts; return their token ids, and their log-probs or `None`."""
+    def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:
+        """Sample completions of tokenized prompts, as TRL does; return token ids, and log-probs or `None`."""
 
     def sampling_version(self) -> int:
         """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
 
-    def calculate_rewards(self, *rows: Any) -> Tensor:
-        """Call all reward functions with the arguments of TRL's `_calculate_rewards`; return [N, F]."""
+    def _calculate_rewards(self, *rows: Any) -> Tensor:
+        """Call all reward functions on B rows, as TRL does; return [N, F]."""
 
     def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
         """Return the advantages by outcome, [N], of rewards [N, F] and numbers of loss tokens [N]."""

@@ -519,18 +519,10 @@ class DASHTrainer(GRPOTrainer):
             return ()
         return self._tokenize_prompts(prompts)
 
-    def generate(self, tokenized: tuple[Any, ...], num_generations: int) -> tuple[list[list[int]], Any]:
-        """Sample completions of tokenized prompts; return their token ids, and their log-probs or `None`."""
-        return self._generate_single_turn(*tokenized, num_generations)
-
     def sampling_version(self) -> int:
         """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
         sync_weights(self)
         return self.state.global_step
-
-    def calculate_rewards(self, *rows: Any) -> Tensor:
-        """Call `_calculate_rewards`, which a subclass may override."""
-        return self._calculate_rewards(*rows)
 
     def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
         """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""

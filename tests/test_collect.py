@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer
 from dash_trl.collect import decoded, length_figures, reward_figures
 from tests.test_contract import ByTokens, check_logs
-from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, tiny_tokenizer
+from tests.tiny import EOS, assert_same_update, parameters, prompts, run, tiny_tokenizer
 
 
 def rollouts_of(prompts, trainer):
@@ -67,13 +67,6 @@ def test_a_metric_of_a_reward_function_is_a_float(tiny_model, tmp_path):
 
     log = run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]
     assert [type(log[name]) for name in ("measured", "shortest")] == [float, float]
-
-
-def test_a_column_of_a_reward_function_does_not_replace_another(tiny_model, tmp_path):
-    def logs(completions, log_extra, **columns):
-        return log_extra("prompt", completions) or [0.0] * len(completions)
-
-    assert "log_extra got the names ['prompt']" in refusal(run, DASHTrainer, tiny_model, tmp_path, reward=logs)
 
 
 def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):

@@ -250,7 +250,7 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
 
     seen = []
     episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_silent": False}
-    every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", solved_reward=math.inf, **episodes)
+    every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)
     for callbacks in ([], [every]):
         own = {"reward": Talking(), "callbacks": callbacks, "dataset": prompts(64).remove_columns("answer")}
         trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, max_completion_length=LONGEST, **own)

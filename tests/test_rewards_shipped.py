@@ -43,14 +43,12 @@ def given(texts: list[str], **settings: bool) -> dict[str, float]:
     return dict(zip(texts, FormatReward(**settings)(texts), strict=True))
 
 
-def test_a_thought_and_an_answer(caplog):
+def test_a_thought_and_an_answer():
     assert given(list(THOUGHTS)) == THOUGHTS
     begun = {text: score for text, score in THOUGHTS.items() if text.lstrip().startswith("<think>")}
     opened = {text.lstrip().removeprefix("<think>"): score for text, score in begun.items()}
     assert given(list(opened), think_in_prompt=True) == opened  # what a model writes whose template opens the thought
     assert given(list(begun), think_in_prompt=True) == dict.fromkeys(begun, 0.0)
-    assert not caplog.text
-    assert given(["a</think>4"]) == {"a</think>4": 0.0} and "use FormatReward(think_in_prompt=True)" in caplog.text
 
 
 def test_an_answer_in_one_box():

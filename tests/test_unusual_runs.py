@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
-from tests.test_one_step import Built
 from tests.test_skipped_steps import grad_scaler
 from tests.tiny import (
     ScriptedReward,
@@ -255,10 +254,6 @@ def test_sampling_from_another_distribution_is_refused_ahead(tiny_model, tmp_pat
 
 
 # ------------------------------------------------------------------------------- what the trainer asks of the libraries
-
-
-def test_ranks_wait_as_long_as_collectives_do(tiny_model, tmp_path):
-    assert run(Built, tiny_model, tmp_path, ddp_timeout=77).ranks.timeout == 77
 
 
 def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(tiny_model, tmp_path, monkeypatch):

@@ -6,9 +6,8 @@ import pytest
 from matplotlib.axes import Axes
 from transformers import TrainerState
 
-from dash_trl import DASHTrainer
 from dash_trl.monitoring import RunPictureCallback, plot_pass_at_k, plot_run, read_metrics
-from tests.tiny import run, write_rows
+from tests.tiny import write_rows
 
 
 def test_the_plot_of_the_training_logs(tmp_path):
@@ -32,15 +31,6 @@ def test_a_run_is_drawn_when_it_ends_if_it_has_a_log(tmp_path, caplog):
         callback.on_train_end(SimpleNamespace(output_dir=str(tmp_path)), TrainerState(is_world_process_zero=True), None)
         assert callback.picture == picture and (tmp_path / "run.png").is_file() == (picture is not None)
     assert caplog.text.count("There is no picture of the run") == 1
-
-
-def test_trackio_has_the_figures_of_a_run(tiny_model, tmp_path):
-    """Our first model passes come before Transformers begins the run of Trackio, to which TRL's profiler logs."""
-    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
-    trainer = run(DASHTrainer, tiny_model, tmp_path, report_to=["trackio"], project="a run", max_steps=2)
-    (name,) = storage.get_runs("a run")
-    found = [log["train/reward"] for log in storage.get_logs("a run", name) if "train/reward" in log]
-    assert found == [log["reward"] for log in trainer.state.log_history if "reward" in log]
 
 
 def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_last_log(tmp_path):

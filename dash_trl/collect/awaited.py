@@ -88,7 +88,7 @@ class Awaited:
             if self._request is not None:  # TRL's calls of the functions then return this request's results
                 self._rewards.team.hand_over(self._request, sampled.completions)
             rows = self._examples, sampled.prompts, sampled.completions, sampled.completion_ids
-            known = host.calculate_rewards(*rows)
+            known = host._calculate_rewards(*rows)
             self._known = known if self._failed is None else _without(host.ranks.gather(self._failed), known)
         return self._known
 

@@ -131,8 +131,6 @@ class WindowLog:
                 apply, or the row is unscored.
             advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
             silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
-        Raises:
-            ValueError: if a reward function has logged a column under the name of another column.
         """
         self._figures(reward_figures(rewards, self._names, self._host.reward_weights))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
@@ -143,11 +141,6 @@ class WindowLog:
         self._tables["advantages"] = _table(advantages.tolist())
         # Sorted, because each name is gathered in its own collective, and ranks may have logged in different orders.
         names = sorted(set(self._gathered(list(self._extra))))
-        if taken := {"step", "prompt", "completion", "advantage", *self._names}.intersection(names):
-            raise ValueError(
-                f"log_extra got the names {sorted(taken)}, which the table of completions has for its own columns. Use "
-                "other names."
-            )
         for name in set(self._tables["extra"]).difference(names):
             del self._tables["extra"][name]  # of an earlier window, which may have had another number of rows
         for name in names:

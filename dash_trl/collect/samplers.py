@@ -128,7 +128,9 @@ class InProcess(Sampler):
 
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            completion_ids, log_probs = self._host.generate(prompts.tokenized, self._host.args.num_generations)
+            completion_ids, log_probs = self._host._generate_single_turn(
+                *prompts.tokenized, self._host.args.num_generations
+            )
             completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
         versions = torch.full((len(completion_ids), 2), self._host.sampling_version())
         sampled = Sampled(
@@ -179,7 +181,9 @@ class OnServers(Sampler):
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             # While this call waits, the pool calls `_come` on this thread.
-            completion_ids, log_probs = self._host.generate(prompts.tokenized, self._host.args.num_generations)
+            completion_ids, log_probs = self._host._generate_single_turn(
+                *prompts.tokenized, self._host.args.num_generations
+            )
             versions = self._pool.policy_version
             if self._on_rows is None:  # then `_come` has not decoded the completions
                 completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)

@@ -77,7 +77,7 @@ class Rounds:
             is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
             wanted = -self._ranks.least(-rows) if is_split else 1
         contexts = [*contexts, *[[self._host.processing_class.eos_token_id]] * (wanted - rows)]
-        ids, log_probs = self._host.generate((contexts, None, {}), args.num_generations if first else 1)
+        ids, log_probs = self._host._generate_single_turn(contexts, None, {}, args.num_generations if first else 1)
         return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 
     def _answered(
@@ -232,9 +232,8 @@ class TurnsOnServers(OnServers):
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            self._host.generate(
-                ([], None, {}), self._host.args.num_generations
-            )  # waits until all turns of the window's rows are sampled
+            # Waits until all turns of the window's rows are sampled.
+            self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
         self._windows.taken(prompts.number)
         return self._windows.sampled(prompts.number, self._pool.policy_version)
 

@@ -27,7 +27,6 @@ from dash_trl.rewards import plain_answer
 from dash_trl.rollout import CreditedRollouts, RolloutBatch, joined
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
-ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
 CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
 
 
@@ -77,10 +76,6 @@ class ProcessRewardCallback(DASHCallback):
             step. False = only solved groups among them get none. So the policy can learn from a problem that no
             completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its completions
             are.
-        solved_reward: number. A completion is solved if its weighted sum of rewards is at least this number. None =
-            for each completion, the sum of the positive `reward_weights` of the reward functions that apply to the
-            completion (their reward is not NaN). None is right if the highest reward of each function is 1. With
-            `math.inf`, no group counts as solved.
     Raises:
         ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; when training begins,
             if an argument of `Segmenter` is wrong; during training, if the answer column is missing, or if an
@@ -99,7 +94,6 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
         skip_silent: bool = True,
-        solved_reward: float | None = None,
     ):
         self.value, self.settings = value, CreditSettings() if settings is None else settings
         self.estimator, self.per_group = estimator, registered(estimator, "credit", "estimator").per_group
@@ -113,7 +107,7 @@ class ProcessRewardCallback(DASHCallback):
             "min_episode_tokens": min_episode_tokens,
             "final_answer": final_answer,
         }
-        self.answer_column, self.solved_reward, self.skip_silent = answer_column, solved_reward, skip_silent
+        self.answer_column, self.skip_silent = answer_column, skip_silent
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
@@ -216,10 +210,8 @@ class ProcessRewardCallback(DASHCallback):
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
         outcomes, lengths, advantages = gather(outcome), gather(own.sum(dim=1)), gather(rollouts.advantages)
-        solved = outcomes > gather(self._highest(rollouts, trainer.reward_weights)) - ALIKE
-        silent, solved = (rows.view(-1, group_size).all(dim=1) for rows in (advantages == 0, solved))
-        skipped = (silent & (solved | self.skip_silent)).repeat_interleave(group_size)
-        skipped |= outcomes.isnan() | (lengths == 0)
+        silent = (advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
+        skipped = silent.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
         requests, found = self._values(rollouts, ~skipped[mine], trainer)
         paid = [(request.boundaries or (0,), row or [math.nan]) for request, row in zip(requests, found, strict=True)]
         self.last += paid
@@ -266,12 +258,6 @@ class ProcessRewardCallback(DASHCallback):
             ]
             cells.append("\n".join(lines))
         return cells
-
-    def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
-        """Returns [B]: for each row, the least weighted sum of rewards with which the row counts as solved."""
-        applies = ~rollouts.rewards.isnan()
-        highest = (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
-        return highest if self.solved_reward is None else torch.full_like(highest, self.solved_reward)
 
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any

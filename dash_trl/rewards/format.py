@@ -3,15 +3,12 @@ r"""`FormatReward`: checks whether a completion has the wanted format.
 The format is a closed thought followed by an answer, and optionally exactly one ``\boxed{}`` in the answer.
 """
 
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from dash_trl.rewards.answers import _scan_boxes, final_text
 from dash_trl.rewards.math import completion_text
-
-logger = logging.getLogger(__name__)
 
 OPEN, CLOSE = "<think>", "</think>"
 PARSED = ("reasoning_content", "thinking")  # keys with the thought, if the response template took it out of the text
@@ -52,13 +49,6 @@ class FormatReward:
         Returns:
             [N] rewards in the same order: 1.0 or 0.0.
         """
-        text = "".join(map(completion_text, completions))
-        if self._think and not self._think_in_prompt and OPEN not in text and text.count(CLOSE) > len(completions) / 2:
-            logger.warning(
-                f"Most completions of a batch end a thought with {CLOSE}, and none begins one with {OPEN}, so their "
-                "format reward is 0. If the chat template ends the prompt with this tag, use "
-                "FormatReward(think_in_prompt=True)."
-            )
         return [float(self._has_form(completion)) for completion in completions]
 
     def _has_form(self, completion: Any) -> bool:
