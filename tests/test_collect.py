@@ -76,7 +76,7 @@ def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, t
         steps: list[int] = []
 
         def prepare(trainer, steps=steps):
-            trainer.use_vllm = True
+            trainer.use_vllm = trainer.args.use_vllm = True
             trainer._last_loaded_step = -1
             sync = lambda: steps.append(trainer.state.global_step)  # noqa: E731
             trainer.vllm_generation = SimpleNamespace(sync_weights=sync)

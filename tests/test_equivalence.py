@@ -203,7 +203,7 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
 
 def corrects(trainer: Any) -> None:
     """A `prepare` that turns TRL's correction on, with the log-probs of scripted rollouts as the sampler's."""
-    trainer.use_vllm = True
+    trainer.use_vllm = trainer.args.use_vllm = True
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1
 

@@ -66,7 +66,7 @@ def problems(count: int) -> Dataset:
 def corrects(trainer: Any) -> None:
     """As with vLLM in this process, whose log-probs are those of the script."""
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
-    trainer.use_vllm, trainer.vllm_mode = True, "colocate"
+    trainer.use_vllm, trainer.vllm_mode = trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None, llm=SimpleNamespace(llm_engine=config))
 
 
