@@ -42,7 +42,7 @@ class Host(Protocol):
     recorder: Recorder
     rollout_func: Any
 
-    def tokenize(self, prompts: list[Any]) -> tuple[Any, ...]:
+    def tokenize(self, examples: list[dict[str, Any]]) -> tuple[Any, ...]:
         """Return the tuple of TRL's `_tokenize_prompts`; an empty one if prompts are tokenized later."""
 
     def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:

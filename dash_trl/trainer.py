@@ -153,7 +153,9 @@ class DASHTrainer(GRPOTrainer):
         own_rollouts = kwargs.get("rollout_func") is not None
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         without_index(args)
-        with with_settings(args, {"use_vllm": args.use_vllm and args.vllm_mode != "server"}):  # see `install`
+        with with_settings(
+            args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
+        ):  # `install`
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         check_tokenizer(self._tokenizer)
         check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
@@ -510,14 +512,14 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ what the objects of a run ask, see `Host`
 
-    def tokenize(self, prompts: list[Any]) -> tuple[Any, ...]:
-        """Return what `_tokenize_prompts` returns; an empty tuple if prompts are tokenized later.
+    def tokenize(self, examples: list[dict[str, Any]]) -> tuple[Any, ...]:
+        """Return what `_tokenize_prompts` returns for the prompts of rows; an empty tuple if they are tokenized later.
 
         A `rollout_func` tokenizes prompts itself. An environment may add to its prompt when it is reset.
         """
         if self.rollout_func is not None or self.environment_factories is not None:
             return ()
-        return self._tokenize_prompts(prompts)
+        return self._tokenize_prompts([row["prompt"] for row in examples])
 
     def sampling_version(self) -> int:
         """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""

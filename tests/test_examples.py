@@ -108,10 +108,13 @@ class Interrupts(TrainerCallback):
 )
 def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, saves, said):
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
-    flagged = flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
     for twice, ends in ((False, SystemExit), (True, KeyboardInterrupt)):
         with pytest.raises(ends) as ended:
-            train_math.main(flagged, make_callbacks=lambda script, twice=twice: [Interrupts(twice=twice)])
+            train_math.main(
+                flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1}),
+                make_callbacks=lambda script, twice=twice: [Interrupts(twice=twice)],
+            )
         assert twice or ended.value.code == 130
     assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 1
 

@@ -210,7 +210,7 @@ class Collector:
 
     def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
         with self._recorder.timed("generate"):
-            tokenized = self._host.tokenize([row["prompt"] for row in examples])
+            tokenized = self._host.tokenize(examples)
         prompts = Prompts(next(self._numbers), examples, tokenized)
         self._rewards.early.begin(prompts.number, examples)
         return prompts
