@@ -153,9 +153,8 @@ class DASHTrainer(GRPOTrainer):
         own_rollouts = kwargs.get("rollout_func") is not None
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         without_index(args)
-        with with_settings(
-            args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
-        ):  # `install`
+        # TRL's own client for servers needs CUDA, so `install` gives the trainer ours.
+        with with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         check_tokenizer(self._tokenizer)
         check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
