@@ -80,19 +80,15 @@ def new_sampler(trainer: Any, early: EarlyRewards, log_probs: LogProbs) -> Sampl
     """
     conversations = trainer._conversations
 
-    def use_environments(instances: list[Any]) -> None:
-        if trainer.environment_factories is not None:
-            trainer.environments = instances  # TRL passes them to reward functions
-
     if trainer.rollout_func is not None:
         return ByFunction(trainer, early)
     if on_servers(trainer):
         if conversations is not None:
-            return TurnsOnServers(trainer, early, trainer.vllm_generation, conversations, use_environments)
+            return TurnsOnServers(trainer, early, trainer.vllm_generation, conversations)
         watched = any(callback.watches_groups for callback in trainer._dash_callbacks())
         return OnServers(trainer, early, trainer.vllm_generation, trainer.group_sampled if watched else None)
     if conversations is not None:
-        return TurnsInProcess(trainer, early, log_probs, conversations, use_environments)
+        return TurnsInProcess(trainer, early, log_probs, conversations)
     return InProcess(trainer, early, log_probs)
 
 
@@ -150,12 +146,16 @@ def new_conversations(trainer: Any) -> Conversations | None:
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
+    def use_environments(instances: list[Any]) -> None:
+        trainer.environments = instances  # TRL passes them to reward functions
+
     calls, environments = ToolCalls(trainer.args.tool_timeout), None
     if trainer.environment_factories is not None:
         kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
         environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
+    end_id = trainer._tokenizer.eos_token_id
     conversations = Conversations(
-        rules, calls, trainer._standalone_tools, environments, tokenize, trainer._tokenizer.eos_token_id
+        rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use_environments
     )
     if environments is not None:
         own = [kind for kind in kinds if owns_reward(kind)]

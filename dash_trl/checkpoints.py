@@ -17,7 +17,7 @@ from dash_trl.host import Host
 from dash_trl.log_probs import LogProbRules
 from dash_trl.rollout import (
     STATES,
-    GenerationWindow,
+    Part,
     PromptQueue,
     PromptReader,
     SavedRun,
@@ -146,7 +146,7 @@ class Checkpoints:
         max_steps: int,
         step: int,
         skipped_steps: int,
-        window: GenerationWindow | None,
+        window: Part | None,
         samples_again: bool,
         reader: PromptReader | PromptQueue,
     ) -> None:

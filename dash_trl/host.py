@@ -48,9 +48,6 @@ class Host(Protocol):
     def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:
         """Sample completions of tokenized prompts, as TRL does; return token ids, and log-probs or `None`."""
 
-    def sampling_version(self) -> int:
-        """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
-
     def _calculate_rewards(self, *rows: Any) -> Tensor:
         """Call all reward functions on B rows, as TRL does; return [N, F]."""
 

@@ -22,7 +22,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from dash_trl.host import Host, one_ahead
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
-from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, GenerationWindow, RolloutBatch, Survivors
+from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, Part, RolloutBatch, Survivors
 from dash_trl.seams import give_late_ratio
 from dash_trl.update import (
     behaviour_log_probs,
@@ -139,7 +139,7 @@ class LogProbs:
         self.in_pass = CorrectionInPass(self.rules, host.ranks.rank)
 
     @torch.no_grad()
-    def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
+    def of_window(self, window: Part, *, serves_one_step: bool = False) -> None:
         """Compute the survivors' old log-probs, reference log-probs and ratios, as far as the loss needs them.
 
         If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
@@ -245,7 +245,7 @@ class LogProbs:
         self._host.recorder.log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
     def _found(
-        self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
+        self, window: Part, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
         """Run passes over the window's rows whose length in `lengths` is not 0, and collect the results.
 
@@ -265,7 +265,7 @@ class LogProbs:
                     known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
-    def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
+    def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, Part]:
         """Build a window from the rows whose length in `lengths` [B, 4] is not 0. A fully masked row has length 0.
 
         Returns:
@@ -273,7 +273,7 @@ class LogProbs:
         """
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
-        return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
+        return rows, Part(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
 
 
 class CorrectionInPass:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dash_trl.host import Host
 from dash_trl.monitoring import packing_metrics
-from dash_trl.rollout import GenerationWindow
+from dash_trl.rollout import Part
 from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_segment, regularizer_weight
 
 
@@ -55,29 +55,29 @@ class MicroBatches:
             planned, lengths, padding_free=self.passes.padding_free, min_shared=self.passes.min_shared
         )
 
-    def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    def without_gradient(self, part: Part, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
 
         Args:
-            window: the window of the rows.
+            part: the window of the rows, or a part of it.
             lengths: [R, M, 4].
         Yields:
-            For each pass, the indices of this rank's rows in `window.rollouts`, and the inputs on the CPU.
+            For each pass, the indices of this rank's rows in `part.rollouts`, and the inputs on the CPU.
         """
         for micro_batch in self.plan(lengths, 1)[0]:
-            yield self._of(window, micro_batch)
+            yield self._of(part, micro_batch)
 
-    def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
+    def with_gradient(self, part: Part, one: Pass) -> dict[str, Any]:
         """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
 
         The whole loss of the pass is multiplied by `loss_scale`. A regularizer, which should have the weight of
         `regularizer_weight`, is therefore multiplied by `regularizer_scale`, the ratio of the two weights.
 
         Args:
-            window: the window of the rows.
+            part: the window of the rows, or a part of it.
             one: the pass.
         """
-        _, inputs = self._of(window, one.micro_batch)
+        _, inputs = self._of(part, one.micro_batch)
         tokens, segment = one.tokens[self._rank], one.segment
         kind = self._args.loss_type, self._args.filter_denominator
         scale = loss_scale(*kind, rows=one.micro_batch.size, tokens=tokens, segment=segment)
@@ -85,10 +85,10 @@ class MicroBatches:
             "loss_scale": scale,
             "regularizer_scale": regularizer_weight(tokens, segment) / scale if scale else 0.0,
         }
-        return {**inputs, **weights, "num_items_in_batch": window.num_items_in_batch, "pass": one}
+        return {**inputs, **weights, "num_items_in_batch": part.num_items_in_batch, "pass": one}
 
-    def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """Return this rank's rows of a micro-batch, as indices in `window.rollouts`, and the inputs of their pass."""
-        rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
-        inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
+    def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
+        """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""
+        rows = part.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
+        inputs = self.passes.inputs(part.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
         return rows, inputs

@@ -1,6 +1,6 @@
 """`MicroSteps` decides which model passes a micro-step runs::
 
-    Collector ──► parts of a window ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
+    Collector ──► a window, part by part ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
 The *share* of an optimizer step is the rows that it uses of a window: all of them, or some of them (Mini).
 """
@@ -11,7 +11,7 @@ from typing import Any
 from dash_trl.collect import Collector
 from dash_trl.host import Host
 from dash_trl.micro_batches import MicroBatches
-from dash_trl.rollout import GenerationWindow, Window
+from dash_trl.rollout import Part, Window
 from dash_trl.update import MicroBatch, Pass, Schedule
 
 
@@ -47,14 +47,11 @@ class MicroSteps:
         if self._window is not None:
             self._window.begin_optimizer_step(global_step)
 
-    def inputs(
-        self, step: int, global_step: int, examples: list[dict[str, Any]]
-    ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    def inputs(self, step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         Args:
             step: the micro-step.
-            global_step: number of optimizer steps taken so far.
             examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
             A list with the inputs of some passes, and a bool, True = they are the last passes of the micro-step.
@@ -64,7 +61,7 @@ class MicroSteps:
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
-            self._begin_window(step, global_step, examples, by_group=by_group)
+            self._begin_window(step, examples, by_group=by_group)
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
@@ -89,7 +86,7 @@ class MicroSteps:
             ran = window.rows
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
-    def window_to_save(self, step: int) -> GenerationWindow | None:
+    def window_to_save(self, step: int) -> Part | None:
         """Return the window in use if a run that is resumed from a checkpoint can use it.
 
         Call it only when the window in use is whole.
@@ -104,7 +101,7 @@ class MicroSteps:
             return None
         return self._window.whole
 
-    def resume(self, window: GenerationWindow | None) -> None:
+    def resume(self, window: Part | None) -> None:
         """Continue with the window of a checkpoint.
 
         Args:
@@ -112,27 +109,26 @@ class MicroSteps:
         """
         self._window = None if window is None else Window.of(window)
 
-    def _begin_window(self, step: int, global_step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:
+    def _begin_window(self, step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:
         one_step = len(self.schedule.share(step)) == self.schedule.steps_per_generation
         groups_of_step = self._groups_of_step if by_group else None
-        parts = self._collector.window(examples, step=step, groups_of_step=groups_of_step, serves_one_step=one_step)
-        self._window = Window(((part.window, part.ends_step) for part in parts), global_step)
-        if not by_group:
-            self._window.wait()
+        self._window = self._collector.window(
+            examples, step=step, groups_of_step=groups_of_step, serves_one_step=one_step
+        )
         self.schedule.window_sampled(step)
 
     def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
-        for part, last in window:
+        for part in window:
             items = part.num_items_in_batch.item()
-            passes, planned = self.schedule.plan_part(step, part.lengths, items, last=last)
-            yield self._inputs(part, passes, planned), last
-            if last:
+            passes, planned = self.schedule.plan_part(step, part.lengths, items, last=part.ends_step)
+            yield self._inputs(part, passes, planned), part.ends_step
+            if part.ends_step:
                 break
         if self.schedule.ends_window(step):
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
-    def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
+    def _inputs(self, part: Part, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
-            self._host.recorder.log(self._micro_batches.metrics(planned, window.lengths))
-        return [self._micro_batches.with_gradient(window, one) for one in passes]
+            self._host.recorder.log(self._micro_batches.metrics(planned, part.lengths))
+        return [self._micro_batches.with_gradient(part, one) for one in passes]

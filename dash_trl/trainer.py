@@ -78,7 +78,6 @@ from dash_trl.seams import (
     log_step_time,
     regularized,
     step_schedule,
-    sync_weights,
     to_training_mode,
     vllm_is_behind,
     with_settings,
@@ -342,18 +341,18 @@ class DASHTrainer(GRPOTrainer):
         ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
-        for passes, are_last in self._micro_steps.inputs(self._step, self.state.global_step, inputs):
+        for passes, are_last in self._micro_steps.inputs(self._step, inputs):
             last_pass = passes.pop() if are_last and passes else None
             with self.recorder.timed("train"):
                 for one in passes:
                     with accumulating(self.accelerator, model):
                         loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-                    self._collector.look()
+                    self._collector.pass_on_sampled()
         with self.recorder.timed("train"):
             count_pass_time(self, time.perf_counter() - started)
             if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
-        self._collector.look()
+        self._collector.pass_on_sampled()
         if last_pass is None:
             self._step += 1
             if ends_step:
@@ -519,11 +518,6 @@ class DASHTrainer(GRPOTrainer):
         if self.rollout_func is not None or self.environment_factories is not None:
             return ()
         return self._tokenize_prompts([row["prompt"] for row in examples])
-
-    def sampling_version(self) -> int:
-        """Return the optimizer step of the weights that sample now. vLLM first gets the current weights."""
-        sync_weights(self)
-        return self.state.global_step
 
     def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
         """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""

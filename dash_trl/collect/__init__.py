@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.collect.awaited import Awaited, Rewards
-    from dash_trl.collect.collector import Collector, Part
+    from dash_trl.collect.collector import Collector
     from dash_trl.collect.decode import Prompts, Sampled, TurnCounts, decoded, is_truncated, to_rollouts
-    from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window
+    from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
     from dash_trl.collect.log import WindowLog, length_figures, reward_figures
     from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
+    from dash_trl.collect.scoring import Rewards
     from dash_trl.collect.turns import Rounds, TurnsInProcess, TurnsOnServers
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -93,6 +93,11 @@ class Sampled:
     columns: Mapping[str, Any] = field(default_factory=dict)
     turns: TurnCounts | None = None
 
+    def lengths(self) -> list[int]:
+        """Return the number of tokens that the policy wrote in each row."""
+        own = self.own_tokens
+        return [len(ids) for ids in self.completion_ids] if own is None else list(map(sum, own))
+
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of the dataset with the extra fields of a `rollout_func` as columns.
 

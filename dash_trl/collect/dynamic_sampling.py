@@ -8,11 +8,15 @@ and which of them belong to the window.
 Letters: R ranks, K groups of a rank in a round.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from dash_trl.host import Host, looks_ahead
 
 SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
 
@@ -32,19 +36,29 @@ class DynamicSampling:
             rank.
         ahead: True = windows are sampled ahead.
     Attributes:
+        groups: as above.
         room: number of groups of a window on all ranks.
     """
 
     def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
         self.room = groups * ranks  # groups of the window, on all ranks
-        self._groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
+        self.groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
         self._share = 1.0  # running average of the share of groups with signal
+
+    @classmethod
+    def of(cls, host: Host) -> DynamicSampling | None:
+        """Return the dynamic sampling of a run; `None` without `DASHConfig.queues_prompts`."""
+        args = host.args
+        if not args.queues_prompts:
+            return None
+        ahead = args.async_level > 0 and looks_ahead(host)
+        return cls(args.groups_of_rank, host.ranks.count, most=args.max_num_gen_batches, ahead=ahead)
 
     def first(self) -> int:
         """Return the number of groups that each rank samples in the first round of the next window."""
         if not self._ahead:
-            return self._groups
-        return min(math.ceil(self._groups / max(self._share, 1e-6)), self._groups * self._most)
+            return self.groups
+        return min(math.ceil(self.groups / max(self._share, 1e-6)), self.groups * self._most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
         """Return the number of groups that each rank samples in the next round; 0 if there is no further round.
@@ -57,8 +71,8 @@ class DynamicSampling:
         sampled, found = _counted(signal)
         missing = max(self.room - found, 0)
         share = (found + 1) / (sampled + 2)
-        allowed = self._groups * self._most - sampled // self._ranks
-        return min(math.ceil(missing / share / self._ranks), self._groups, allowed)
+        allowed = self.groups * self._most - sampled // self._ranks
+        return min(math.ceil(missing / share / self._ranks), self.groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> None:
         """Update the running average of the share of groups with signal after a window is complete.
@@ -89,26 +103,31 @@ def _counted(signal: Sequence[Tensor]) -> tuple[int, int]:
     return sum(one.numel() for one in signal), sum(int(one.sum()) for one in signal)
 
 
-def places_in_window(signal: Sequence[Tensor], room: int) -> tuple[list[Tensor], list[Tensor]]:
+def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Choose the groups of the window: first groups with signal, then silent groups if there is room left.
 
     Within a round, the first group of each rank is considered first, then the second group of each rank, and so on. So
-    each rank has about the same number of chosen groups.
+    each rank has about the same number of chosen groups. For example, with two ranks and room for 4 groups (+ = signal,
+    − = silent)::
+
+        round 0    rank 0: A+ B−    rank 1: C− D+       A, C, B, D: two groups with signal
+        round 1    rank 0: E+ F+    rank 1: G− H−       E, G, F, H: two more, so the window is full
+        window     rank 0: A E F    rank 1: D           if F were silent, the first silent group would join: C
 
     Args:
         signal: for each round, [R, K] bool, True = the group has signal.
         room: number of groups of the window on all ranks; at most the number of groups in all rounds.
+        rank: index of this rank.
+        group_size: number of rows of a group.
     Returns:
-        Two lists with one [R, K] bool tensor per round. First list: True = the group is chosen and has signal. Second
-        list: True = the group is chosen.
+        Two tensors [B] bool for this rank's rows of all rounds. First: True = the row's group is chosen. Second: True =
+        the group also has signal.
     """
     flat = torch.cat([one.T.flatten() for one in signal])
     trained = flat & (flat.cumsum(dim=0) <= room)
-    silent = ~flat & ((~flat).cumsum(dim=0) <= room - trained.sum())
-    shapes = [one.T.shape for one in signal]
+    chosen = trained | ~flat & ((~flat).cumsum(dim=0) <= room - trained.sum())
 
-    def rounds(chosen: Tensor) -> list[Tensor]:
-        parts = chosen.split([math.prod(shape) for shape in shapes])
-        return [part.view(shape).T for part, shape in zip(parts, shapes, strict=True)]
+    def rows(groups: Tensor) -> Tensor:
+        return groups.view(-1, len(signal[0]))[:, rank].repeat_interleave(group_size)
 
-    return rounds(trained), rounds(trained | silent)
+    return rows(chosen), rows(trained)

@@ -13,6 +13,7 @@ from trl.trainer.utils import nanstd
 
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.host import Host
+from dash_trl.rollout import joined
 
 # The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
 # of the first window, the run ends at once, as it does if a reward function raises on every row of the first batch.
@@ -70,25 +71,24 @@ class WindowLog:
         self._failed_in_a_row = BROKEN_AFTER - 1
         self._columns: set[str] = set()  # columns that were logged in the earlier rounds of a window
 
-    def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
+    def sampled(self, batches: Sequence[Sampled], truncated: Tensor) -> None:
         """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
 
         Args:
-            sampled: this rank's rows.
+            batches: this rank's rows, by generation batch.
             truncated: [B] bool, True = the completion is truncated.
         Raises:
             RuntimeError: on all ranks, if tools or environments failed on every row of the first window, or of the last
                 `BROKEN_AFTER` windows.
         """
-        own = sampled.own_tokens
-        completions = torch.tensor([len(ids) for ids in sampled.completion_ids] if own is None else list(map(sum, own)))
-        prompts = torch.tensor(list(map(len, sampled.prompt_ids)))
+        completions = torch.tensor([length for batch in batches for length in batch.lengths()])
+        prompts = torch.tensor([len(ids) for batch in batches for ids in batch.prompt_ids])
         prompts, completions = self._ranks.gather(prompts), self._ranks.gather(completions)
         self._host.state.num_input_tokens_seen += int(prompts.sum() + completions.sum())
         self._host.recorder.total("num_tokens", self._host.state.num_input_tokens_seen)
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
-        if sampled.turns is not None:
-            self._turns(sampled.turns)
+        if turns := [batch.turns for batch in batches if batch.turns is not None]:
+            self._turns(joined(turns))
 
     def _turns(self, turns: TurnCounts) -> None:
         """Log the tool calls of a window, and raise an error if tools or environments fail on all rows."""

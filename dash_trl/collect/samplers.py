@@ -1,6 +1,6 @@
 """Samplers, which sample the completions of a window: this process, a user's `rollout_func`, or vLLM servers::
 
-    begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
+    begin: prompts are known ──► sample: the rows of a window ──► sample_ahead, while rewards are awaited
 
 If rewards begin early, a sampler passes rows to the function `on_rows` as soon as they are sampled, including rows of
 windows that are sampled ahead. Otherwise `on_rows` is `None`.
@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled, decoded
 from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.rewards import EarlyRewards
+from dash_trl.seams import sync_weights
 
 # (window, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
@@ -26,7 +28,7 @@ OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
 class Sampler:
     """Base of all samplers. Unless a sampler says otherwise, a method does nothing.
 
-    All ranks call a method at the same point; `look` and `forget` are the exceptions.
+    All ranks call a method at the same point; `pass_on_sampled` and `forget` are the exceptions.
 
     Args:
         host: the trainer.
@@ -40,8 +42,12 @@ class Sampler:
     def _decoded(self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[Any]:
         return decoded(self._host.processing_class, prompts, prompt_ids, ids)
 
+    def _versions(self, rows: int) -> Tensor:
+        """Return `Sampled.policy_version` of rows that the current weights have sampled, [rows, 2]."""
+        return torch.full((rows, 2), self._host.state.global_step)
+
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """Begin a generation batch: a window, or another round of a window. The next `take` returns its rows.
+        """Begin a generation batch: a window, or another round of a window. The next `sample` returns its rows.
 
         Args:
             window: number of the generation batch that begins.
@@ -49,18 +55,18 @@ class Sampler:
                 sample the later ones ahead.
         """
 
-    def take(self, prompts: Prompts) -> Sampled:
-        """Wait for this rank's rows of a generation batch, and return them.
+    def sample(self, prompts: Prompts) -> Sampled:
+        """Sample this rank's rows of a generation batch, or wait for them, and return them.
 
         Args:
             prompts: the generation batch that the last `begin` has begun.
         """
         raise NotImplementedError
 
-    def meanwhile(self) -> None:
+    def sample_ahead(self) -> None:
         """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
 
-    def look(self) -> None:
+    def pass_on_sampled(self) -> None:
         """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows.
 
         `on_rows` gets the rows; if callbacks watch groups, `on_group_sampled` gets them, too.
@@ -70,15 +76,15 @@ class Sampler:
         """Log figures of the sampler. It is called once per window."""
 
     def forget(self) -> None:
-        """Drop the prompts and rows of all windows that were not taken yet."""
+        """Drop the prompts and rows of all windows that `sample` has not returned yet."""
 
 
 class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead."""
 
-    def take(self, prompts: Prompts) -> Sampled:
+    def sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            version = self._host.sampling_version()  # TRL, too, sends the weights before it calls a `rollout_func`
+            sync_weights(self._host)  # TRL, too, sends the weights before it calls a `rollout_func`
             columns = dict(self._host.rollout_func(deepcopy(prompts.prompts), self._host))
         prompt_ids, completion_ids, log_probs = (
             columns.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
@@ -87,7 +93,7 @@ class ByFunction(Sampler):
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             completions=self._decoded(prompts.prompts, prompt_ids, completion_ids),
-            policy_version=torch.full((len(completion_ids), 2), version),
+            policy_version=self._versions(len(completion_ids)),
             prompts=prompts.prompts,
             log_probs=log_probs,
             own_tokens=columns.pop("env_mask", None),
@@ -117,11 +123,11 @@ class InProcess(Sampler):
         self._known |= {one.number: one for one in new}
         self._known.pop(window, None)
 
-    def take(self, prompts: Prompts) -> Sampled:
+    def sample(self, prompts: Prompts) -> Sampled:
         ahead = self._sampled.pop(prompts.number, None)
         return self._sample(prompts) if ahead is None else ahead
 
-    def meanwhile(self) -> None:
+    def sample_ahead(self) -> None:
         """Sample the known windows with the current weights, and begin their rewards at once."""
         for window in sorted(self._known):
             self._sampled[window] = self._sample(self._known.pop(window))
@@ -132,7 +138,7 @@ class InProcess(Sampler):
                 *prompts.tokenized, self._host.args.num_generations
             )
             completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
-        versions = torch.full((len(completion_ids), 2), self._host.sampling_version())
+        versions = self._versions(len(completion_ids))
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
         )
@@ -176,23 +182,23 @@ class OnServers(Sampler):
         if self._on_rows is not None:
             self._completions |= {one.number: [None] * len(one.examples) for one in new}
         unseen = self._on_rows is None and self._on_group is None
-        self._pool.expect(window, {one.number: one.ids for one in new}, None if unseen else self._come)
+        self._pool.expect(window, {one.number: one.ids for one in new}, None if unseen else self._pass_on)
 
-    def take(self, prompts: Prompts) -> Sampled:
+    def sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            # While this call waits, the pool calls `_come` on this thread.
+            # While this call waits, the pool calls `_pass_on` on this thread.
             completion_ids, log_probs = self._host._generate_single_turn(
                 *prompts.tokenized, self._host.args.num_generations
             )
             versions = self._pool.policy_version
-            if self._on_rows is None:  # then `_come` has not decoded the completions
+            if self._on_rows is None:  # then `_pass_on` has not decoded the completions
                 completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
             else:
                 completions = self._completions.pop(prompts.number)
         del self._known[prompts.number]
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
-    def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+    def _pass_on(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         """Pass rows that have been sampled to `on_group` and `on_rows`. The pool calls it on the main thread."""
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
         if self._on_group is not None:
@@ -203,7 +209,7 @@ class OnServers(Sampler):
         self._completions[window][own] = completions
         self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
-    def look(self) -> None:
+    def pass_on_sampled(self) -> None:
         if self._on_rows is not None or self._on_group is not None:
             self._pool.show_finished()
 

@@ -6,7 +6,7 @@
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
-from dash_trl.collect.samplers import InProcess, OnServers
+from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
 from dash_trl.host import Host, on_servers
 from dash_trl.log_probs import LogProbs
 from dash_trl.rewards import EarlyRewards
 from dash_trl.tools import Conversation, Conversations
-
-Use = Callable[[list[Any]], None]  # passes the environments of a window's rows to reward functions
 
 
 class Rounds:
@@ -46,7 +45,7 @@ class Rounds:
                 environment is reset.
         """
         begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
-        self._rounds(self._those(rows, begin), first=True)
+        self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
     def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
         """Sample the remaining turns of rows whose first turn is sampled already.
@@ -56,9 +55,9 @@ class Rounds:
             ids: token ids of each first turn.
             log_probs: the sampler's log-probs of each first turn. `None`: unknown.
         """
-        self._rounds(self._answered(rows, ids, log_probs), first=False)
+        self._sample_rounds(self._answered(rows, ids, log_probs), first=False)
 
-    def _rounds(self, waiting: list[Conversation], *, first: bool) -> None:
+    def _sample_rounds(self, waiting: list[Conversation], *, first: bool) -> None:
         while self._ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
             contexts = [row.turns.context for row in waiting if row.turns is not None]
             waiting = self._answered(waiting, *self._generate(contexts, first))
@@ -85,9 +84,9 @@ class Rounds:
     ) -> list[Conversation]:
         log_probs = [None] * len(rows) if log_probs is None else log_probs
         answers = [self._conversations.answer(*one) for one in zip(rows, ids, log_probs, strict=True)]
-        return self._those(rows, answers)
+        return self._with_another_turn(rows, answers)
 
-    def _those(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
+    def _with_another_turn(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
         """Run one coroutine per row (`go_on`), and return the rows that have another turn."""
         found = self._ranks.agree(partial(self._conversations.run, go_on))
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
@@ -99,8 +98,8 @@ class _Windows:
     Until then, reward functions may use the environments of the rows, so no other row may use these environments.
     """
 
-    def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
-        self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
+    def __init__(self, conversations: Conversations, *, knows_log_probs: bool):
+        self._conversations, self._knows_log_probs = conversations, knows_log_probs
         self._rows: dict[int, list[Conversation]] = {}
         self._taken: set[int] = set()
 
@@ -151,7 +150,6 @@ class _Windows:
         """Give the rows of a window and their environments to the reward functions, which are called next."""
         rows = self._rows[window]
         self._taken.add(window)
-        self._use([row.environment for row in rows])
         self._conversations.score(rows)
 
     def forget(self) -> None:
@@ -169,20 +167,19 @@ class TurnsInProcess(InProcess):
         early: see `InProcess`.
         log_probs: see `InProcess`.
         conversations: runs tools and environments.
-        use: function that passes the environments of a window's rows to reward functions.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs, conversations: Conversations, use: Use):
+    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs, conversations: Conversations):
         super().__init__(host, early, log_probs)
         self._rounds = Rounds(host, conversations)
-        self._windows = _Windows(conversations, use, knows_log_probs=host.args.use_vllm)
+        self._windows = _Windows(conversations, knows_log_probs=host.args.use_vllm)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         super().begin(window, new)
         self._windows.begin()
 
-    def take(self, prompts: Prompts) -> Sampled:
-        sampled = super().take(prompts)
+    def sample(self, prompts: Prompts) -> Sampled:
+        sampled = super().sample(prompts)
         self._windows.taken(prompts.number)
         return sampled
 
@@ -190,9 +187,7 @@ class TurnsInProcess(InProcess):
         rows = self._windows.add(prompts)
         with self._timed("generate"):
             self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        # If every row failed before its first turn, this is the first that sends vLLM the current weights.
-        versions = torch.full((len(rows), 2), self._host.sampling_version())
-        return self._finished(prompts.number, self._windows.sampled(prompts.number, versions))
+        return self._finished(prompts.number, self._windows.sampled(prompts.number, self._versions(len(rows))))
 
     def forget(self) -> None:
         super().forget()
@@ -207,12 +202,11 @@ class TurnsOnServers(OnServers):
         early: see `OnServers`.
         pool: see `OnServers`.
         conversations: runs tools and environments.
-        use: function that passes the environments of a window's rows to reward functions.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards, pool: Any, conversations: Conversations, use: Use):
+    def __init__(self, host: Host, early: EarlyRewards, pool: Any, conversations: Conversations):
         super().__init__(host, early, pool)
-        self._conversations, self._windows = conversations, _Windows(conversations, use, knows_log_probs=True)
+        self._conversations, self._windows = conversations, _Windows(conversations, knows_log_probs=True)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         self._windows.begin()
@@ -221,7 +215,7 @@ class TurnsOnServers(OnServers):
             rows = self._windows.add(one)
             prompt_ids = one.ids if one.tokenized else [None] * len(rows)
             chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
-        self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
+        self._pool.expect(window, {}, None if self._on_rows is None else self._pass_on, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
         """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
@@ -230,14 +224,14 @@ class TurnsOnServers(OnServers):
             turn = await ask(row.turns.context, row.turns.room)
             goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
 
-    def take(self, prompts: Prompts) -> Sampled:
+    def sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             # Waits until all turns of the window's rows are sampled.
             self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
         self._windows.taken(prompts.number)
         return self._windows.sampled(prompts.number, self._pool.policy_version)
 
-    def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+    def _pass_on(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         row = self._windows[window][first]
         assert self._on_rows is not None and row.turns is not None, "the row has ended, and `on_rows` asks for it"
         self._on_rows(window, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
@@ -245,3 +239,33 @@ class TurnsOnServers(OnServers):
     def forget(self) -> None:
         super().forget()  # first, because it ends the conversations that are running
         self._windows.forget()
+
+
+def new_sampler(
+    host: Host,
+    early: EarlyRewards,
+    log_probs: LogProbs,
+    *,
+    pool: Any,
+    conversations: Conversations | None,
+    on_group: Callable[[SampledGroup], None] | None,
+) -> Sampler:
+    """Build the sampler of a run: a `rollout_func`, vLLM servers or this process, for rows with one or several turns.
+
+    Args:
+        host: the trainer.
+        early: the rewards that may begin while rows are sampled.
+        log_probs: see `InProcess`.
+        pool: the servers; used if `on_servers(host)`.
+        conversations: runs tools and environments. `None`: rows have one turn.
+        on_group: see `OnServers`.
+    """
+    if host.rollout_func is not None:
+        return ByFunction(host, early)
+    if on_servers(host):
+        if conversations is not None:
+            return TurnsOnServers(host, early, pool, conversations)
+        return OnServers(host, early, pool, on_group)
+    if conversations is not None:
+        return TurnsInProcess(host, early, log_probs, conversations)
+    return InProcess(host, early, log_probs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dash_trl.rollout.window import GenerationWindow
+from dash_trl.rollout.window import Part
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class SavedRun:
     position: tuple[int, int]
     step: int
     skipped_steps: int
-    window: GenerationWindow | None
+    window: Part | None
     prompts: dict[str, Any] | None = None
 
     def save(self, path: str) -> None:
@@ -138,7 +138,7 @@ class SavedRun:
         state = _read(path)
         if state is None:
             return None
-        window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
+        window = None if state["window"] is None else Part.from_state_dict(state["window"])
         shapes = {name: value for name, value in state["shapes"].items() if name != "skips_prompts"}  # an old option
         return cls(**{**state, "shapes": Shapes(**shapes), "window": window})
 

@@ -1,4 +1,12 @@
-"""`GenerationWindow` holds the survivors of a generation batch. `Window` collects the parts of the window in use.
+"""`Window`: the rows that one or several optimizer steps train on. It fills up while it travels::
+
+                 Collector                                                    MicroSteps
+    announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes ──► next window
+    (prompts)     └─ GenerationBatch ─┘  └──────────── Part, Part, … ───────────┘
+
+A window usually has one part with all of its rows. If rewards are awaited group by group, the groups whose rewards have
+come are a part, which is trained on while the other rewards are awaited. A checkpoint saves the window, joined into one
+part.
 
 Letters: B rows of a rank, R ranks.
 """
@@ -16,19 +24,21 @@ from dash_trl.rollout.batch import Survivors, joined
 
 
 @dataclass
-class GenerationWindow:
-    """The survivors of a generation batch on this rank, and the lengths of all ranks' rows.
+class Part:
+    """The survivors of some rows of a window on this rank, and the lengths of all ranks' rows.
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, B, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
-        num_items_in_batch: scalar, number of loss tokens of all rows on all ranks, dropped rows included.
+        num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
+        ends_step: True = the running optimizer step needs no further part of the window.
     """
 
     rollouts: Survivors
     lengths: Tensor
     num_items_in_batch: Tensor
+    ends_step: bool = True
 
     def rows(self, rank: int) -> Tensor:
         """Return the index in `rollouts` of each row in `lengths[rank]`, [B] int64.
@@ -41,7 +51,7 @@ class GenerationWindow:
         return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
 
     @classmethod
-    def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
+    def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
         """Join parts of a window into one. The rows that earlier optimizer steps used come first, as dropped rows.
 
         Args:
@@ -62,44 +72,43 @@ class GenerationWindow:
         }
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
-        """Build a window from what `state_dict` returned."""
+    def from_state_dict(cls, state: dict[str, Any]) -> Part:
+        """Build a part from what `state_dict` returned."""
         return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
 
 
 class Window:
     """The window in use. Its parts come one after the other until the window is whole.
 
-    Iterating over the window waits for the next parts, and yields each part with a bool: True = the running optimizer
-    step needs no further part. The window keeps the parts of the running optimizer step, because a checkpoint within
-    the step needs them.
+    Iterating over the window waits for the next parts, and yields them. The window keeps the parts of the running
+    optimizer step, because a checkpoint within the step needs them.
 
     Args:
-        parts: iterator over the parts and the same bools; see `Collector.window`.
+        parts: iterator over the parts; it may wait for rewards.
         step: number of the running optimizer step.
     Attributes:
         rows: number of a rank's rows in the parts that have come.
         whole: all parts joined; rows that earlier optimizer steps used count as dropped. `None` until `wait` is called.
     """
 
-    def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):
+    def __init__(self, parts: Iterator[Part], step: int):
         self.rows = 0
-        self.whole: GenerationWindow | None = None
+        self.whole: Part | None = None
         self._parts, self._step = parts, step
-        self._kept: list[GenerationWindow] = []
+        self._kept: list[Part] = []
 
     @classmethod
-    def of(cls, whole: GenerationWindow) -> Window:
+    def of(cls, whole: Part) -> Window:
         """Build a window that is whole already."""
         window = cls(iter(()), -1)
         window.whole = whole
         return window
 
-    def __iter__(self) -> Iterator[tuple[GenerationWindow, bool]]:
-        for part, last in self._parts:
+    def __iter__(self) -> Iterator[Part]:
+        for part in self._parts:
             self._kept.append(part)
             self.rows += part.lengths.shape[1]
-            yield part, last
+            yield part
 
     def begin_optimizer_step(self, step: int) -> None:
         """Drop the parts of the previous optimizer step, unless that step is still running.
@@ -110,10 +119,10 @@ class Window:
         if step != self._step and self.whole is None:
             self._step, self._kept = step, []
 
-    def wait(self) -> GenerationWindow:
+    def wait(self) -> Part:
         """Wait for all remaining parts, and return the whole window."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
-        self.whole, self._kept = GenerationWindow.of_parts(used, self._kept), []
+        self.whole, self._kept = Part.of_parts(used, self._kept), []
         return self.whole

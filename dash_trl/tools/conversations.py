@@ -67,6 +67,7 @@ class Conversations:
         environments: the pool of environments; None = there are no environments.
         tokenize: function: a prompt, and the tools to list in it → token ids.
         end_id: id of the only token in a completion if the environment failed before the first turn.
+        use_environments: function that passes the environments of rows to reward functions.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Conversations:
         environments: Environments | None,
         tokenize: Callable[[Any, Sequence[Any]], list[int]],
         end_id: int,
+        use_environments: Callable[[list[Any]], None],
     ):
         self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
+        self._use_environments = use_environments
         self._tokenize, self._end_id = tokenize, end_id
         self._scored: Sequence[Conversation] = ()  # the rows that reward functions score next
 
@@ -186,8 +189,10 @@ class Conversations:
         return False
 
     def score(self, rows: Sequence[Conversation]) -> None:
-        """Sets the rows that reward functions score next."""
+        """Sets the rows that reward functions score next, and passes them the environments of these rows."""
         self._scored = rows
+        if self._environments is not None:
+            self._use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
         """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.

@@ -1,7 +1,7 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
     some rows have been sampled ──► EarlyRewards ──┐
-    all rows have been sampled ────────────────────┴──► begin ──► the request ──► Awaited ──► parts ──► report
+    all rows have been sampled ────────────────────┴──► Rewards.begin ──► GenerationBatch.scored: rows
 
 A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
@@ -28,66 +28,74 @@ from dash_trl.rewards import (
     reward_rows,
     scores_alone,
 )
+from dash_trl.rollout import RolloutBatch, ScoredRollouts
 from dash_trl.tools import EnvironmentReward
 from dash_trl.workers import Request
 
 
-class Awaited:
-    """Waits for the rewards of one generation batch, in one or several parts.
+class GenerationBatch:
+    """Rows that are sampled at once, and their rewards, which come in one or several parts.
 
-    A part has the same number of groups on every rank. A reward is NaN if the function does not apply to the row. If a
-    function failed on a row, all rewards of the row are NaN.
+    A generation batch is a window or, with dynamic sampling, one round of a window. A part has the same number of
+    groups on every rank.
 
     Args:
         rewards: the rewards of the run.
-        examples: for each of the B rows, its row of the dataset.
-        sampled: the B rows.
-        request: the results of the reward functions. `None`: the functions are called when `parts` waits for them.
+        sampled: the B rows, as they were sampled.
+        rollouts: the B rows.
+        request: the results of the reward functions. `None`: the functions are called when `scored` waits for them.
         groups_of_step: see `Rewards.begin`.
+    Attributes:
+        sampled: as above.
+        rollouts: as above; a callback or the collector may add to them before the rewards are awaited.
     """
 
     def __init__(
         self,
         rewards: "Rewards",
-        examples: list[dict[str, Any]],
         sampled: Sampled,
+        rollouts: RolloutBatch,
         request: Request | None,
         groups_of_step: Callable[[], int] | None,
     ):
-        self._rewards, self._examples, self._sampled = rewards, examples, sampled
-        self._request, self._groups_of_step = request, groups_of_step
+        self.sampled, self.rollouts = sampled, rollouts
+        self._rewards, self._request, self._groups_of_step = rewards, request, groups_of_step
         self._failed = None if sampled.turns is None else sampled.turns.failed
         self._known: Tensor | None = None
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Wait for the rewards, and yield them as they come.
+    def scored(self) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
+        """Wait for the rewards, and yield rows as their rewards come: whole groups, or all rows.
 
         Yields:
-            The indices of this rank's rows in the part (whole groups, or all rows); the rewards of these rows, [rows,
-            F]; and True if the running optimizer step needs no further part of this window, else False
-            (`Part.ends_step`).
+            The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
+            of the window, else False (`Part.ends_step`).
         """
         rewards, host = self._rewards, self._rewards.host
         if self._groups_of_step is None or self._request is None:
             # A copy, because callbacks may change the rewards, and the log must show the original ones.
-            own = self.report()[host.ranks.own(len(self._examples))].to("cpu", copy=True)
-            yield torch.arange(len(own)), own, True  # the part is the whole window
+            own = self.rewards()[host.ranks.own(len(self.rollouts))].to("cpu", copy=True)
+            yield torch.arange(len(own)), self.rollouts.with_rewards(own), True
             return
-        groups = len(self._examples) // host.args.num_generations
+        groups = len(self.rollouts) // host.args.num_generations
         waiting = arrivals(self._request, groups, rewards.least_of_ranks, self._groups_of_step)
         for phase in ("wait_for_rewards", "reward"):
             waiting = host.recorder.timed_each(phase, waiting)
         for rows, ends_step in waiting:
             own = rewards.team.rewards(self._request, rewards.functions, rows.tolist())
-            yield rows, own if self._failed is None else _without(self._failed[rows], own), ends_step
+            own = own if self._failed is None else _without(self._failed[rows], own)
+            yield rows, self.rollouts.rows(rows).with_rewards(own), ends_step
 
-    def report(self) -> Tensor:
-        """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last part."""
+    def rewards(self) -> Tensor:
+        """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
+
+        A reward is NaN if the function does not apply to the row. If a function failed on a row, all rewards of the row
+        are NaN.
+        """
         if self._known is None:
-            host, sampled = self._rewards.host, self._sampled
+            host, sampled = self._rewards.host, self.sampled
             if self._request is not None:  # TRL's calls of the functions then return this request's results
                 self._rewards.team.hand_over(self._request, sampled.completions)
-            rows = self._examples, sampled.prompts, sampled.completions, sampled.completion_ids
+            rows = self.rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
             known = host._calculate_rewards(*rows)
             self._known = known if self._failed is None else _without(host.ranks.gather(self._failed), known)
         return self._known
@@ -138,22 +146,18 @@ class Rewards:
         self._failures = FailureWatch(functions, names)
 
     def begin(
-        self,
-        window: int,
-        examples: list[dict[str, Any]],
-        sampled: Sampled,
-        groups_of_step: Callable[[], int] | None,
-    ) -> Awaited:
-        """Return the object that waits for the rewards of a generation batch whose rows are all sampled.
+        self, window: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
+    ) -> GenerationBatch:
+        """Return the generation batch of rows that are all sampled. It waits for their rewards.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
         if the rewards are awaited by group or `run_in_background` is True, and otherwise when the caller iterates over
-        `Awaited.parts`.
+        `GenerationBatch.scored`.
 
         Args:
             window: number of the generation batch; see `Prompts.number`.
-            examples: for each of the B rows, its row of the dataset.
-            sampled: the B rows.
+            sampled: the B rows, as they were sampled.
+            rollouts: the B rows.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
                 from the window. `None`: await the rewards together, not group by group.
         """
@@ -161,13 +165,13 @@ class Rewards:
         if request is None and (self.run_in_background or groups_of_step is not None):
 
             def start() -> Request:
-                request = self.team.begin(len(examples), self.host.args.num_generations)
-                rows = reward_rows(examples, sampled.prompts, sampled.completions, sampled.completion_ids)
+                request = self.team.begin(len(rollouts), self.host.args.num_generations)
+                rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
                 self.team.start(request, 0, rows)
                 return request
 
             request = self._ranks.agree(start)
-        return Awaited(self, examples, sampled, request, groups_of_step)
+        return GenerationBatch(self, sampled, rollouts, request, groups_of_step)
 
     def of_all(
         self,
