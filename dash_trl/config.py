@@ -268,6 +268,16 @@ class DASHConfig(GRPOConfig):
         """Whether the number of prompts that an epoch or a window takes depends on earlier samples."""
         return self.max_num_gen_batches > 1
 
+    @property
+    def groups_of_rank(self) -> int:
+        """The number of groups that a rank has in a generation batch, if each of its groups is on one rank."""
+        return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
+
+    @property
+    def window_batches(self) -> int:
+        """The number of micro-steps from one window to the next."""
+        return self.steps_per_generation * self.num_iterations
+
     def _check_values(self) -> None:
         for name, (least, reason) in LIMITS.items():
             value = getattr(self, name)

@@ -4,10 +4,12 @@ Such uses belong in this module; to override a method or to read an attribute is
 `GRPOTrainer` (`tests/test_seams.py`) fail if a new TRL changes the internals that they check.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -15,14 +17,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import DynamoBackend, is_peft_model, send_to_device
 from huggingface_hub import constants
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.integrations import TrackioCallback
+from trl.chat_template_utils import parse_response
+from trl.data_utils import is_conversational
 from trl.trainer.utils import shuffle_sequence_dict
 
-from dash_trl.update import ScaledCoefficient
+from dash_trl.checks import check_prompt_lengths, plain_prompt
+from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
+from dash_trl.update import ModelPasses, ScaledCoefficient
 
 
 @contextmanager
@@ -63,6 +69,24 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
     finally:
         trainer.router_aux_loss_coef = router
         trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted the coefficient
+
+
+def new_passes(trainer: Any) -> ModelPasses:
+    """Build the `ModelPasses`, which run the passes of the policy and the reference model, padding-free if possible."""
+    models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+    models = [trainer.accelerator.unwrap_model(model) for model in models]
+    adapter = getattr(trainer.model, "active_peft_config", None)
+    return ModelPasses(
+        [model.get_base_model() if is_peft_model(model) else model for model in models],
+        virtual_tokens=getattr(adapter, "is_prompt_learning", False),
+        invoked_adapter=bool(getattr(adapter, "alora_invocation_tokens", None)),
+        continuous_batching=trainer.args.use_transformers_continuous_batching,
+        noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
+        # The backend is set by `torch_compile` or by accelerate's own configuration.
+        compiled=trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        share_prompts=trainer.args.share_prompts,
+        router_losses=trainer.aux_loss_enabled,
+    )
 
 
 def without_index(args: Any) -> None:
@@ -108,6 +132,108 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
         chat_template_kwargs=trainer.chat_template_kwargs,
     )
     return type(trainer)._get_tool_suffix_ids(this, messages)
+
+
+def decoded(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    *,
+    tools: Sequence[Any] = (),
+) -> list[Any]:
+    """Decode completions into the form that reward functions get.
+
+    The result for a row does not depend on the other rows.
+
+    Args:
+        tokenizer: the tokenizer. If it has a `response_template` or `response_schema`, a message also gets the fields
+            that TRL parses from the response with it, such as the reasoning.
+        prompts: B texts or conversations.
+        prompt_ids: B lists of token ids.
+        completion_ids: B lists of token ids.
+        tools: the tools that the prompts describe.
+    Returns:
+        B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
+    """
+    if not is_conversational({"prompt": prompts[0]}):
+        return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        rows = zip(completion_ids, prompt_ids, strict=True)
+        return [[_parsed(tokenizer, ids, prompt, tools)] for ids, prompt in rows]
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+    """Parse a response into a message, as TRL does.
+
+    If JSON in the response is nested too deeply, TRL's parser raises a RecursionError, which would end the run. The
+    message then has the text of the response, as TRL's message has for other malformed output.
+    """
+    try:
+        return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
+    except RecursionError:
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+
+
+def new_conversations(trainer: Any) -> Conversations | None:
+    """Build the `Conversations`, which run the tools and environments of rows with several turns.
+
+    The instances of environments that TRL has already created are used first. The result is `None` if there are no
+    tools and no environments.
+    """
+    if not trainer.tools and trainer.environment_factories is None:
+        return None
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
+
+    def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
+        ids = tokenizer.apply_chat_template(
+            plain_prompt(prompt, "A row"),
+            tools=list(tools) or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+        check_prompt_lengths([ids], rules().context)
+        return ids
+
+    def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+        ((message,),) = decoded(tokenizer, [NO_PROMPT], [prefix], [ids], tools=tools)
+        return message
+
+    def rules() -> TurnRules:
+        of_sampler = None
+        if trainer.use_vllm:
+            sampler = trainer.vllm_generation
+            servers = trainer.vllm_mode == "server"
+            of_sampler = sampler.context if servers else sampler.llm.llm_engine.model_config.max_model_len
+        return TurnRules(
+            most_tokens=trainer.max_completion_length,
+            context=min((one for one in (context, of_sampler) if one is not None), default=None),
+            most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
+            parse=parse,
+            encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
+        )
+
+    def use_environments(instances: list[Any]) -> None:
+        trainer.environments = instances  # TRL passes them to reward functions
+
+    calls, environments = ToolCalls(trainer.args.tool_timeout), None
+    if trainer.environment_factories is not None:
+        kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
+        environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
+    end_id = trainer._tokenizer.eos_token_id
+    conversations = Conversations(
+        rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use_environments
+    )
+    if environments is not None:
+        own = [kind for kind in kinds if owns_reward(kind)]
+        first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards
+        trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
+    return conversations
 
 
 def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
@@ -174,11 +300,18 @@ class Logs:
         tables: the columns of the table of completions.
         extra: the columns that reward functions have logged with `log_extra`.
         metrics: the values that reward functions have logged with `log_metric`.
+        figures: name → values since the last log; TRL logs their mean.
     """
 
     tables: dict[str, Any]
     extra: dict[str, list[Any]]
     metrics: dict[str, list[float]]
+    figures: dict[str, list[float]]
+
+    @classmethod
+    def of(cls, trainer: Any) -> Logs:
+        """Return the fields of a trainer."""
+        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics, trainer._metrics["train"])
 
 
 class FirstStates:

@@ -1,10 +1,8 @@
 """`DASHTrainer` overrides methods of TRL's `GRPOTrainer`. Transformers and TRL call the methods in this order::
 
-    get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
-                              │
-        MicroSteps: the passes of a micro-step ◄── Collector: prompts → the parts of a window
-
-`assembly.py` builds these objects from the trainer's settings.
+get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
+                          │
+    MicroSteps: the passes of a micro-step ◄── Collector: prompts → the parts of a window
 """
 
 import logging
@@ -25,15 +23,6 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
-from dash_trl.assembly import (
-    evaluated_turns,
-    new_conversations,
-    new_dynamic_sampling,
-    new_passes,
-    new_reader,
-    new_recorder,
-    new_sampler,
-)
 from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
 from dash_trl.checkpoints import Checkpoints, check_optimizer, check_weights
 from dash_trl.checks import (
@@ -54,20 +43,21 @@ from dash_trl.checks import (
     context_of,
     plain_prompt,
 )
-from dash_trl.collect import Collector, Rewards
+from dash_trl.collect import Collector, DynamicSampling, Rewards, Rounds, new_sampler
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
-from dash_trl.host import looks_ahead, one_ahead
+from dash_trl.host import looks_ahead, on_servers, one_ahead
 from dash_trl.log_probs import LogProbs, loss_settings
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.micro_steps import MicroSteps
-from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
+from dash_trl.monitoring import OffPolicyMetrics, PassMetrics, Recorder
 from dash_trl.rewards import unpack, watch
-from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch
+from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch, new_reader
 from dash_trl.sampling import install
 from dash_trl.seams import (
     FirstStates,
+    Logs,
     add_end_tokens,
     begin_anew,
     begin_trackio,
@@ -76,6 +66,8 @@ from dash_trl.seams import (
     forget_overflow,
     leave_out_step,
     log_step_time,
+    new_conversations,
+    new_passes,
     regularized,
     step_schedule,
     to_training_mode,
@@ -202,30 +194,42 @@ class DASHTrainer(GRPOTrainer):
         interrupt) or unused rows of a window (because of `max_steps`).
         """
         begin_anew(self)
-        self.recorder = new_recorder(self)
-        dynamic = new_dynamic_sampling(self)
-        self._reader = new_reader(self, dynamic)
-        self._rewards = Rewards(
-            self, self.reward_funcs, self.reward_func_names, in_background=self._rewards_run_in_background()
+        args, watched = self.args, any(callback.watches_groups for callback in self._dash_callbacks())
+        prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
+        self.recorder = Recorder(args, self.state, Logs.of(self))
+        dynamic = DynamicSampling.of(self)
+        self._reader = new_reader(
+            args,
+            self.callback_handler,
+            sized=prompts is not None,
+            ahead=args.async_level if looks_ahead(self) else 0,
+            first=None if dynamic is None else dynamic.first,
         )
+        in_background = self._rewards_run_in_background(watched)
+        self._rewards = Rewards(self, self.reward_funcs, self.reward_func_names, in_background=in_background)
         micro_batches = MicroBatches(self, self._passes)
         log_probs = LogProbs(self, micro_batches)
-        sampler = new_sampler(self, self._rewards.early, log_probs)
+        sampler = new_sampler(
+            self,
+            self._rewards.early,
+            log_probs,
+            pool=self.vllm_generation if on_servers(self) else None,
+            conversations=self._conversations,
+            on_group=self.group_sampled if watched else None,
+        )
         self._collector = Collector(self, self._reader, sampler, self._rewards, log_probs, dynamic)
         self._micro_steps = MicroSteps(self, micro_batches, self._collector)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
-        self._off_policy = OffPolicyMetrics(self.args.aipo_delta if self.args.loss_type == "aipo" else None)
-        self._skipped = SkippedSteps(loss_scaling=self.args.fp16)
-        prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
+        self._off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
+        self._skipped = SkippedSteps(loss_scaling=args.fp16)
         self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks)
 
-    def _rewards_run_in_background(self) -> bool:
+    def _rewards_run_in_background(self, watched: bool) -> bool:
         """Return whether rewards begin before `_calculate_rewards` and before callbacks get the rows.
 
         They do if the trainer has other work meanwhile: later windows, or the values of a callback that watches groups.
         But an override of `_calculate_rewards` may change the rows.
         """
-        watched = any(callback.watches_groups for callback in self._dash_callbacks())
         overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
         if overridden and looks_ahead(self) and self.accelerator.is_main_process:
             logger.warning(
@@ -588,7 +592,21 @@ class DASHTrainer(GRPOTrainer):
 
         The turns are sampled in rounds, and all ranks take part in each round, on vLLM servers, too.
         """
-        return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
+        assert self._conversations is not None, "TRL calls this method only if there are tools"
+        environments = self.environments
+        names = self._batch_environments if environments else None
+        rows = self._conversations.begun(prompt_ids, environments, names)
+        Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
+        turns = [row.turns for row in rows if row.turns is not None]
+        return (
+            [one.own for one in turns],
+            [one.messages for one in turns],
+            [one.completion_ids for one in turns],
+            None if logprobs is None else [one.log_probs for one in turns],
+            [row.calls for row in rows],  # TRL adds them up when they are gathered
+            [row.failed_calls for row in rows],
+            [[] for _ in rows],  # images
+        )
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

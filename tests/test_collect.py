@@ -9,7 +9,8 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.collect import decoded, length_figures, reward_figures
+from dash_trl.collect import length_figures, reward_figures
+from dash_trl.seams import decoded
 from tests.test_contract import ByTokens, check_logs
 from tests.tiny import EOS, assert_same_update, parameters, prompts, run, tiny_tokenizer
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,8 @@ def own_figures() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             texts |= set(filter(pattern.fullmatch, text_of(node)))
     logged: dict[str, list[float]] = defaultdict(list)
-    Recorder(logged, torch.device("cpu"), lambda: True, servers=True, rewards=True, rounds=True).end_step()
+    every = {"use_vllm": True, "vllm_mode": "server", "reward_pipeline": True, "max_num_gen_batches": 2}
+    Recorder(SimpleNamespace(device=torch.device("cpu"), **every), None, SimpleNamespace(figures=logged)).end_step()
     return texts | logged.keys()
 
 

@@ -1,10 +1,13 @@
 """Seconds of phases: per optimizer step, whatever lies between two logs, and without waiting for a GPU in between."""
 
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerState
 
+from dash_trl import DASHConfig
 from dash_trl.monitoring import Recorder
 
 
@@ -34,9 +37,12 @@ class Clock:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
-    clock, step, metrics = Clock(monkeypatch), 0, defaultdict(list)
-    recorder = Recorder(metrics, torch.device(device), lambda: step % 4 == 0)
-    for step in range(1, 9):  # noqa: B007 - read by the recorder
+    clock, metrics = Clock(monkeypatch), defaultdict(list)
+    args, state = DASHConfig("unused", use_cpu=True), TrainerState(logging_steps=4)
+    monkeypatch.setattr(DASHConfig, "device", torch.device(device))
+    recorder = Recorder(args, state, SimpleNamespace(figures=metrics))
+    for step in range(1, 9):
+        state.global_step = step - 1
         if step % 2:
             with recorder.timed("generate"):
                 clock.now += 6.0

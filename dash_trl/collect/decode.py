@@ -1,6 +1,6 @@
-"""Turns token ids into completions and into rows of tensors, as TRL's `_generate_and_score_completions` does::
+"""Turns token ids into rows of tensors, as TRL's `_generate_and_score_completions` does::
 
-    token ids ──► decoded: texts, messages ──► Sampled ──► to_rollouts: padded, truncated rows masked ──► RolloutBatch
+    token ids ──► seams.decoded: messages ──► Sampled ──► to_rollouts: padded, truncated rows masked ──► RolloutBatch
 
 Letters: B rows of this rank.
 """
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.chat_template_utils import parse_response
-from trl.data_utils import is_conversational
 from trl.trainer.utils import pad
 
 from dash_trl.rollout import RolloutBatch
@@ -70,7 +68,7 @@ class Sampled:
     Attributes:
         prompt_ids: B lists of token ids.
         completion_ids: B lists of token ids.
-        completions: B texts or lists of messages; see `decoded`.
+        completions: B texts or lists of messages; see `seams.decoded`.
         policy_version: [B, 2] int64; see `RolloutBatch`.
         prompts: B texts or conversations: the dataset's prompts, including the text that environments added.
         log_probs: the sampler's log-probs: B lists with one number per completion token. A `None` or NaN in a list:
@@ -111,49 +109,6 @@ class Sampled:
             for row, value in zip(rows, values if isinstance(values, list) else [values] * len(rows), strict=False):
                 row[name] = value
         return rows
-
-
-def decoded(
-    tokenizer: Any,
-    prompts: Sequence[Any],
-    prompt_ids: Sequence[list[int]],
-    completion_ids: Sequence[list[int]],
-    *,
-    tools: Sequence[Any] = (),
-) -> list[Any]:
-    """Decode completions into the form that reward functions get.
-
-    The result for a row does not depend on the other rows.
-
-    Args:
-        tokenizer: the tokenizer. If it has a `response_template` or `response_schema`, a message also gets the fields
-            that TRL parses from the response with it, such as the reasoning.
-        prompts: B texts or conversations.
-        prompt_ids: B lists of token ids.
-        completion_ids: B lists of token ids.
-        tools: the tools that the prompts describe.
-    Returns:
-        B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
-    """
-    if not is_conversational({"prompt": prompts[0]}):
-        return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        rows = zip(completion_ids, prompt_ids, strict=True)
-        return [[_parsed(tokenizer, ids, prompt, tools)] for ids, prompt in rows]
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """Parse a response into a message, as TRL does.
-
-    If JSON in the response is nested too deeply, TRL's parser raises a RecursionError, which would end the run. The
-    message then has the text of the response, as TRL's message has for other malformed output.
-    """
-    try:
-        return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
-    except RecursionError:
-        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:

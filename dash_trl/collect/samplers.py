@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dash_trl.callbacks import SampledGroup
-from dash_trl.collect.decode import Prompts, Sampled, decoded
+from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.rewards import EarlyRewards
-from dash_trl.seams import sync_weights
+from dash_trl.seams import decoded, sync_weights
 
 # (window, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]

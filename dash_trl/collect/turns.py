@@ -6,7 +6,7 @@
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any

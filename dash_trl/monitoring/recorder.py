@@ -1,7 +1,7 @@
 """`Recorder` adds figures and the seconds of each training phase to TRL's metrics, which TRL's `log` reads."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,34 +23,23 @@ class Recorder:
     """Records figures and the seconds of each training phase in TRL's metrics.
 
     Args:
-        metrics: TRL's metrics, name → values since the last log. TRL logs the mean of the values.
-        device: the device that computes. A GPU works asynchronously, so the beginning and the end of a phase are
-            recorded as events on the GPU. The recorder waits for the GPU only in steps that TRL logs.
-        logged: function that returns whether TRL will log the optimizer step that ends.
-        servers: True = vLLM servers sample, so the trainer may wait for them.
-        rewards: True = rewards are awaited while the trainer trains (`reward_pipeline`).
-        rounds: True = a window may take several rounds.
-        logs: what else TRL's `log` reads; see `seams.Logs`.
+        args: the settings, which tell the phases of the run.
+        state: the state of the run, which tells the running optimizer step.
+        logs: what TRL's `log` reads; see `seams.Logs`.
     Attributes:
         logs: as above.
+        metrics: name → values since the last log. TRL logs the mean of the values.
     """
 
-    def __init__(
-        self,
-        metrics: dict[str, list[float]],
-        device: torch.device,
-        logged: Callable[[], bool],
-        *,
-        servers: bool = False,
-        rewards: bool = False,
-        rounds: bool = False,
-        logs: Any = None,
-    ):
-        self.metrics, self.logs = metrics, logs
-        self._phases = PHASES + (ROUNDS if rounds else ()) + (WAITING if servers else ())
-        self._phases += WAITING_FOR_REWARDS if rewards else ()
-        self._on_gpu = device.type == "cuda"
-        self._logged = logged
+    def __init__(self, args: Any, state: Any, logs: Any):
+        self.metrics, self.logs = logs.figures, logs
+        self._args, self._state = args, state
+        self._phases = PHASES + (ROUNDS if args.max_num_gen_batches > 1 else ())
+        self._phases += WAITING if args.use_vllm and args.vllm_mode == "server" else ()
+        self._phases += WAITING_FOR_REWARDS if args.reward_pipeline else ()
+        # A GPU works asynchronously, so the beginning and the end of a phase are recorded as events on the GPU. The
+        # recorder waits for the GPU only in steps that TRL logs.
+        self._on_gpu = args.device.type == "cuda"
         self._spans: list[tuple[str, Any, Any]] = []  # since the last log: (phase, its beginning, its end)
         self._steps = 0  # number of optimizer steps since the last log
 
@@ -105,13 +94,19 @@ class Recorder:
         On a GPU, the seconds are logged at the next step that TRL logs, as the mean of the steps since the last log.
         """
         self._steps += 1
-        if self._on_gpu and not self._logged():
+        if self._on_gpu and not self._is_logged():
             return
         seconds = dict.fromkeys(self._phases, 0.0)
         for phase, started, ended in self._spans:
             seconds[phase] += self._between(started, ended)
         self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})
         self._spans, self._steps = [], 0
+
+    def _is_logged(self) -> bool:
+        """Whether TRL will log the running optimizer step, as far as that is known now."""
+        args, step = self._args, self._state.global_step + 1
+        at_first = step == 1 and args.logging_first_step
+        return args.logging_strategy != "steps" or step % self._state.logging_steps == 0 or at_first
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from dash_trl.collect import decoded
 from dash_trl.process_rewards.values import ValueRequest
 from dash_trl.sampling import VLLMPool
+from dash_trl.seams import decoded
 from dash_trl.update import weighted_rewards
 
 
