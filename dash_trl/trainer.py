@@ -66,7 +66,6 @@ from dash_trl.seams import (
     forget_overflow,
     leave_out_step,
     log_step_time,
-    new_conversations,
     new_passes,
     regularized,
     step_schedule,
@@ -75,6 +74,7 @@ from dash_trl.seams import (
     with_settings,
     without_index,
 )
+from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
 from dash_trl.update import (
     SkippedSteps,
@@ -197,14 +197,12 @@ class DASHTrainer(GRPOTrainer):
         args, watched = self.args, any(callback.watches_groups for callback in self._dash_callbacks())
         prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         self.recorder = Recorder(args, self.state, Logs.of(self))
-        dynamic = DynamicSampling.of(self)
-        self._reader = new_reader(
-            args,
-            self.callback_handler,
-            sized=prompts is not None,
-            ahead=args.async_level if looks_ahead(self) else 0,
-            first=None if dynamic is None else dynamic.first,
-        )
+        ahead, dynamic = args.async_level if looks_ahead(self) else 0, None
+        if args.queues_prompts:
+            most = args.max_num_gen_batches
+            dynamic = DynamicSampling(args.groups_of_rank, self.ranks.count, most=most, ahead=ahead > 0)
+        first = None if dynamic is None else dynamic.first
+        self._reader = new_reader(args, self.callback_handler, sized=prompts is not None, ahead=ahead, first=first)
         in_background = self._rewards_run_in_background(watched)
         self._rewards = Rewards(self, self.reward_funcs, self.reward_func_names, in_background=in_background)
         micro_batches = MicroBatches(self, self._passes)

@@ -8,15 +8,11 @@ and which of them belong to the window.
 Letters: R ranks, K groups of a rank in a round.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from dash_trl.host import Host, looks_ahead
 
 SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
 
@@ -44,15 +40,6 @@ class DynamicSampling:
         self.room = groups * ranks  # groups of the window, on all ranks
         self.groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
         self._share = 1.0  # running average of the share of groups with signal
-
-    @classmethod
-    def of(cls, host: Host) -> DynamicSampling | None:
-        """Return the dynamic sampling of a run; `None` without `DASHConfig.queues_prompts`."""
-        args = host.args
-        if not args.queues_prompts:
-            return None
-        ahead = args.async_level > 0 and looks_ahead(host)
-        return cls(args.groups_of_rank, host.ranks.count, most=args.max_num_gen_batches, ahead=ahead)
 
     def first(self) -> int:
         """Return the number of groups that each rank samples in the first round of the next window."""

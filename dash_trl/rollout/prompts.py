@@ -11,6 +11,8 @@ from accelerate import skip_first_batches
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
+from dash_trl.rollout.queue import PromptQueue
+
 Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item of the rank's dataloader
 
 
@@ -213,3 +215,39 @@ class PromptReader:
     def _steps_of(self, batches: int, *, ended: bool) -> int:
         whole, rest = divmod(batches, self.step_batches)
         return whole + (rest > 0 and ended and self.sized)
+
+
+def new_reader(
+    args: Any, handler: Any, *, sized: bool, ahead: int, first: Callable[[], int] | None
+) -> PromptReader | PromptQueue:
+    """Build the `PromptReader` of a run; with dynamic sampling, build a `PromptQueue` instead.
+
+    Args:
+        args: the `DASHConfig`.
+        handler: Transformers' callback handler, which knows the dataloader of the run.
+        sized: see `PromptReader`.
+        ahead: number of windows after the current one that may be sampled before training needs them.
+        first: see `PromptQueue`. `None`: there is no dynamic sampling.
+    """
+
+    def opened(epoch: int, skipped: int = 0) -> Iterator[Rows]:
+        return open_epoch(handler.train_dataloader, epoch, skipped * args.window_batches)
+
+    step_batches = args.gradient_accumulation_steps
+    if first is None:
+        return PromptReader(
+            args.async_level,
+            window_batches=args.window_batches,
+            step_batches=step_batches,
+            sized=sized,
+            open_epoch=opened,
+        )
+    return PromptQueue(
+        num_generations=args.num_generations,
+        prompts=args.groups_of_rank,
+        window_batches=args.window_batches,
+        accumulation=step_batches,
+        ahead=ahead,
+        first=first,
+        open_epoch=opened,
+    )

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from dash_trl.rollout.prompts import PromptReader, open_epoch
-
 Rows = list[dict[str, Any]]  # rows of the dataset, see `dash_trl.rollout.prompts`
 Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's prompts of the epoch, from 0
 
@@ -194,39 +192,3 @@ class PromptQueue:
                 self.place = self.place[0] + 1, 0
                 self._source, opened = None, opened + 1
         return self._read.popleft()
-
-
-def new_reader(
-    args: Any, handler: Any, *, sized: bool, ahead: int, first: Callable[[], int] | None
-) -> PromptReader | PromptQueue:
-    """Build the `PromptReader` of a run; with dynamic sampling, build a `PromptQueue` instead.
-
-    Args:
-        args: the `DASHConfig`.
-        handler: Transformers' callback handler, which knows the dataloader of the run.
-        sized: see `PromptReader`.
-        ahead: number of windows after the current one that may be sampled before training needs them.
-        first: see `PromptQueue`. `None`: there is no dynamic sampling.
-    """
-
-    def opened(epoch: int, skipped: int = 0) -> Iterator[Rows]:
-        return open_epoch(handler.train_dataloader, epoch, skipped * args.window_batches)
-
-    step_batches = args.gradient_accumulation_steps
-    if first is None:
-        return PromptReader(
-            args.async_level,
-            window_batches=args.window_batches,
-            step_batches=step_batches,
-            sized=sized,
-            open_epoch=opened,
-        )
-    return PromptQueue(
-        num_generations=args.num_generations,
-        prompts=args.groups_of_rank,
-        window_batches=args.window_batches,
-        accumulation=step_batches,
-        ahead=ahead,
-        first=first,
-        open_epoch=opened,
-    )

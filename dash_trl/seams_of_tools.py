@@ -1,0 +1,71 @@
+"""Builds the `Conversations` of a run from the tools and environments that TRL has set up.
+
+Like `seams.py`, this module reads internals of TRL.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from dash_trl.checks import check_prompt_lengths, plain_prompt
+from dash_trl.seams import decoded, tool_suffix
+from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
+
+
+def new_conversations(trainer: Any) -> Conversations | None:
+    """Build the `Conversations`, which run the tools and environments of rows with several turns.
+
+    The instances of environments that TRL has already created are used first. The result is `None` if there are no
+    tools and no environments.
+    """
+    if not trainer.tools and trainer.environment_factories is None:
+        return None
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
+
+    def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
+        ids = tokenizer.apply_chat_template(
+            plain_prompt(prompt, "A row"),
+            tools=list(tools) or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+        check_prompt_lengths([ids], rules().context)
+        return ids
+
+    def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+        ((message,),) = decoded(tokenizer, [NO_PROMPT], [prefix], [ids], tools=tools)
+        return message
+
+    def rules() -> TurnRules:
+        of_sampler = None
+        if trainer.use_vllm:
+            sampler = trainer.vllm_generation
+            servers = trainer.vllm_mode == "server"
+            of_sampler = sampler.context if servers else sampler.llm.llm_engine.model_config.max_model_len
+        return TurnRules(
+            most_tokens=trainer.max_completion_length,
+            context=min((one for one in (context, of_sampler) if one is not None), default=None),
+            most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
+            parse=parse,
+            encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
+        )
+
+    def use_environments(instances: list[Any]) -> None:
+        trainer.environments = instances  # TRL passes them to reward functions
+
+    calls, environments = ToolCalls(trainer.args.tool_timeout), None
+    if trainer.environment_factories is not None:
+        kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
+        environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
+    end_id = trainer._tokenizer.eos_token_id
+    conversations = Conversations(
+        rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use_environments
+    )
+    if environments is not None:
+        own = [kind for kind in kinds if owns_reward(kind)]
+        first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards
+        trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
+    return conversations
