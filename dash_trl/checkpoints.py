@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,23 +77,6 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
         raise ValueError(
             f"{checkpoint} has the weights of {kind}, but this run trains {own}. Resume with the options of PEFT with "
             f"which the checkpoint was saved, or begin a new run with its weights: model_name_or_path={checkpoint}."
-        )
-
-
-def check_optimizer(checkpoint: str | None, saved: Set[str], own: Set[str]) -> None:
-    """Check that a checkpoint has the state of the optimizer of this run. Otherwise its first step would fail.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        saved: names of the settings that the checkpoint has given the optimizer, such as "betas".
-        own: names of the settings that the optimizer had before.
-    Raises:
-        ValueError: if a setting is missing.
-    """
-    if missing := own - saved:  # a step may add settings of its own
-        raise ValueError(
-            f"{checkpoint} was saved with another optimizer: it lacks {sorted(missing)}. Resume with the "
-            f"`optim` of the checkpoint, or begin a new run with its weights: model_name_or_path={checkpoint}."
         )
 
 

@@ -6,21 +6,17 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 from __future__ import annotations
 
-import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend, is_peft_model, send_to_device
+from accelerate.utils import DynamoBackend, is_peft_model
 from huggingface_hub import constants
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.integrations import TrackioCallback
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
@@ -253,33 +249,6 @@ class Logs:
         return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics, trainer._metrics["train"])
 
 
-class FirstStates:
-    """Keeps the initial states of optimizer, loss scaler and schedule, so that each later run begins with them.
-
-    Attributes:
-        have_trained: True = a run has been prepared for training.
-    """
-
-    def __init__(self) -> None:
-        self.have_trained = False
-        self._states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-    def restore(self, optimizer: Any, scaler: Any, schedule: Any) -> None:
-        """Save the states before the first run; load them before each later run.
-
-        Args:
-            optimizer: the optimizer, possibly wrapped by accelerate.
-            scaler: the loss scaler (fp16). `None`: there is none.
-            schedule: the learning-rate schedule that the user passed. `None`: there is none.
-        """
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # without accelerate's wrapper
-        for one in (optimizer, scaler, schedule):
-            if self.have_trained and one in self._states:
-                one.load_state_dict(deepcopy(self._states[one]))
-            elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
-                self._states[one] = deepcopy(send_to_device(one.state_dict(), "cpu"))
-
-
 def begin_anew(trainer: Any) -> None:
     """Reset the trainer's counters, pending figures, table of completions and entropy controller.
 
@@ -348,58 +317,27 @@ def to_training_mode(trainer: Any) -> None:
 
 
 @contextmanager
-def evaluated_rewards(trainer: Any, problems: float) -> Iterator[list[list[float]]]:
-    """Within the `with` block, collect the rewards of an evaluation, and let each problem count once in TRL's figures.
-
-    On several ranks, accelerate fills the last batch up with the first problems, which TRL's figures would count twice.
-    If it does, the figure of a batch counts as often as the batch has problems. Otherwise the figures are TRL's.
+def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
+    """Within the `with` block, collect the rewards of an evaluation.
 
     Args:
         trainer: a `GRPOTrainer`.
-        problems: number of problems of the evaluation; infinite if it is not known.
     Yields:
-        A list that gets a row with F rewards for each completion, as `_calculate_rewards` returns them.
+        A list that gets a row with F rewards for each completion of all ranks, as `_calculate_rewards` returns them.
     """
     rows: list[list[float]] = []
-    counts: list[int] = []  # number of problems of each batch
-    repeated = [0]  # number of rows that repeat others
-    samples, figures, logs = trainer.num_generations_eval, trainer._metrics["eval"], trainer._logs
-    calculate, score = trainer._calculate_rewards, trainer._generate_and_score_completions
+    calculate = trainer._calculate_rewards
 
     def calculated(*arguments: Any) -> Tensor:
-        rewards = calculate(*arguments)[: samples * counts[-1]]
+        rewards = calculate(*arguments)
         rows.extend(rewards.tolist())
         return rewards
 
-    def scored(inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        accelerator, size = trainer.accelerator, len(inputs)
-        counts.append(int(min(size * accelerator.num_processes / samples, problems - sum(counts))))
-        left = samples * counts[-1]  # the rows after these have no rewards; they stay in the table and in the pass
-        repeated[0] += (more := size * accelerator.num_processes - left)
-
-        def gather(tensor: Tensor) -> Tensor:
-            """Gather, without the last rows of what TRL logs of each row: lengths, truncated rows, calls of tools."""
-            found = accelerator.gather(tensor)
-            return found if tensor.is_floating_point() or tensor.dim() == 0 else found[:left]
-
-        of_figures = copy(accelerator)
-        of_figures.gather = gather
-        with with_settings(trainer, {"accelerator": of_figures}):
-            output = score(inputs)
-        for column in (*logs["rewards"].values(), logs["advantages"]):
-            column.extend([math.nan] * more)
-        output["completion_mask"][max(0, left - accelerator.process_index * size) :] = 0
-        output["advantages"] = pad(output["advantages"], (0, size - len(output["advantages"])))
-        return output
-
-    vars(trainer).update(_calculate_rewards=calculated, _generate_and_score_completions=scored)
+    vars(trainer)["_calculate_rewards"] = calculated
     try:
         yield rows
     finally:
-        del vars(trainer)["_calculate_rewards"], vars(trainer)["_generate_and_score_completions"]
-    for values in figures.values():
-        if repeated[0] and len(values) == len(counts):
-            values[:] = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+        del vars(trainer)["_calculate_rewards"]
 
 
 def leave_out_step(accelerator: Any) -> None:

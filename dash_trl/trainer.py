@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
-from dash_trl.checkpoints import Checkpoints, check_optimizer, check_weights
+from dash_trl.checkpoints import Checkpoints, check_weights
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
@@ -56,7 +56,6 @@ from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch, new_reader
 from dash_trl.sampling import install
 from dash_trl.seams import (
-    FirstStates,
     Logs,
     add_end_tokens,
     begin_anew,
@@ -166,7 +165,6 @@ class DASHTrainer(GRPOTrainer):
                 partial(checked_rollouts, rollout_func, prompts, trainer)
             )
         self._passes = new_passes(self)
-        self._first_states = FirstStates()
         self._begin_run()
 
     # ------------------------------------------------------------------ a run begins and ends
@@ -265,23 +263,8 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        own = {*self.optimizer.param_groups[0]}
-        super()._load_optimizer_and_scheduler(checkpoint)
-        check_optimizer(checkpoint, {*self.optimizer.param_groups[0]}, own)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
-
-        The initial states of the loss scaler (fp16) and of a learning-rate schedule of the user are restored, too.
-        """
-        optimizer = super().create_optimizer(model)
-        self._first_states.restore(optimizer, self.accelerator.scaler, self.lr_scheduler)
-        return optimizer
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
         prepared = super()._prepare_for_training(*args, **kwargs)
-        self._first_states.have_trained = True
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         begin_trackio(self)
         with self.accelerator.autocast():
@@ -556,7 +539,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run an evaluation, in which each problem counts once; with `eval_k`, add accuracy and pass@k to its metrics.
+        """Run TRL's evaluation; with `eval_k`, add accuracy and pass@k to its metrics.
 
         Args:
             dataloader: the dataloader of the evaluation.
@@ -566,15 +549,16 @@ class DASHTrainer(GRPOTrainer):
         Returns:
             Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
         """
-        problems = len(dataloader.dataset) if has_length(dataloader.dataset) else math.inf
+        evaluate = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.args.eval_k is None:
+            return evaluate()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with (
-            evaluated_rewards(self, problems) as rewards,
-            torch.random.fork_rng(devices, enabled=self.args.eval_k is not None),
-        ):
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        ks, samples = self.args.eval_k or (), self.num_generations_eval
-        figures = metrics_of(rewards, self.reward_func_names, ks, group_size=samples) if ks else {}
+        with evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
+            output = evaluate()
+        samples = self.num_generations_eval
+        if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
+            del rewards[len(dataloader.dataset) * samples :]
+        figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 

@@ -532,22 +532,16 @@ class RightOnRank0(ScriptedReward):
         return scores if answer[0] >= 0 else [float(RANK == 0)] * len(prompts)
 
 
-def long(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    return [float(len(ids)) for ids in completion_ids]
-
-
 @ON_DDP
 def test_the_figures_of_an_evaluation(train):
     """12 rows at a time, of which each rank has 6: the second group is on both, and 8 rows fill up the second batch."""
     settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "eval_k": [2, 4]}
-    trainer = train(reward=[RightOnRank0(), long], eval_dataset=held_out(4), log_completions=True, **settings)
+    trainer = train(reward=RightOnRank0(), eval_dataset=held_out(4), log_completions=True, **settings)
     (found,) = [log for log in trainer.state.log_history if "eval_loss" in log]
     right = [4, 2, 0, 4]  # of each problem's 4
-    name = "eval_rewards/scripted"
-    assert found[f"{name}/accuracy"] == found[f"{name}/mean"] == sum(right) / 16
-    assert found[f"{name}/pass_at_4"] == 3 / 4
-    assert found[f"{name}/pass_at_2"] == pytest.approx((1 + 5 / 6 + 0 + 1) / 4)
-    assert found["eval_rewards/long/mean"] == pytest.approx(found["eval_completions/mean_length"])
+    assert found["eval_accuracy"] == sum(right) / 16
+    assert found["eval_pass_at_4"] == 3 / 4
+    assert found["eval_pass_at_2"] == pytest.approx((1 + 5 / 6 + 0 + 1) / 4)
     assert agreed({name: value for name, value in found.items() if "accuracy" in name or "pass_at" in name})
 
 

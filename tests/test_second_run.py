@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dash_trl import DASHTrainer
 from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, run
@@ -76,13 +76,3 @@ def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted
     after = parameters(new.model)
     for name, value in parameters(trainer.model).items():
         assert torch.equal(value, after[name]) and not torch.equal(value, weights[name]), name
-
-
-def test_a_schedule_of_the_user_begins_anew(tiny_model, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    more = {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, loaded=model, more=more, max_steps=2)
-    first, _ = logged(trainer), trainer.train()
-    rates = [[log["learning_rate"] for log in logs[:2]] for logs in (first, logged(trainer))]
-    assert rates == [[0.1, 0.05]] * 2
