@@ -207,7 +207,7 @@ class DASHTrainer(GRPOTrainer):
         log_probs = LogProbs(self, micro_batches)
         sampler = new_sampler(
             self,
-            self._rewards.early,
+            self._rewards,
             log_probs,
             pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,

@@ -171,13 +171,13 @@ class Collector:
         with self._recorder.timed("generate"):
             tokenized = self._host.tokenize(examples)
         prompts = Prompts(next(self._numbers), examples, tokenized)
-        self._rewards.early.begin(prompts.number, examples)
+        self._rewards.announce(prompts.number, examples)
         return prompts
 
     def _forget(self) -> None:
         """Drop all prompts, samples and rewards of windows ahead."""
         self._announced.clear()
-        self._rewards.early.forget()
+        self._rewards.forget()
         self._sampler.forget()
 
     def _sample(self, prompts: Prompts, groups_of_step: Callable[[], int] | None = None) -> GenerationBatch:

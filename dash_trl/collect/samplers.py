@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled
+from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
-from dash_trl.rewards import EarlyRewards
 from dash_trl.seams import decoded, sync_weights
 
 # (window, first row, prompts, token ids, completions)
@@ -32,12 +32,12 @@ class Sampler:
 
     Args:
         host: the trainer.
-        early: gets rows as soon as they are sampled, if their rewards begin early.
+        rewards: gets rows as soon as they are sampled, if their rewards start early.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards):
+    def __init__(self, host: Host, rewards: Rewards):
         self._host, self._timed = host, host.recorder.timed
-        self._on_rows: OnRows | None = early.take if early.wanted else None
+        self._on_rows: OnRows | None = rewards.start if rewards.start_early else None
 
     def _decoded(self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[Any]:
         return decoded(self._host.processing_class, prompts, prompt_ids, ids)
@@ -108,13 +108,13 @@ class InProcess(Sampler):
 
     Args:
         host: see `Sampler`.
-        early: see `Sampler`.
+        rewards: see `Sampler`.
         log_probs: computes the log-probs of the sampled tokens, if this process samples the next window while it waits
             for rewards, and the engine does not report log-probs.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs):
-        super().__init__(host, early)
+    def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs):
+        super().__init__(host, rewards)
         self._log_probs = log_probs
         self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
@@ -163,16 +163,14 @@ class OnServers(Sampler):
 
     Args:
         host: see `Sampler`.
-        early: see `Sampler`.
+        rewards: see `Sampler`.
         pool: a `VLLMPool`.
         on_group: function that gets each group as soon as it is sampled, for callbacks with `on_group_sampled`. `None`:
             there are no such callbacks.
     """
 
-    def __init__(
-        self, host: Host, early: EarlyRewards, pool: Any, on_group: Callable[[SampledGroup], None] | None = None
-    ):
-        super().__init__(host, early)
+    def __init__(self, host: Host, rewards: Rewards, pool: Any, on_group: Callable[[SampledGroup], None] | None = None):
+        super().__init__(host, rewards)
         self._pool, self._on_group = pool, on_group
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled

@@ -1,7 +1,6 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
-    some rows have been sampled ──► EarlyRewards ──┐
-    all rows have been sampled ────────────────────┴──► Rewards.begin ──► GenerationBatch.scored: rows
+    announce: prompts ──► start: some rows are sampled ──► begin: all rows are sampled ──► GenerationBatch.scored
 
 A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
@@ -9,7 +8,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +18,11 @@ from torch import Tensor
 from dash_trl.collect.decode import Sampled
 from dash_trl.host import Host, looks_ahead
 from dash_trl.rewards import (
-    EarlyRewards,
+    ROW,
     FailureWatch,
     RewardTeam,
     RunnerReward,
-    arrivals,
     raise_mistakes,
-    reward_rows,
     scores_alone,
 )
 from dash_trl.rollout import RolloutBatch, ScoredRollouts
@@ -119,6 +116,7 @@ class Rewards:
 
     Attributes:
         run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
+        start_early: whether they also start on rows as soon as these are sampled.
         host: as above.
         functions: as above.
         names: as above.
@@ -140,10 +138,45 @@ class Rewards:
         )
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
-        self.early = EarlyRewards(
-            self.team, host.args.num_generations, wanted=self.run_in_background and looks_ahead(host)
-        )
+        self.start_early = self.run_in_background and looks_ahead(host)
+        # number of a generation batch → the request of its rewards, and its rows of the dataset
+        self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}
         self._failures = FailureWatch(functions, names)
+
+    def announce(self, window: int, examples: Sequence[Mapping[str, Any]]) -> None:
+        """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
+
+        Args:
+            window: number of the generation batch; see `Prompts.number`.
+            examples: B rows of the dataset.
+        """
+        if self.start_early:
+            self._early[window] = self.team.begin(len(examples), self.host.args.num_generations), examples
+
+    def start(
+        self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
+    ) -> None:
+        """Start the reward functions on adjacent rows that have been sampled.
+
+        Pass each row of a generation batch exactly once, in any order. Do nothing if the batch was not announced.
+
+        Args:
+            window: number of the generation batch.
+            first: index of the first row within the batch.
+            prompts: the prompts of the rows.
+            completion_ids: the token ids of the rows' completions.
+            completions: the decoded completions of the rows.
+        """
+        if window in self._early:
+            request, examples = self._early[window]
+            own = examples[first : first + len(completion_ids)]
+            self.team.start(request, first, reward_rows(own, prompts, completions, completion_ids))
+
+    def forget(self) -> None:
+        """Cancel the rewards of all generation batches that were announced, but have not begun."""
+        for request, _ in self._early.values():
+            request.cancel()
+        self._early.clear()
 
     def begin(
         self, window: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
@@ -161,16 +194,16 @@ class Rewards:
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
                 from the window. `None`: await the rewards together, not group by group.
         """
-        request = self.early.claim(window)
+        request, _ = self._early.pop(window, (None, ()))
         if request is None and (self.run_in_background or groups_of_step is not None):
 
-            def start() -> Request:
+            def started() -> Request:
                 request = self.team.begin(len(rollouts), self.host.args.num_generations)
                 rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
                 self.team.start(request, 0, rows)
                 return request
 
-            request = self._ranks.agree(start)
+            request = self._ranks.agree(started)
         return GenerationBatch(self, sampled, rollouts, request, groups_of_step)
 
     def of_all(
@@ -212,7 +245,7 @@ class Rewards:
 
     def cancel(self) -> None:
         """Cancel all rewards that have begun."""
-        self.early.forget()
+        self.forget()
         self.team.cancel()
 
     def least_of_ranks(self, groups: int) -> int:
@@ -228,3 +261,51 @@ class Rewards:
 def _without(failed: Tensor, rewards: Tensor) -> Tensor:
     """Set all rewards of a row to NaN if a tool or environment failed on it: failed [rows] bool, rewards [rows, F]."""
     return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)
+
+
+def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
+    """Build one dict per row, from which per-sample functions get their arguments.
+
+    Args:
+        examples: for each row, the columns of the dataset.
+        known: three lists: the prompts, the completions and the completion ids of the same rows.
+
+    Returns:
+        One dict per row: the row's columns of the dataset, and the keys `prompt`, `completion` and `completion_ids`.
+    """
+    return [{**example, **dict(zip(ROW, row, strict=True))} for example, *row in zip(examples, *known, strict=True)]
+
+
+def arrivals(
+    request: Request, groups: int, least: Callable[[int], int], share: Callable[[], int]
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the rows of a window group by group, as their rewards come.
+
+    All ranks yield the same number of groups at a time, because they have to run the same collectives and model passes.
+    Before each yield, every rank waits until it has at least one complete group that it has not yielded. The rank with
+    the fewest such groups determines how many groups all ranks yield.
+
+    A share is the part of a window that one optimizer step uses: the whole window, or some of its groups (Mini). Groups
+    of different shares are not yielded together.
+
+    Args:
+        request: the request of this rank's rows.
+        groups: number of groups of this rank in the window; the same on all ranks.
+        least: collective function that takes a number and returns the smallest number of all ranks.
+        share: function that returns the number of groups in the next share. It is called when the share begins. Its
+            result is clipped to the range from 1 to the number of groups that are left.
+
+    Yields:
+        Two values: a tensor with the indices of the groups' rows in the window; and True if these rows complete the
+        share, else False.
+    """
+    here: list[int] = []
+    while groups:
+        left = min(max(share(), 1), groups)
+        groups -= left
+        while left:
+            here += request.next_groups(wait=not here)
+            count = min(least(len(here)), left)
+            now, here = here[:count], here[count:]
+            left -= count
+            yield torch.tensor([row for group in now for row in request.rows_of(group)]), not left

@@ -17,9 +17,9 @@ from torch import Tensor
 from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
 from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
+from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, on_servers
 from dash_trl.log_probs import LogProbs
-from dash_trl.rewards import EarlyRewards
 from dash_trl.tools import Conversation, Conversations
 
 
@@ -164,13 +164,13 @@ class TurnsInProcess(InProcess):
 
     Args:
         host: see `InProcess`.
-        early: see `InProcess`.
+        rewards: see `InProcess`.
         log_probs: see `InProcess`.
         conversations: runs tools and environments.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards, log_probs: LogProbs, conversations: Conversations):
-        super().__init__(host, early, log_probs)
+    def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs, conversations: Conversations):
+        super().__init__(host, rewards, log_probs)
         self._rounds = Rounds(host, conversations)
         self._windows = _Windows(conversations, knows_log_probs=host.args.use_vllm)
 
@@ -199,13 +199,13 @@ class TurnsOnServers(OnServers):
 
     Args:
         host: see `OnServers`.
-        early: see `OnServers`.
+        rewards: see `OnServers`.
         pool: see `OnServers`.
         conversations: runs tools and environments.
     """
 
-    def __init__(self, host: Host, early: EarlyRewards, pool: Any, conversations: Conversations):
-        super().__init__(host, early, pool)
+    def __init__(self, host: Host, rewards: Rewards, pool: Any, conversations: Conversations):
+        super().__init__(host, rewards, pool)
         self._conversations, self._windows = conversations, _Windows(conversations, knows_log_probs=True)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
@@ -243,7 +243,7 @@ class TurnsOnServers(OnServers):
 
 def new_sampler(
     host: Host,
-    early: EarlyRewards,
+    rewards: Rewards,
     log_probs: LogProbs,
     *,
     pool: Any,
@@ -254,18 +254,18 @@ def new_sampler(
 
     Args:
         host: the trainer.
-        early: the rewards that may begin while rows are sampled.
+        rewards: the rewards, which may begin while rows are sampled.
         log_probs: see `InProcess`.
         pool: the servers; used if `on_servers(host)`.
         conversations: runs tools and environments. `None`: rows have one turn.
         on_group: see `OnServers`.
     """
     if host.rollout_func is not None:
-        return ByFunction(host, early)
+        return ByFunction(host, rewards)
     if on_servers(host):
         if conversations is not None:
-            return TurnsOnServers(host, early, pool, conversations)
-        return OnServers(host, early, pool, on_group)
+            return TurnsOnServers(host, rewards, pool, conversations)
+        return OnServers(host, rewards, pool, on_group)
     if conversations is not None:
-        return TurnsInProcess(host, early, log_probs, conversations)
-    return InProcess(host, early, log_probs)
+        return TurnsInProcess(host, rewards, log_probs, conversations)
+    return InProcess(host, rewards, log_probs)
