@@ -61,7 +61,10 @@ class MicroSteps:
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
-            self._begin_window(step, examples, by_group=by_group)
+            one_step = len(self.schedule.share(step)) == self.schedule.steps_per_generation
+            groups = self._groups_of_step if by_group else None
+            self._window = self._collector.window(examples, step=step, groups_of_step=groups, serves_one_step=one_step)
+            self.schedule.window_sampled(step)
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
@@ -108,14 +111,6 @@ class MicroSteps:
             window: the window of the checkpoint. `None`: begin with a new window.
         """
         self._window = None if window is None else Window.of(window)
-
-    def _begin_window(self, step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:
-        one_step = len(self.schedule.share(step)) == self.schedule.steps_per_generation
-        groups_of_step = self._groups_of_step if by_group else None
-        self._window = self._collector.window(
-            examples, step=step, groups_of_step=groups_of_step, serves_one_step=one_step
-        )
-        self.schedule.window_sampled(step)
 
     def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""

@@ -30,7 +30,6 @@ from dash_trl.rollout import (
     Part,
     PromptQueue,
     PromptReader,
-    RolloutBatch,
     RunAhead,
     ScoredRollouts,
     Survivors,
@@ -184,7 +183,15 @@ class Collector:
         """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
         sampled = self._ranks.agree(partial(self._sampler.sample, prompts))  # decoding may fail on one rank
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
-        rollouts = self._rollouts(prompts, sampled)
+        own = self._ranks.own(len(prompts.examples))
+        rollouts = to_rollouts(
+            sampled,
+            sampled.examples(prompts.examples),
+            group=torch.arange(own.start, own.stop) // self._args.num_generations,
+            pad_token_id=self._pad_token_id,
+            masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
+            pad_to_multiple_of=self._args.pad_to_multiple_of,
+        )
         batch = self._rewards.begin(prompts.number, sampled, rollouts, groups_of_step)
         self._ranks.agree(self._sampler.sample_ahead)
         self._host.dispatch("on_rollouts_sampled", rollouts)
@@ -200,18 +207,6 @@ class Collector:
         sampled = [batch.sampled for batch in batches]
         self._log.sampled(sampled, torch.cat([self._truncated(one) for one in sampled]))
         self._sampler.log()
-
-    def _rollouts(self, prompts: Prompts, sampled: Sampled) -> RolloutBatch:
-        """Build this rank's rows, in CPU memory."""
-        own = self._ranks.own(len(prompts.examples))
-        return to_rollouts(
-            sampled,
-            sampled.examples(prompts.examples),
-            group=torch.arange(own.start, own.stop) // self._args.num_generations,
-            pad_token_id=self._pad_token_id,
-            masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
-            pad_to_multiple_of=self._args.pad_to_multiple_of,
-        )
 
     # ------------------------------------------------------------------ from rewards to parts
 
