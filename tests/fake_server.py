@@ -11,11 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dash_trl.sampling import tensor_checksum, unpack
+from dash_trl.sampling import tensor_checksum
 from tests.tiny import log_probs
 
 NAN = float("nan")
@@ -57,7 +56,6 @@ class Fake:
 
     Attributes:
         held: the weights that it was given: name → tensor.
-        elements: the numbers of elements that it was told to change.
         loads: for each time that it was given weights, the number of prompts that were answered well before.
         well, hold: events; while they are cleared, no look and no prompt is answered.
     """
@@ -79,7 +77,7 @@ class Fake:
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
             "weight_transfer_config": None,
         }
-        self.held, self.loads, self.elements, self.model, self.lock = {}, [], [], None, threading.Lock()
+        self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
         self.well.set()
@@ -171,11 +169,6 @@ class Fake:
             return 500, json.dumps({"error": {"message": WORKER_ERRORS[self.fault]}}).encode()
         if request.get("method") == "reload_weights" and self.fault != "other weights":
             self.load(request["kwargs"]["weights_path"])
-        if request.get("method") == "dash_load_differences":
-            for one in unpack(request["kwargs"]["head"], request["kwargs"]["body"]):
-                held = self.held.setdefault(one.name, torch.zeros(one.shape))
-                held.view(one.values.dtype).view(-1)[one.positions] = one.values
-                self.elements.append(len(one.values))
         checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
         report = {"checksums": checksums, **self.report}
         results = [{"checksums": {}}] if self.fault == "no report" else [report]

@@ -273,10 +273,6 @@ REFUSED = {
         "config": {"kv_transfer_config": {"kv_connector": "LMCacheMPConnector"}}
     },
     r"another shape than '.*' .there, here.: {'vocab_size': .65, 300.}.* --servers 2": {"shape": {"vocab_size": 65}},
-    "vllm_weight_difference=True, but the servers' weights are quantised": {
-        "report": {"comparable": False},
-        "weight_difference": True,
-    },
 }
 RAW = {"model_config": {"logprobs_mode": "raw_logprobs", "max_model_len": 4096}}
 WITH_LESS = [

@@ -15,7 +15,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dash_trl.sampling import ServerPool, combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.weights import (
-    DifferenceWeights,
     FileWeights,
     WeightMismatch,
     check_probe,
@@ -137,26 +136,6 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
     del second
     gc.collect()
     assert list(directory.iterdir()) == []
-
-
-def test_a_difference_is_what_changed_and_all_of_it_where_a_server_holds_others(tmp_path, fakes, caplog):
-    fake, value = fakes(), torch.randn(20, 5)
-    pool, weights = ServerPool([fake.url]), DifferenceWeights(tmp_path, torch.float32)
-
-    def sent(*places: int) -> list[int]:
-        """Changes these elements and sends the weights; returns how many elements each message names."""
-        value.view(-1)[list(places)] += 1.0
-        fake.elements.clear()
-        snapshot, errors = weights.send([("w", value)], fake.asked["/pause?mode=keep"], pool.on_each)
-        assert errors == {fake.url: None} and torch.equal(fake.held["w"], value) and fake.tag == snapshot.tag
-        return fake.elements
-
-    assert sent() == [100] and sent(3, 70) == [2] and sent() == [] and sent(*range(60)) == [100]
-    fake.tag = "default"  # it was restarted
-    assert sent(1) == [100]
-    fake.held["w"][0, 0] = 7.0  # it holds others than it says
-    assert sent(1, 2) == [2, 100] and "did not hold the weights of" in caplog.text
-    assert fake.asked["/pause?mode=keep"] == 7 and fake.asked["/resume"] == 6 and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the probe

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.sampling.backlog import Backlog, Job
-    from dash_trl.sampling.changes import decode_gaps, encode_gaps, find_changes, pack, unpack
     from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
     from dash_trl.sampling.health import Fleet
     from dash_trl.sampling.server import Completion

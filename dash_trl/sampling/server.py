@@ -4,7 +4,6 @@ A failure becomes one of two errors. `ServerError` means that this server failed
 another server may succeed. `ValueError` means that the request or the set-up is wrong. Repeating it does not help.
 """
 
-import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -190,32 +189,6 @@ class VLLMServer:
             return await self.weight_report()
         finally:
             await self.resume()
-
-    async def load_differences(
-        self, parts: Iterator[dict[str, str]], dtype: str, tag: str, checksum: int
-    ) -> WeightReport:
-        """Change some elements of the weights. Requests in flight wait and continue with the new weights.
-
-        If a request fails, or if the checksum of the changed weights is not the expected one, the server stays paused
-        until it is given all weights, so that no token is sampled from a mixture of two versions.
-
-        Args:
-            parts: messages with the changes, see `changes.pack`.
-            dtype: dtype of the weights, such as "bfloat16".
-            tag: version tag of the new weights.
-            checksum: expected checksum of the changed weights.
-
-        Returns:
-            Report on the changed weights.
-        """
-        await self.pause()
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:  # packing a message takes time
-            await self._rpc("dash_load_differences", dtype=dtype, **part)
-        report = await self.weight_report()
-        if report.checksum == checksum:
-            await self.end_weight_update(tag)
-            await self.resume()
-        return report
 
     async def load_adapter(self, path: str, tag: str) -> int:
         """Load a LoRA adapter in place of the last one. Requests in flight wait and continue with the new adapter.

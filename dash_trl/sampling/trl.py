@@ -33,7 +33,6 @@ from dash_trl.sampling.weights import (
     NAME,
     WEIGHT_DIR,
     AdapterWeights,
-    DifferenceWeights,
     FileWeights,
     WeightSync,
     check_servers,
@@ -84,7 +83,6 @@ class VLLMPool(ExactMerges):
         urls: addresses of the servers.
         request_timeout: see `ServerPool`.
         weight_dir: folder in which weights are written; trainer and servers see it under the same path.
-        weight_difference: True = only the weights that changed are sent, if possible; see `DifferenceWeights`.
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the model's current weights.
@@ -104,7 +102,6 @@ class VLLMPool(ExactMerges):
         *,
         request_timeout: float = 600.0,
         weight_dir: str = WEIGHT_DIR,
-        weight_difference: bool = False,
         rank_timeout: float = TIMEOUT,
         end_ids: Sequence[int] = (),
         step: Callable[[], int] = lambda: 0,
@@ -114,7 +111,6 @@ class VLLMPool(ExactMerges):
         self.urls = urls
         self.request_timeout = request_timeout
         self.weight_dir = weight_dir
-        self.weight_difference = weight_difference
         self.rank_timeout = rank_timeout
         self.end_ids = end_ids
         self.step = step
@@ -314,7 +310,7 @@ class VLLMPool(ExactMerges):
                 self._sync = WeightSync(
                     self.pool,
                     self.ranks,
-                    adapter or (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype),
+                    adapter or FileWeights(self.weight_dir, dtype),
                     self.model,
                     len(self.processing_class),
                     self._gather_adapter if adapter else self._gather,
@@ -333,13 +329,6 @@ class VLLMPool(ExactMerges):
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
         if any(report.checksum is None for report in reports.values()):
-            if self.weight_difference:
-                raise ValueError(
-                    "vllm_weight_difference=True, but the servers' weights are quantised or copied between workers. No "
-                    "checksum can then show whether a difference fits the weights that a server holds. Leave the "
-                    "option out, or start servers without quantisation and with at most as many tensor-parallel "
-                    "workers as there are KV heads."
-                )
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
                 "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
@@ -475,7 +464,6 @@ def install(trainer: Any) -> None:
     trainer.vllm_generation = VLLMPool(
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
-        weight_difference=args.vllm_weight_difference,
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,
         step=lambda: this.state.global_step,

@@ -1,6 +1,6 @@
 """Plugin that runs inside a vLLM server.
 
-It reports weight checksums, loads LoRA adapters, changes single weights, and makes weight updates work on CPU builds.
+It reports weight checksums, loads LoRA adapters, and makes weight updates work on CPU builds.
 vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport`
 through `--worker-extension-cls` (`python -m dash_trl.serve` passes it). The trainer calls the methods of `WeightReport`
 over HTTP.
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from dash_trl.sampling.changes import unpack
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
@@ -95,26 +94,6 @@ class WeightReport:
         layers = self.model_runner.lora_manager._adapter_manager.get_adapter(ADAPTER_ID).loras.values()
         held = [matrix for layer in layers for side in (layer.lora_a, layer.lora_b) for matrix in _several(side)]
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
-
-    def dash_load_differences(self: Any, dtype: str, head: str, body: str) -> None:
-        """Set some elements of the model's weights. vLLM's loader maps them to vLLM's own parameters.
-
-        Args:
-            dtype: dtype of the weights, such as "bfloat16".
-            head: see `changes.unpack`.
-            body: see `changes.unpack`.
-        """
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        )
-
-        kind = getattr(torch, dtype)
-        patches = [
-            CheckpointWeightPatch(one.name, one.shape, kind, one.values.view(kind), one.positions)
-            for one in unpack(head, body)
-        ]
-        load_checkpoint_weight_patches(self.get_model(), patches)
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
         """Report the weights that this worker holds.

@@ -6,7 +6,6 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.sampling.weights.adapter import NAME, AdapterWeights, obstacle
-    from dash_trl.sampling.weights.difference import DifferenceWeights
     from dash_trl.sampling.weights.file import WEIGHT_DIR, FileWeights
     from dash_trl.sampling.weights.proof import check_probe, is_adapter, model_log_probs, of_adapter, of_all_weights
     from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
