@@ -29,12 +29,10 @@ SPOILED = {
         "prompt_logprobs": [None, {"2": {"logprob": None}}, {"3": {"logprob": -0.75}}],
     },
     "wrong token counts": {"token_ids": [1, 103, 7], "prompt_logprobs": [None] * 4},
-    "too many tokens": {"token_ids": [1] * 10, "logprobs": {"token_logprobs": [-0.5] * 10}},
     "aborted": {"finish_reason": "abort"},
     "repetition": {"finish_reason": "repetition"},  # no fault
 }
 # vLLM's own answers
-NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
 WORKER_ERRORS = {
     "no extension": "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''",
     "half loaded": "Worker failed with error 'Tensor.item() cannot be called on meta tensors'",
@@ -197,8 +195,6 @@ class Fake:
         ]
         if fault in ("500", "429", "400", "401", "307"):
             return send(int(fault), b'{"error": "told to"}')
-        if fault == "NaN":
-            return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
             self.ended.wait()
         if fault == "too few choices":

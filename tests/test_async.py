@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerPool, VLLMPool
-from dash_trl.sampling.weights import WeightMismatch
+from dash_trl.sampling import ServerPool, VLLMPool, WeightMismatch
 from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
@@ -281,18 +279,6 @@ def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
         max_completion_length=length,
         end_ids=[1, 7],
     )
-
-
-def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
-    """A server that gets one has lost its old weights, and does not answer any more."""
-    for adapter, said in (
-        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "token_adapter.*trainable_token_indices"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt_encoder.*Sample without servers"),
-    ):
-        fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
-        with pytest.raises(ValueError, match=said):
-            sampler_of(fake, model, tmp_path).sync_weights()
-        assert not fake.loads
 
 
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):

@@ -37,8 +37,7 @@ from dash_trl import DASHTrainer
 from dash_trl.evaluation import main, open_sampler
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from dash_trl.rewards import JudgeReward
-from dash_trl.sampling import VLLMPool, key_header, own_key
-from dash_trl.sampling.weights import WeightMismatch
+from dash_trl.sampling import VLLMPool, WeightMismatch, key_header, own_key
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command

@@ -19,16 +19,18 @@ from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
 from dash_trl.sampling import (
     Completion,
+    FileWeights,
     Job,
     PoolError,
     ServerPool,
     VLLMPool,
+    WeightMismatch,
+    WeightSync,
     check_urls,
     install,
     key_header,
     own_key,
 )
-from dash_trl.sampling.weights import FileWeights, WeightMismatch, WeightSync
 from tests.fake_server import Clock, Fake, factory, hurry, is_idle, settle
 from tests.tiny import said
 from tests.vllm_run import wait_until
@@ -44,15 +46,11 @@ FAULTS = {
     "truncated JSON": UNREADABLE,
     "breaks off": "ClientPayloadError",
     "too few choices": r"answered \d choices instead of",
-    "NaN": "A log-prob is not a finite number",
     "written NaN": NO_NUMBER,
     "null": UNREADABLE,
     "wrong token counts": rf"answered \d tokens with|{UNREADABLE}",
 }
-FAULTS_OF_SAMPLES = {
-    "too many tokens": "answered 10 tokens, more than max_tokens=8",
-    "aborted": "ended a completion with finish_reason='abort'",
-}
+FAULTS_OF_SAMPLES = {"aborted": "ended a completion with finish_reason='abort'"}
 
 
 fakes = factory(Fake)
@@ -396,7 +394,7 @@ NO_ADDRESSES = [
 ]
 
 
-def test_addresses(caplog, monkeypatch, tmp_path):
+def test_addresses(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     for urls, message in NO_ADDRESSES:
         with pytest.raises(ValueError, match=message):
@@ -407,6 +405,4 @@ def test_addresses(caplog, monkeypatch, tmp_path):
         assert read == both, urls
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     check_urls(["https://10.0.0.3:8000"])
-    assert not said(caplog)
     check_urls(["http://10.0.0.3:8000"])
-    assert "are sent to http://10.0.0.3:8000 without encryption" in caplog.text and "secret" not in caplog.text

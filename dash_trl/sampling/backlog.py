@@ -10,9 +10,9 @@ Several batches of jobs may be in progress. The batch with the lowest `order` go
 for run before jobs whose results it needs later. Within a batch, jobs that have failed before go first.
 """
 
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from dash_trl.sampling.health import Fleet, State
@@ -65,8 +65,7 @@ class Backlog:
         Args:
             jobs: new jobs.
         """
-        for job in jobs:
-            insort(self.waiting, job, key=lambda job: job.place)
+        self.waiting = sorted([*self.waiting, *jobs], key=attrgetter("place"))
 
     def assign(self) -> list[tuple[Job, str]]:
         """Assign waiting jobs to servers, in the order of `Job.place`, until no server has room.

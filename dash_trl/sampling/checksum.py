@@ -3,7 +3,7 @@
 vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. The checksum is
 therefore a sum over all elements of a hash of the element's bits. Concatenating, splitting and padding with zeros do
 not change it; one flipped bit does. The checksum also stays the same if values move to other positions. The comparison
-of log-probs (`weights/proof.py`) detects that.
+of log-probs (`proof.py`) detects that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
