@@ -305,22 +305,6 @@ def test_equal_neighbours_are_groups_of_their_own(sampler):
     assert groups == [([1, 2], 2), ([3], 4), ([3], 4), ([4], 3)]
 
 
-def test_no_two_rows_have_the_same_seed(sampler, monkeypatch):
-    """Else rows of the same prompt would be equal. vLLM gives row i of a request the request's seed + i."""
-    rows, fake = [[1]] * 8, sampler.fake
-    assert not any("seed" in one for one in requests_of(sampler, rows, 4))
-    fake.requests.clear()
-    sampler.generation_kwargs = {"seed": 5}
-    for rank in range(2):
-        monkeypatch.setattr(sampler.ranks, "rank", rank)
-        for window in range(2):
-            sampler.expect(window, {window: rows})
-            sampler.generate(rows, None, 4)
-            sampler.generate(rows, None, 1)  # later turns of an evaluation
-    seeds = [request["seed"] + i for request in fake.requests for i in range(request["n"])]
-    assert len(set(seeds)) == len(seeds) == 2 * 2 * 2 * 8
-
-
 @pytest.mark.parametrize("in_training", [False, True])
 def test_a_completion_fits_into_the_context(sampler, in_training):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""

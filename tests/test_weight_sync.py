@@ -234,8 +234,8 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights():
     model = qwen2()
     plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, ScaledLayers(model).outputs())
     servers, exact, mixed = {"http://a": expected.tolist()}, {torch.float32}, {torch.float32, torch.bfloat16}
-    check_probe(expected, plain, servers, exact)
-    check_probe(expected, plain, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
+    check_probe(expected, servers, exact)
+    check_probe(expected, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
     for wrong, dtypes in (
         (plain, exact),
         (expected * float("nan"), exact),
@@ -243,4 +243,4 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights():
         (2 * plain, mixed),
     ):
         with pytest.raises(WeightMismatch, match="http://b holds .* it was given but does not compute with"):
-            check_probe(expected, plain, servers | {"http://b": wrong.tolist()}, dtypes)
+            check_probe(expected, servers | {"http://b": wrong.tolist()}, dtypes)

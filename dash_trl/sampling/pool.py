@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, count
 from typing import Any, Protocol
 
 import aiohttp
@@ -228,22 +227,18 @@ class ServerPool:
         Args:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
-            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`. A seed is that of the first
-                continuation; each further one has the next seed.
+            sampling: sampling parameters, see `Server.complete`.
 
         Returns:
             The jobs, in the order of the prompts.
         """
 
-        def job(number: int, first: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
-            own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
-            if own.get("seed") is not None:  # vLLM counts the seeds within a job
-                own = {**own, "seed": own["seed"] + first}
+        jobs = []
+        for number, (ids, n, *limit) in enumerate(prompts):
+            own = {**sampling, "max_tokens": limit[0]} if any(limit) else sampling
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            return Job(tokens, n, ask=lambda server: server.complete(ids, n, own, timeout=math.inf), number=number)
-
-        first = accumulate((n for _, n, *_ in prompts), initial=0)
-        return [job(number, next(first), *prompt) for number, prompt in enumerate(prompts)]
+            jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, number=number))
+        return jobs
 
     # ------------------------------------------------------------------------------------------- batches in work
 
@@ -284,7 +279,7 @@ class ServerPool:
 
         Args:
             chains: the chains.
-            sampling: vLLM's sampling parameters, as in `completions`.
+            sampling: sampling parameters, as in `completions`.
             order: priority of the batch, as in `submit`.
             seen: see `Batch`.
         """
@@ -299,11 +294,9 @@ class ServerPool:
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
         """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
-        offsets = count(number, len(batch.jobs))  # each request of each chain has its own seed
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
-            seed = {} if sampling.get("seed") is None else {"seed": sampling["seed"] + next(offsets)}
-            (job,) = self.completions([(ids, 1, max_tokens)], sampling | seed)
+            (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number
             answers = asyncio.Queue[Any]()
             await self._submit([job], None, answers)
@@ -417,7 +410,8 @@ class ServerPool:
             if self._sending or not server.outstanding:
                 self._last_answers[url] = now
         for job, url in self.backlog.assign():
-            self._requests[job] = asyncio.ensure_future(job.ask(self._servers[url]))
+            request = self._servers[url].complete(job.prompt_ids, job.sequences, job.sampling, timeout=math.inf)
+            self._requests[job] = asyncio.ensure_future(request)
             self._requests[job].add_done_callback(self._wake_up)
         self._fail_waiting()
 

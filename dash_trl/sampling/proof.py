@@ -127,12 +127,11 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 
-def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:
+def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:
     """Check that the servers' log-probs equal the trainer's, up to rounding.
 
     Args:
         expected: [tokens] the trainer's log-probs with the weights that the servers were given.
-        plain: [tokens] the trainer's log-probs with unperturbed weights, for the message.
         served: URL → the server's log-probs.
         dtypes: dtypes in which the servers and the trainer compute. The coarsest one determines the tolerance.
 
@@ -140,15 +139,13 @@ def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]],
         WeightMismatch: if a server's log-probs differ.
     """
     tolerance = max(TOLERANCE.get(one, max(TOLERANCE.values())) for one in dtypes)
-    effect = (expected - plain).abs().mean().item()
     for url, values in served.items():
         difference = (torch.tensor(values) - expected).abs().mean().item()
         if not difference <= tolerance:  # also if the difference is NaN
             raise WeightMismatch(
                 f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
-                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}; the "
-                f"first weight sync perturbs the weights, which changes log-probs by {effect:.2g}). On a CPU build of "
-                "vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing with packed "
-                "copies. "
-                "Otherwise check that the server runs the same model, without quantisation or adapters."
+                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}). On a "
+                "CPU build of vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing "
+                "with packed copies. Otherwise check that the server runs the same model, without quantisation or "
+                "adapters."
             )

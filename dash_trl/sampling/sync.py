@@ -127,15 +127,14 @@ class WeightSync:
         for expected in (perturbed, plain):
             if errors := self._send(perturbed=expected is perturbed):
                 raise PoolError(self.pool.message(f"In the first weight sync {len(errors)} servers failed"))
-            self.check(expected, plain)
+            self.check(expected)
         self._proven = True
 
-    def check(self, expected: Tensor, plain: Tensor) -> None:
+    def check(self, expected: Tensor) -> None:
         """Check by log-probs that all servers compute with the weights.
 
         Args:
             expected: see `check_probe`.
-            plain: see `check_probe`.
 
         Raises:
             WeightMismatch: see `check_probe`.
@@ -143,7 +142,7 @@ class WeightSync:
 
         def check() -> None:
             served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
-            check_probe(expected, plain, served, self.dtypes)
+            check_probe(expected, served, self.dtypes)
 
         self.ranks.agree(check, main_only=True)
 
@@ -208,5 +207,4 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         return held.version
 
     pool.refit = verify
-    plain = model_log_probs(model, sync.probe)
-    sync.check(plain, plain)
+    sync.check(model_log_probs(model, sync.probe))

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, count, groupby
+from itertools import accumulate, groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -36,8 +36,6 @@ from dash_trl.update import NO_LOG_PROB
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
-SEEDS_OF_RANK = 1 << 20  # distance between the seeds of two ranks; more than a rank has turns of rows in a window
-SEEDS_OF_WINDOW = 1 << 40  # distance between the seeds of two windows, for a million ranks
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
@@ -109,6 +107,12 @@ class VLLMPool(ExactMerges):
 
     def _init_vllm(self) -> None:
         """Create the pool, in place of TRL's client, which needs CUDA."""
+        if self.generation_kwargs.get("seed") is not None:
+            raise ValueError(
+                f"generation_kwargs has seed={self.generation_kwargs['seed']}, but timing decides which rows share a "
+                "batch on a server: no seed makes samples reproducible, and requests with the same seed and prompt "
+                "would sample the same rows. Leave it out."
+            )
         first = self.accelerator.process_index % max(1, len(self.urls))  # ranks start with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
         self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
@@ -121,7 +125,6 @@ class VLLMPool(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
-        self._others = count(-1, -1)  # numbers of the calls of `generate` for no announced window, for their seeds
         self._window: int | None = None  # window whose rows the next call of `generate` returns
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
         self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
@@ -161,7 +164,7 @@ class VLLMPool(ExactMerges):
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
-            done = jobs = self._jobs(next(self._others), prompts, num_generations, max_tokens)
+            done = jobs = self._jobs(prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
             with self.timed("rollouts"):
@@ -229,12 +232,12 @@ class VLLMPool(ExactMerges):
             return URGENT if number == window else number
 
         for number, rows in self._to_submit.items():
-            jobs = self._jobs(number, rows, num_generations)
+            jobs = self._jobs(rows, num_generations)
             self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=self._seen_rows(number, jobs))
         for number, runs in self._to_run.items():
             chains = [Chain(run) for run in runs]
-            seen, sampling = self._seen_rows(number, chains), self._sampling(number)
-            self._in_flight[number] = self.pool.submit_chains(chains, sampling, order=order(number), seen=seen)
+            seen = self._seen_rows(number, chains)
+            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=order(number), seen=seen)
         self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
@@ -252,7 +255,6 @@ class VLLMPool(ExactMerges):
 
     def _jobs(
         self,
-        window: int,
         prompts: list[list[int]],
         num_generations: int,
         max_tokens: Sequence[int | None] | None = None,
@@ -265,7 +267,7 @@ class VLLMPool(ExactMerges):
             for ids, count, most in runs
             for done in range(0, count, num_generations)
         ]
-        return self.pool.completions(groups, self._sampling(window))
+        return self.pool.completions(groups, self._sampling())
 
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
         """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
@@ -278,8 +280,8 @@ class VLLMPool(ExactMerges):
         left = [most if context is None else context - len(ids) for ids in prompts]
         return [room if 0 < room < most else None for room in left]
 
-    def _sampling(self, window: int) -> dict[str, Any]:
-        """Return vLLM's sampling parameters for the rows of a window, or of another call of `generate`."""
+    def _sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters of all requests, under vLLM's names."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             # Without these, a server takes the penalties of the model's generation_config.
@@ -296,8 +298,6 @@ class VLLMPool(ExactMerges):
         sampling |= self.generation_kwargs
         if not sampling.get("ignore_eos"):  # the end tokens of the server's model may be others
             sampling["stop_token_ids"] = list(self.end_ids)
-        if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
-            sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK + window * SEEDS_OF_WINDOW
         return sampling
 
     # ------------------------------------------------------------------------------------------------- weights

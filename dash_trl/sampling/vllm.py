@@ -41,8 +41,6 @@ class VLLMServer(Server):
         self._session = session
         self.adapter: str | None = None
         self.given: str | None = None
-        self._headers = key_header(url)
-        self._model: str | None = None
 
     # --------------------------------------------------------------------------------------- sampling and scoring
 
@@ -64,11 +62,7 @@ class VLLMServer(Server):
         self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None = None
     ) -> list[Any]:
         """Request completions and check that there are `count` choices."""
-        if self._model is None:
-            models = await self._request("GET", "/v1/models", "data")
-            with _readable(models):
-                self._model = models[0]["id"]
-        request = {"model": self.adapter or self._model, "prompt": list(prompt_ids), "return_token_ids": True}
+        request = {"model": self.adapter, "prompt": list(prompt_ids), "return_token_ids": True}
         choices = await self._request("POST", "/v1/completions", "choices", timeout=timeout, json=request | options)
         with _readable(choices):
             if len(choices) != count:
@@ -78,7 +72,6 @@ class VLLMServer(Server):
     # ------------------------------------------------------------------------------------------ health and weights
 
     async def probe(self) -> None:
-        self._headers = key_header(self.url)  # the server may have started, and created the key, since the last probe
         await self._request("GET", "/health", timeout=PROBE_SECONDS)
 
     async def describe(self) -> ServedModel:
@@ -170,10 +163,11 @@ class VLLMServer(Server):
     ) -> Any:
         """Send a request; return a field of the JSON of the answer, or None if no field is named."""
         seconds = self.timeout if timeout is None else timeout
+        headers = key_header(self.url)  # read again, because a server that starts may create the key
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(
-                method, self.url + path, timeout=limit, headers=self._headers, allow_redirects=False, **kwargs
+                method, self.url + path, timeout=limit, headers=headers, allow_redirects=False, **kwargs
             ) as response:
                 text = await response.text(errors="replace")
                 if response.status != 200:

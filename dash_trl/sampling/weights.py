@@ -92,9 +92,8 @@ async def held_tag(server: Server) -> str:
 class FileWeights:
     """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
-    Each run has its own folder in `directory`, which has one folder per version. A version's folder gets its final name
-    when it is complete. Older versions are removed after a weight sync, and the run's folder is removed at the end of
-    the process.
+    Each run has its own folder in `directory`, which has one folder per version. Older versions are removed after a
+    weight sync, and the run's folder is removed at the end of the process.
 
     If a run is killed, the next run in the same directory and on the same machine removes the killed run's files. A
     run's folder has its process id in its name, so that no run removes the files of a live run.
@@ -154,11 +153,8 @@ class FileWeights:
         if not self.run.exists():  # not in the constructor, which all ranks run
             self._begin()
         folder = self.run / f"version-{version}"
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by an attempt that failed
-        partial.mkdir()
-        checksum = self._fill(partial, parameters)
-        partial.rename(folder)
+        folder.mkdir()
+        checksum = self._fill(folder, parameters)
         return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
