@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported by other folders of the package and by tests, not 
     from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
     from dash_trl.sampling.health import Fleet
     from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, check_probe, model_log_probs
-    from dash_trl.sampling.server import Completion
+    from dash_trl.sampling.server import Completion, ServerGone
     from dash_trl.sampling.sync import WeightSync
     from dash_trl.sampling.weights import FileWeights, WeightMismatch
 

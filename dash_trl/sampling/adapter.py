@@ -90,24 +90,20 @@ class AdapterWeights(FileWeights):
         self.adapter, self.base = adapter, base
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
+        rank = self.adapter.r
+        scaling = self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)  # of B·A
         matrices: dict[str, Tensor] = {}
         checksum = 0
         for name, tensor in parameters:
             matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
-            checksum += tensor_checksum(matrix * self.scaling if ".lora_B." in name else matrix)
+            checksum += tensor_checksum(matrix * scaling if ".lora_B." in name else matrix)
         save_file(matrices, folder / "adapter_model.safetensors")
         # `adapter.save_pretrained` would also write `target_modules`, which may be a regular expression or a set. vLLM
         # does not need it: the names of the matrices show which modules the adapter changes.
-        said = {"peft_type": "LORA", "r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
+        said = {"peft_type": "LORA", "r": rank, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
         said["use_rslora"] = self.adapter.use_rslora
         (folder / "adapter_config.json").write_text(json.dumps(said))
         return checksum
-
-    @property
-    def scaling(self) -> float:
-        """LoRA's factor for B·A."""
-        rank = self.adapter.r
-        return self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)
 
     async def _load(self, server: Server, snapshot: Snapshot, held: str) -> None:
         if held != server.given:  # a first load, a restart, or weights of another run

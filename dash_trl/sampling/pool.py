@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
-from dash_trl.sampling.health import Fleet, State
-from dash_trl.sampling.server import Completion, Server, ServerError
+from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
+from dash_trl.sampling.server import Completion, Server, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.workers import EventLoop
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
-START_PROBE_EVERY = 1.0  # seconds between probes of servers that do not answer at the start
 START_TOGETHER = 1.0  # seconds; a new batch waits at most this long for the checks of suspect servers
 TEST_SECONDS = 60.0  # for the token that a server samples before it is trusted again
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
@@ -199,23 +198,22 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
-        async def check(urls: list[str]) -> list[str]:
-            await asyncio.gather(*map(self._check, urls))
-            return [url for url in urls if self.fleet.servers[url].state == State.DEAD]
+        async def missing_servers() -> list[str]:
+            dead = [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
+            await asyncio.gather(*map(self._check, dead))
+            return [url for url in dead if self.fleet.servers[url].state == State.DEAD]
 
         deadline = time.monotonic() + self.server_timeout
-        missing = self._loop.run(check(self.urls))
-        while missing and time.monotonic() < deadline:
-            time.sleep(START_PROBE_EVERY)
-            missing = self._loop.run(check(missing))
-        if missing:
-            raise PoolError(
-                self.message(
-                    f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
-                    f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
-                    f"{len(self.urls)}`) or correct vllm_server_urls"
+        while missing := self._loop.run(missing_servers()):
+            if time.monotonic() >= deadline:
+                raise PoolError(
+                    self.message(
+                        f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
+                        f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
+                        f"{len(self.urls)}`) or correct vllm_server_urls"
+                    )
                 )
-            )
+            time.sleep(PROBE_EVERY)
 
     def completions(
         self,
@@ -235,7 +233,7 @@ class ServerPool:
 
         jobs = []
         for number, (ids, n, *limit) in enumerate(prompts):
-            own = {**sampling, "max_tokens": limit[0]} if any(limit) else sampling
+            own = sampling if not limit or limit[0] is None else sampling | {"max_tokens": limit[0]}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
             jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, number=number))
         return jobs
@@ -455,7 +453,7 @@ class ServerPool:
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""
         url = self.backlog.running[job]
-        self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
+        self.backlog.failed(job, str(error), time.monotonic(), gone=isinstance(error, ServerGone))
         logger.warning(f"vLLM server {url} failed a request, which goes to another server: {error}")
         self._count_failure(job, str(error))
 

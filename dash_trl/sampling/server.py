@@ -14,16 +14,11 @@ import torch
 
 
 class ServerError(RuntimeError):
-    """A server failed a request.
+    """A server failed a request. The message leaves out the server's address."""
 
-    Args:
-        message: the error, without the server's address.
-        gone: True = the connection was refused or dropped, so the server's process may have ended.
-    """
 
-    def __init__(self, message: str, *, gone: bool = False):
-        super().__init__(message)
-        self.gone = gone
+class ServerGone(ServerError):
+    """The connection was refused or dropped, so the server's process may have ended."""
 
 
 @dataclass(frozen=True)

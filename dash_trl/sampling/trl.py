@@ -130,7 +130,6 @@ class VLLMPool(ExactMerges):
         self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
         self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
         self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
-        self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
 
@@ -325,8 +324,16 @@ class VLLMPool(ExactMerges):
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
             gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
-        vocabulary, computes_in = len(self.processing_class), self.accelerator.mixed_precision
-        return WeightSync(self.pool, self.ranks, weights, self.model, vocabulary, gather, perturbation, computes_in)
+        return WeightSync(
+            self.pool,
+            self.ranks,
+            weights,
+            self.model,
+            len(self.processing_class),
+            gather,
+            perturbation,
+            self.accelerator.mixed_precision,
+        )
 
     def _check_servers(self) -> ServedModel:
         """Check that the servers fit this trainer; return what holds for all of them."""
@@ -372,8 +379,7 @@ class VLLMPool(ExactMerges):
         """
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
-            wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
-            if wanted:
+            if any(part in name for part in own) if of_adapter else self.model.prefix not in name:
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
@@ -420,9 +426,9 @@ def install(trainer: Any) -> None:
         trainer.vllm_generation.__class__ = ExactMerges
         return
     this: Any = weakref.proxy(trainer)
-    host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     trainer.vllm_generation = VLLMPool(
-        args.vllm_server_urls or [host],
+        args.vllm_server_urls
+        or [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"],
         request_timeout=args.vllm_request_timeout,
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,

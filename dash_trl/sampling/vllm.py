@@ -12,15 +12,12 @@ import torch
 
 from dash_trl.sampling.checksum import combine_workers
 from dash_trl.sampling.key import key_file, key_header
-from dash_trl.sampling.server import Completion, ServedModel, Server, ServerError
+from dash_trl.sampling.server import Completion, ServedModel, Server, ServerError, ServerGone
 from dash_trl.sampling.urls import API_KEY
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
 CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as its engine step ends
-BUSY = (408, 425, 429)  # the 4xx codes that are caused by the server's state, not by the request
-UNAUTHORISED = (401, 403)
-CONNECTION_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 # KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
 # 0.31). Without a connector, the name is None.
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
@@ -140,8 +137,7 @@ class VLLMServer(Server):
         # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
         # of `--kv-offloading-size`.
         options = {"reset_running_requests": "true", "reset_external": "true"}
-        reset = "/reset_prefix_cache"
-        if not await self._request("POST", reset, "success", params=options, timeout=CONTROL_SECONDS):
+        if not await self._request("POST", "/reset_prefix_cache", "success", params=options, timeout=CONTROL_SECONDS):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
         self.given = tag
         await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
@@ -174,9 +170,10 @@ class VLLMServer(Server):
                     raise self._refusal(method, path, response.status, text)
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            gone = isinstance(error, CONNECTION_LOST)
-            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise ServerGone(f"{method} {path}: {type(error).__name__}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
         if field is not None:
             with _readable(text):
                 return json.loads(text)[field]
@@ -184,7 +181,7 @@ class VLLMServer(Server):
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
         """Build the error for an answer whose status is not 200."""
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
-        if status in UNAUTHORISED:
+        if status in (401, 403):
             return ValueError(
                 f"{said}. Set the environment variable {API_KEY} to the key with which the server was started. The key "
                 f"that `python -m dash_trl.serve` creates is in {key_file()} of the user who started it."
@@ -199,8 +196,8 @@ class VLLMServer(Server):
         if "meta tensors" in text:  # vLLM's loader has removed the old weights, and has not loaded all new ones
             return ValueError(f"{said}. The server holds only part of its weights, because a load failed. Restart it.")
         if self.adapter is not None and self.adapter in text:  # the server has restarted and has no adapter yet
-            return ServerError(said, gone=True)
-        if 300 <= status < 500 and status not in BUSY:  # no redirect is followed, because it would get the key
+            return ServerGone(said)
+        if 300 <= status < 500 and status not in (408, 425, 429):  # a redirect is not followed: it would get the key
             return ValueError(said)
         return ServerError(said)
 

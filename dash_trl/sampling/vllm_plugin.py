@@ -6,7 +6,6 @@ through `--worker-extension-cls` (`python -m dash_trl.serve` passes it). The tra
 over HTTP.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -43,19 +42,15 @@ def register() -> None:
         from vllm.model_executor.layers import utils
 
         packing = utils.dispatch_cpu_unquantized_gemm
-        utils.dispatch_cpu_unquantized_gemm = functools.partial(_plain_linear, packing)
 
+        def plain_linear(layer: Any, remove_weight: bool) -> None:
+            """Call vLLM's function only for convolutions, experts, and layers that this worker lacks."""
+            if layer.weight.is_meta or layer.weight.ndim != 2:
+                packing(layer, remove_weight)
+            else:
+                layer.cpu_linear = torch.nn.functional.linear
 
-def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
-    """Let a layer compute with torch's `linear` if its weight is a matrix; otherwise call vLLM's function `packing`.
-
-    This replaces vLLM's `dispatch_cpu_unquantized_gemm`. Weights that are no matrices are those of convolutions and
-    experts. Layers that this worker lacks (their weight is on the meta device) also go to `packing`.
-    """
-    if layer.weight.is_meta or layer.weight.ndim != 2:
-        packing(layer, remove_weight)
-    else:
-        layer.cpu_linear = torch.nn.functional.linear
+        utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
 def model_shape(config: Any) -> dict[str, Any]:

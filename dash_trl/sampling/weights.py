@@ -31,7 +31,6 @@ WEIGHT_DIR = "_vllm_weights"  # in `output_dir`; push_to_hub leaves out names th
 SHARD_BYTES = 4 << 30  # bytes at which a file is written; a weight sync takes about this much host memory
 # Names the processes among which a process id is unique: this machine and, in a container, its own process ids.
 HERE = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').resolve().name.strip('pid:[]')}"
-FRESH = "default"  # the tag of a server that was given no weights since it started
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -71,22 +70,6 @@ class Snapshot:
                 f"({checksum:x}). It would not sample from the current policy. Does another run use the same "
                 "server? On a CPU build of vLLM, is dash_trl with its plugin installed in the server's environment?"
             )
-
-
-async def held_tag(server: Server) -> str:
-    """Return the version tag of a server's weights. Warn if another run has given it weights after this run's.
-
-    Args:
-        server: the server.
-    """
-    tag, given = await server.weight_tag(), server.given
-    if given is not None and tag != FRESH and tag.rpartition("-")[0] != given.rpartition("-")[0]:
-        logger.warning(
-            f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}). In the "
-            "meantime it may have sampled rows of this run from the other run's policy. Give each run, and each "
-            "evaluation beside a run, servers of its own (vllm_server_urls)."
-        )
-    return tag
 
 
 class FileWeights:
@@ -181,7 +164,7 @@ class FileWeights:
         weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
 
     async def refit(self, server: Server, snapshot: Snapshot) -> int:
-        """Let a server load a version, unless the server holds it already.
+        """Let a server load a version, unless it holds it already. Warn if another run has given it weights meanwhile.
 
         Only the tag is compared, not the checksum. The tag is enough to tell whether the server has loaded this
         version: it is set only after loading, and a restart of the server resets it.
@@ -193,7 +176,14 @@ class FileWeights:
         Returns:
             The weight version that the server now holds.
         """
-        tag = await held_tag(server)
+        tag, given = await server.weight_tag(), server.given
+        # After a restart, the tag is "default".
+        if given is not None and tag != "default" and tag.rpartition("-")[0] != given.rpartition("-")[0]:
+            logger.warning(
+                f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}). In the "
+                "meantime it may have sampled rows of this run from the other run's policy. Give each run, and each "
+                "evaluation beside a run, servers of its own (vllm_server_urls)."
+            )
         if tag == snapshot.tag:
             await server.resume()  # if the last `resume` was lost, the server would stay paused
         else:
