@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerPool, VLLMPool, WeightMismatch
+from dash_trl.sampling import ServerGeneration, ServerPool, WeightMismatch
 from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
@@ -270,7 +270,7 @@ def sampler(tiny_model, tmp_path_factory) -> Any:
 
 def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
     fake.serve(model.name_or_path)
-    return VLLMPool(
+    return ServerGeneration(
         [fake.url],
         model=model,
         accelerator=Accelerator(cpu=not ON_GPU),

@@ -37,7 +37,7 @@ from dash_trl import DASHTrainer
 from dash_trl.evaluation import main, open_sampler
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from dash_trl.rewards import JudgeReward
-from dash_trl.sampling import VLLMPool, WeightMismatch, key_header, own_key
+from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_key
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
@@ -127,7 +127,7 @@ def trained(model_path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def proven(vllm_servers, trained, tmp_path_factory) -> VLLMPool:
+def proven(vllm_servers, trained, tmp_path_factory) -> ServerGeneration:
     """It has sent its first weights."""
     pool = make_pool(vllm_servers.urls, trained, tmp_path_factory.mktemp("weights"))
     pool.sync_weights()
@@ -142,14 +142,14 @@ def model(trained, model_path):
 
 
 @pytest.fixture
-def pool(model, proven) -> VLLMPool:
+def pool(model, proven) -> ServerGeneration:
     """For `model`; the servers hold weights of other tests."""
     proven.generation_kwargs, proven.max_completion_length, proven.step = {}, 48, lambda: 0
     return proven
 
 
-def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> VLLMPool:
-    return VLLMPool(
+def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> ServerGeneration:
+    return ServerGeneration(
         urls,
         weight_dir=str(weight_dir),
         model=model,
@@ -161,7 +161,7 @@ def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> 
     )
 
 
-def prompts(pool: VLLMPool, count: int, n: int) -> list[list[int]]:
+def prompts(pool: ServerGeneration, count: int, n: int) -> list[list[int]]:
     rows = arithmetic_dataset("test", count)["prompt"]
     apply = pool.processing_class.apply_chat_template
     texts = [apply(row, add_generation_prompt=True, tokenize=False) for row in rows]
@@ -183,7 +183,7 @@ def largest_difference(model: Any, rows: list[list[int]], completions: list[list
     return max(differences(model, *row).max().item() for row in by_row)
 
 
-def sampled_difference(pool: VLLMPool, model: Any) -> float:
+def sampled_difference(pool: ServerGeneration, model: Any) -> float:
     """Samples, and returns the largest difference from the log-probs that a model gives these tokens."""
     rows = prompts(pool, 4, 4)
     _, completions, log_probs, _ = pool.generate(rows, None, 4)

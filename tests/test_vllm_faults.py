@@ -22,9 +22,9 @@ from dash_trl.sampling import (
     FileWeights,
     Job,
     PoolError,
+    ServerGeneration,
     ServerGone,
     ServerPool,
-    VLLMPool,
     WeightMismatch,
     WeightSync,
     check_urls,
@@ -282,10 +282,10 @@ WITH_LESS = [
 ]
 
 
-def sampler(fakes: list[Fake], model, folder, **options) -> VLLMPool:
+def sampler(fakes: list[Fake], model, folder, **options) -> ServerGeneration:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model.name_or_path)
     settings = {"model": model, "processing_class": tokenizer, "accelerator": Accelerator(cpu=True)}
-    return VLLMPool([fake.url for fake in fakes], weight_dir=folder, server_timeout=60.0, **settings, **options)
+    return ServerGeneration([fake.url for fake in fakes], weight_dir=folder, server_timeout=60.0, **settings, **options)
 
 
 def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dash_trl.sampling.key import MIDDLEWARE, key_file, key_header, own_key
     from dash_trl.sampling.pool import PoolError, ServerPool
     from dash_trl.sampling.sync import check_servers, load_checkpoint
-    from dash_trl.sampling.trl import VLLMPool, install
+    from dash_trl.sampling.trl import ServerGeneration, install
     from dash_trl.sampling.urls import API_KEY, check_urls, is_loopback, without_user
     from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
     from dash_trl.sampling.weights import WEIGHT_DIR

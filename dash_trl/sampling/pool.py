@@ -1,4 +1,4 @@
-"""Distributes jobs over several vLLM servers. Every job is completed exactly once, even if servers fail.
+"""Distributes jobs over several servers. Every job is completed exactly once, even if servers fail.
 
 The path of a job::
 
@@ -140,7 +140,7 @@ class Batch:
 
 
 class ServerPool:
-    """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
+    """Pool of servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
 
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
@@ -423,7 +423,7 @@ class ServerPool:
             return
         lost = self.backlog.lost()
         if lost:
-            logger.warning(f"{len(lost)} requests of vLLM servers that are considered dead go to other servers.")
+            logger.warning(f"{len(lost)} requests of servers that are considered dead go to other servers.")
         for job in lost:
             if job in self._requests:  # otherwise its batch has failed in the meantime
                 self._requests.pop(job).cancel()
@@ -454,7 +454,7 @@ class ServerPool:
         """Return a job to the backlog after its server has failed it."""
         url = self.backlog.running[job]
         self.backlog.failed(job, str(error), time.monotonic(), gone=isinstance(error, ServerGone))
-        logger.warning(f"vLLM server {url} failed a request, which goes to another server: {error}")
+        logger.warning(f"Server {url} failed a request, which goes to another server: {error}")
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
@@ -549,14 +549,10 @@ class ServerPool:
                 raise answer
         return answers
 
-    def use_adapter(self, name: str) -> None:
-        """Let all requests use a LoRA adapter in place of the server's model.
-
-        Args:
-            name: name of the adapter on the servers.
-        """
+    def use_adapter(self) -> None:
+        """Let all requests use the LoRA adapter that the servers are given, in place of their model."""
         for server in self._servers.values():
-            server.adapter = name
+            server.uses_adapter = True
 
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
@@ -598,7 +594,7 @@ class ServerPool:
                 if error is None:
                     self.fleet.refitted(url, version, self._sent)
                 else:
-                    logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
+                    logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
             self.fleet.suspect_idle(self._sent)

@@ -61,12 +61,12 @@ class Server(Protocol):
 
     Attributes:
         url: address of the server.
-        adapter: name of the LoRA adapter that requests use; None: requests use the model itself.
+        uses_adapter: True = requests use the LoRA adapter that the server was given, and not the model itself.
         given: the version tag that this client set last; None: it has given the server no weights.
     """
 
     url: str
-    adapter: str | None
+    uses_adapter: bool
     given: str | None
 
     async def complete(

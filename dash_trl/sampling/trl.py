@@ -1,4 +1,4 @@
-"""`VLLMPool`: several vLLM servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
+"""`ServerGeneration`: several vLLM servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
 
 Overview::
 
@@ -29,7 +29,6 @@ from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.server import Completion, ServedModel, Server
 from dash_trl.sampling.sync import WeightSync, check_servers
-from dash_trl.sampling.vllm_plugin import ADAPTER
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
 from dash_trl.update import NO_LOG_PROB
 
@@ -61,7 +60,7 @@ class ExactMerges(VLLMGeneration):
                     weight.copy_(before)
 
 
-class VLLMPool(ExactMerges):
+class ServerGeneration(ExactMerges):
     """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers.
 
     Every rank has a pool of its own and sends its own prompts. All ranks gather the weights, and the main process sends
@@ -320,7 +319,7 @@ class VLLMPool(ExactMerges):
             gather: Any = self._gather
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
-            self.pool.use_adapter(ADAPTER)
+            self.pool.use_adapter()
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
             gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
@@ -413,7 +412,7 @@ async def _waits_for_weights(server: Server) -> None:
 
 
 def install(trainer: Any) -> None:
-    """Give a trainer a `VLLMPool` of the servers in its arguments.
+    """Give a trainer a `ServerGeneration` of the servers in its arguments.
 
     The trainer was built with `use_vllm=False`, because TRL's client for servers needs CUDA. If vLLM samples in the
     trainer's process, TRL's own sampler stays, with the weight syncs of `ExactMerges`.
@@ -426,7 +425,7 @@ def install(trainer: Any) -> None:
         trainer.vllm_generation.__class__ = ExactMerges
         return
     this: Any = weakref.proxy(trainer)
-    trainer.vllm_generation = VLLMPool(
+    trainer.vllm_generation = ServerGeneration(
         args.vllm_server_urls
         or [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"],
         request_timeout=args.vllm_request_timeout,

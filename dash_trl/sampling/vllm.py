@@ -14,6 +14,7 @@ from dash_trl.sampling.checksum import combine_workers
 from dash_trl.sampling.key import key_file, key_header
 from dash_trl.sampling.server import Completion, ServedModel, Server, ServerError, ServerGone
 from dash_trl.sampling.urls import API_KEY
+from dash_trl.sampling.vllm_plugin import ADAPTER
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
@@ -36,7 +37,7 @@ class VLLMServer(Server):
         self.url = url
         self.timeout = timeout
         self._session = session
-        self.adapter: str | None = None
+        self.uses_adapter = False
         self.given: str | None = None
 
     # --------------------------------------------------------------------------------------- sampling and scoring
@@ -59,7 +60,11 @@ class VLLMServer(Server):
         self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None = None
     ) -> list[Any]:
         """Request completions and check that there are `count` choices."""
-        request = {"model": self.adapter, "prompt": list(prompt_ids), "return_token_ids": True}
+        request = {
+            "model": ADAPTER if self.uses_adapter else None,
+            "prompt": list(prompt_ids),
+            "return_token_ids": True,
+        }
         choices = await self._request("POST", "/v1/completions", "choices", timeout=timeout, json=request | options)
         with _readable(choices):
             if len(choices) != count:
@@ -195,7 +200,7 @@ class VLLMServer(Server):
             return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
         if "meta tensors" in text:  # vLLM's loader has removed the old weights, and has not loaded all new ones
             return ValueError(f"{said}. The server holds only part of its weights, because a load failed. Restart it.")
-        if self.adapter is not None and self.adapter in text:  # the server has restarted and has no adapter yet
+        if self.uses_adapter and ADAPTER in text:  # the server has restarted and has no adapter yet
             return ServerGone(said)
         if 300 <= status < 500 and status not in (408, 425, 429):  # a redirect is not followed: it would get the key
             return ValueError(said)
