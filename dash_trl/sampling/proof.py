@@ -138,7 +138,7 @@ def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterab
     Raises:
         WeightMismatch: if a server's log-probs differ.
     """
-    tolerance = max(TOLERANCE.get(one, max(TOLERANCE.values())) for one in dtypes)
+    tolerance = max(TOLERANCE.get(dtype, max(TOLERANCE.values())) for dtype in dtypes)
     for url, values in served.items():
         difference = (torch.tensor(values) - expected).abs().mean().item()
         if not difference <= tolerance:  # also if the difference is NaN

@@ -1,4 +1,4 @@
-"""`ServerGeneration`: several vLLM servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
+"""`ServerGeneration`: several servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
 
 Overview::
 
