@@ -40,7 +40,7 @@ class ServedModel:
 
     Attributes:
         dtype: dtype of the weights.
-        shape: fields of the model's config, see `vllm_plugin.model_shape`.
+        shape: fields of the model's config, see `model_shape`.
         context: largest number of tokens of a prompt and its completion.
         adapter_rank: largest rank of a LoRA adapter; 0 = the server takes no adapter.
         comparable: False = a trainer cannot compute the checksum of the server's weights, because weights are quantised
@@ -54,6 +54,19 @@ class ServedModel:
     adapter_rank: int
     comparable: bool
     log_probs_as_sampled: bool
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """Return the fields of a text config that two models must share if the weights of one are to fit the other.
+
+    Args:
+        config: a model's text config.
+
+    Returns:
+        Field name → value; None for a missing field.
+    """
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {name: getattr(config, name, None) for name in names}
 
 
 class Server(Protocol):

@@ -24,8 +24,7 @@ from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
-from dash_trl.sampling.server import ServedModel, Server
-from dash_trl.sampling.vllm_plugin import model_shape
+from dash_trl.sampling.server import ServedModel, Server, model_shape
 from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}

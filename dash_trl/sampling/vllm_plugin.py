@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
+from dash_trl.sampling.server import model_shape
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
 # Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
@@ -51,19 +52,6 @@ def register() -> None:
                 layer.cpu_linear = torch.nn.functional.linear
 
         utils.dispatch_cpu_unquantized_gemm = plain_linear
-
-
-def model_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a text config that two models must share if the weights of one are to fit the other.
-
-    Args:
-        config: a model's text config.
-
-    Returns:
-        Field name → value; None for a missing field.
-    """
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return {name: getattr(config, name, None) for name in names}
 
 
 def _several(matrices: Any) -> list[Any]:
