@@ -73,7 +73,6 @@ class Fake:
         self.report = {"dtype": "float32", "shape": {}, "comparable": True}
         self.config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
-            "weight_transfer_config": None,
         }
         self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
@@ -94,7 +93,7 @@ class Fake:
                     return
                 if self.path == "/health":
                     fake.well.wait()
-                answer = {"data": [{"id": "model"}], "weight_version": fake.tag, "vllm_config": fake.config}
+                answer = {"weight_version": fake.tag, "vllm_config": fake.config}
                 self._send(200, b"" if self.path == "/health" else json.dumps(answer).encode())
 
             def do_POST(self):

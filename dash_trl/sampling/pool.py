@@ -100,7 +100,6 @@ class Batch:
         self.finished: Any = queue.SimpleQueue()
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
-        self._left = len(jobs)
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
 
     def next_result(self) -> tuple[int, Any]:
@@ -126,11 +125,10 @@ class Batch:
         Raises:
             Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
         """
-        while self._left and self._error is None and (wait or not self.finished.empty()):
+        while None in self.results and self._error is None and (wait or not self.finished.empty()):
             try:
                 number, result = self.next_result()
                 self.results[number] = result
-                self._left -= 1
                 if self._seen is not None:
                     self._seen(number, result)
             except Exception as error:

@@ -378,7 +378,8 @@ class ServerGeneration(ExactMerges):
         """
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
-            if any(part in name for part in own) if of_adapter else self.model.prefix not in name:
+            is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
+            if is_wanted:
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
@@ -406,8 +407,7 @@ class ServerGeneration(ExactMerges):
 async def _waits_for_weights(server: Server) -> None:
     """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
 
-    A server that waits samples no test token, because the test fails on a server that a killed run has
-    left paused.
+    A server that waits samples no test token, because the test fails on a server that a killed run has left paused.
     """
 
 
