@@ -302,6 +302,8 @@ def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
     for message, different in REFUSED.items():
         with pytest.raises(PoolError if "cannot be read" in message else ValueError, match=message):
             pair(**different).sync_weights()
+    with pytest.raises(ValueError, match="seed=5.*Leave it out"):
+        pair(generation_kwargs={"seed": 5})
     for message, different in WITH_LESS:
         caplog.clear()
         vllm = pair(**different)
