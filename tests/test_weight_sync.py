@@ -226,7 +226,7 @@ def test_which_adapters_a_server_can_be_given():
     named = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]), adapter_name="policy")
     assert "the active adapters are ['policy'], and not 'default' alone" in obstacle(named, ROOM)
     quantised = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
-    quantised.get_base_model().is_quantized = True
+    quantised.get_base_model().hf_quantizer = object()
     assert "its base model are quantised" in obstacle(quantised, ROOM)
     norm_too = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
     norm_too.base_model.model.model.norm.requires_grad_()

@@ -56,7 +56,7 @@ def obstacle(model: Any, most: int) -> str | None:
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
-    if getattr(model.get_base_model(), "is_quantized", False):
+    if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
     given = [name for name in WITHOUT if getattr(adapter, name, None) not in (None, "none", False, [], {})]
     if given:
