@@ -26,7 +26,7 @@ from typing import Any
 
 import harness
 
-from dash_trl.sampling import VLLMPool
+from dash_trl.sampling import ServerGeneration
 from dash_trl.toy import arithmetic_dataset, toy_model
 
 GROUPS, GROUP = 16, 8
@@ -40,11 +40,11 @@ def length(prompt: list[int]) -> int:
     return max(2, min(LONGEST, round(math.exp(draw))))
 
 
-class LongTailed(VLLMPool):
+class LongTailed(ServerGeneration):
     """Server pool that samples completions of the `length` of their prompt."""
 
-    def _jobs(self, window: int, prompts: list[list[int]], num_generations: int, max_tokens: Any = None) -> Any:
-        return super()._jobs(window, prompts, num_generations, [length(prompt) for prompt in prompts])
+    def _jobs(self, prompts: list[list[int]], num_generations: int, max_tokens: Any = None) -> Any:
+        return super()._jobs(prompts, num_generations, [length(prompt) for prompt in prompts])
 
 
 def random_reward(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from dash_trl.sampling import ServerPool, VLLMPool, key_header
+from dash_trl.sampling import ServerGeneration, ServerPool, key_header
 from dash_trl.serve import vllm_servers
 from dash_trl.toy import arithmetic_dataset, toy_model
 
@@ -115,7 +115,7 @@ def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, A
     tokenizer.save_pretrained(directory)
     copy = partial(shutil.copyfile, next(directory.glob("*.safetensors")), directory / "copy")
     with vllm_servers(str(directory), port=8700) as urls:
-        pool = VLLMPool(
+        pool = ServerGeneration(
             urls,
             weight_dir=str(directory / "weights"),
             model=model,

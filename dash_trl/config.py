@@ -132,10 +132,6 @@ class DASHConfig(GRPOConfig):
         vllm_weight_dir (`str` or `None`, defaults to `None`):
             Folder to which the trainer writes weights for the servers. Trainer and servers must see the folder under
             the same path. In memory, such as in `/dev/shm`, it is fast. `None`: a folder in `output_dir`.
-        vllm_weight_difference (`bool`, defaults to `False`):
-            Send a server, over HTTP, only the weights that have changed since its last update. For this, the trainer
-            keeps a copy of the last version in CPU memory. The option saves time if few bf16 weights change in a step;
-            see docs/howto/vllm.md.
     """
 
     gradient_filter_threshold: float | None = field(
@@ -215,10 +211,6 @@ class DASHConfig(GRPOConfig):
     vllm_weight_dir: str | None = field(
         default=None,
         metadata={"help": "Folder in which weights are written for the servers. `None`: in `output_dir`."},
-    )
-    vllm_weight_difference: bool = field(
-        default=False,
-        metadata={"help": "Send servers only the weights that changed since the last version."},
     )
 
     def __post_init__(self) -> None:

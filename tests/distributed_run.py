@@ -36,7 +36,7 @@ from dash_trl.process_rewards import (
     ValueRequest,
 )
 from dash_trl.rewards import watch
-from dash_trl.sampling.weights import model_log_probs
+from dash_trl.sampling import model_log_probs
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
 from tests.test_dynamic_sampling import ByPrompt, has_signal

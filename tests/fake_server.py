@@ -11,11 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dash_trl.sampling import tensor_checksum, unpack
+from dash_trl.sampling import tensor_checksum
 from tests.tiny import log_probs
 
 NAN = float("nan")
@@ -30,12 +29,10 @@ SPOILED = {
         "prompt_logprobs": [None, {"2": {"logprob": None}}, {"3": {"logprob": -0.75}}],
     },
     "wrong token counts": {"token_ids": [1, 103, 7], "prompt_logprobs": [None] * 4},
-    "too many tokens": {"token_ids": [1] * 10, "logprobs": {"token_logprobs": [-0.5] * 10}},
     "aborted": {"finish_reason": "abort"},
     "repetition": {"finish_reason": "repetition"},  # no fault
 }
 # vLLM's own answers
-NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
 WORKER_ERRORS = {
     "no extension": "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''",
     "half loaded": "Worker failed with error 'Tensor.item() cannot be called on meta tensors'",
@@ -57,7 +54,6 @@ class Fake:
 
     Attributes:
         held: the weights that it was given: name → tensor.
-        elements: the numbers of elements that it was told to change.
         loads: for each time that it was given weights, the number of prompts that were answered well before.
         well, hold: events; while they are cleared, no look and no prompt is answered.
     """
@@ -77,9 +73,8 @@ class Fake:
         self.report = {"dtype": "float32", "shape": {}, "comparable": True}
         self.config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
-            "weight_transfer_config": None,
         }
-        self.held, self.loads, self.elements, self.model, self.lock = {}, [], [], None, threading.Lock()
+        self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
         self.well.set()
@@ -98,7 +93,7 @@ class Fake:
                     return
                 if self.path == "/health":
                     fake.well.wait()
-                answer = {"data": [{"id": "model"}], "weight_version": fake.tag, "vllm_config": fake.config}
+                answer = {"weight_version": fake.tag, "vllm_config": fake.config}
                 self._send(200, b"" if self.path == "/health" else json.dumps(answer).encode())
 
             def do_POST(self):
@@ -171,11 +166,6 @@ class Fake:
             return 500, json.dumps({"error": {"message": WORKER_ERRORS[self.fault]}}).encode()
         if request.get("method") == "reload_weights" and self.fault != "other weights":
             self.load(request["kwargs"]["weights_path"])
-        if request.get("method") == "dash_load_differences":
-            for one in unpack(request["kwargs"]["head"], request["kwargs"]["body"]):
-                held = self.held.setdefault(one.name, torch.zeros(one.shape))
-                held.view(one.values.dtype).view(-1)[one.positions] = one.values
-                self.elements.append(len(one.values))
         checksums = {name: f"{tensor_checksum(value):x}" for name, value in self.held.items()}
         report = {"checksums": checksums, **self.report}
         results = [{"checksums": {}}] if self.fault == "no report" else [report]
@@ -204,8 +194,6 @@ class Fake:
         ]
         if fault in ("500", "429", "400", "401", "307"):
             return send(int(fault), b'{"error": "told to"}')
-        if fault == "NaN":
-            return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
             self.ended.wait()
         if fault == "too few choices":

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerPool, VLLMPool
-from dash_trl.sampling.weights import WeightMismatch
+from dash_trl.sampling import ServerGeneration, ServerPool, WeightMismatch
 from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
 from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
 from tests.vllm_run import wait_until
@@ -272,7 +270,7 @@ def sampler(tiny_model, tmp_path_factory) -> Any:
 
 def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
     fake.serve(model.name_or_path)
-    return VLLMPool(
+    return ServerGeneration(
         [fake.url],
         model=model,
         accelerator=Accelerator(cpu=not ON_GPU),
@@ -281,18 +279,6 @@ def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
         max_completion_length=length,
         end_ids=[1, 7],
     )
-
-
-def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
-    """A server that gets one has lost its old weights, and does not answer any more."""
-    for adapter, said in (
-        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "token_adapter.*trainable_token_indices"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt_encoder.*Sample without servers"),
-    ):
-        fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
-        with pytest.raises(ValueError, match=said):
-            sampler_of(fake, model, tmp_path).sync_weights()
-        assert not fake.loads
 
 
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):
@@ -317,22 +303,6 @@ def test_equal_neighbours_are_groups_of_their_own(sampler):
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
     groups = sorted((one["prompt"], one["n"]) for one in requests_of(sampler, rows, 4))
     assert groups == [([1, 2], 2), ([3], 4), ([3], 4), ([4], 3)]
-
-
-def test_no_two_rows_have_the_same_seed(sampler, monkeypatch):
-    """Else rows of the same prompt would be equal. vLLM gives row i of a request the request's seed + i."""
-    rows, fake = [[1]] * 8, sampler.fake
-    assert not any("seed" in one for one in requests_of(sampler, rows, 4))
-    fake.requests.clear()
-    sampler.generation_kwargs = {"seed": 5}
-    for rank in range(2):
-        monkeypatch.setattr(sampler.ranks, "rank", rank)
-        for window in range(2):
-            sampler.expect(window, {window: rows})
-            sampler.generate(rows, None, 4)
-            sampler.generate(rows, None, 1)  # later turns of an evaluation
-    seeds = [request["seed"] + i for request in fake.requests for i in range(request["n"])]
-    assert len(set(seeds)) == len(seeds) == 2 * 2 * 2 * 8
 
 
 @pytest.mark.parametrize("in_training", [False, True])

@@ -39,7 +39,7 @@ from dash_trl.checks import (
     plain_prompt,
 )
 from dash_trl.config import CHOICES
-from dash_trl.sampling.weights import FileWeights
+from dash_trl.sampling import FileWeights
 from tests.test_regularizers import Penalised
 from tests.tiny import ScriptedReward, prompts, refusal, run, save_tiny_model
 

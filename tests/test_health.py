@@ -42,11 +42,12 @@ def test_a_suspect_rests_and_is_looked_at_before_it_gets_a_prompt():
 
 def test_between_batches_a_server_may_have_become_another():
     fleet = ready(A)
-    fleet.look_around(5.0)
-    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and not fleet.lost(5.0, 99.0, 1.0)
+    fleet.suspect_idle(5.0)
+    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and fleet.has_current()
     fleet.answered(A)
     fleet.refit_failed(A, "it has other weights", 6.0)
-    assert fleet.servers[A].state == "dead" and fleet.lost(5.0, 7.0, 1.0)
+    assert fleet.servers[A].state == "dead" and not fleet.has_current()
+    assert "http://a is dead; last error: it has other weights" in fleet.describe()
 
 
 def test_an_idle_server_may_have_become_another_when_it_inherits_work():
@@ -80,19 +81,3 @@ def test_the_fewest_outstanding_tokens_and_not_where_it_failed_before():
     fleet.started(B, 2, 1, 64)
     assert fleet.choose(1, avoid=[A]) is None  # it waits for B, which has no room
     assert fleet.choose(1) == A
-
-
-def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch():
-    fleet = Fleet([A])
-    fleet.look_around(5.0)
-    assert not fleet.lost(5.0, 9.0, timeout=5.0) and fleet.lost(5.0, 10.0, timeout=5.0)
-    fleet.look_around(8.0)  # a second batch, which puts nothing off for the first
-    assert fleet.lost(5.0, 10.0, timeout=5.0)
-    assert not fleet.lost(8.0, 12.0, timeout=5.0) and fleet.lost(8.0, 13.0, timeout=5.0)
-    fleet.answered(A)
-    fleet.refitted(A, 0, 13.0)
-    assert not fleet.lost(5.0, 99.0, timeout=5.0)
-    fleet.failed(A, 0, "gone", 100.0, gone=True)
-    fleet.failed(A, 1, "gone", 103.0, gone=True)
-    assert not fleet.lost(5.0, 104.0, timeout=5.0) and fleet.lost(5.0, 105.0, timeout=5.0)
-    assert "http://a is dead; last error: gone" in fleet.describe()

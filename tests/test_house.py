@@ -52,9 +52,9 @@ def test_what_a_notebook_imports_first_is_light():
 
 
 def test_pure_modules_and_what_vllm_loads_import_neither_trl_nor_vllm():
-    modules = ["dash_trl.sampling.vllm_plugin", *(f"dash_trl.{name}" for name in PURE)]
-    server = "dash_trl.sampling.server"
-    assert heavy_imports([*modules, server]) == [*modules, f"{server} aiohttp"]
+    modules = ["dash_trl.sampling.vllm_plugin", "dash_trl.sampling.server", *(f"dash_trl.{name}" for name in PURE)]
+    client = "dash_trl.sampling.vllm"
+    assert heavy_imports([*modules, client]) == [*modules, f"{client} aiohttp"]
 
 
 def module_of(path: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
-from dash_trl.sampling import VLLMPool
+from dash_trl.sampling import ServerGeneration
 from tests.scripted_turns import save_tool_model
 from tests.tiny import prompts, run
 
@@ -161,7 +161,7 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     """Each with the rest that it may have: a server refuses what its context has no room for."""
     asked = []
 
-    class Servers(VLLMPool):
+    class Servers(ServerGeneration):
         def __init__(self):
             """Without servers."""
 

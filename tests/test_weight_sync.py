@@ -13,16 +13,18 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dash_trl.sampling import ServerPool, combine_workers, tensor_checksum, weights_checksum
-from dash_trl.sampling.weights import (
-    DifferenceWeights,
+from dash_trl.sampling import (
     FileWeights,
+    ScaledLayers,
+    ServerPool,
+    ShiftedAdapter,
     WeightMismatch,
     check_probe,
+    combine_workers,
     model_log_probs,
     obstacle,
-    of_adapter,
-    of_all_weights,
+    tensor_checksum,
+    weights_checksum,
 )
 from tests.fake_server import Fake, factory
 
@@ -89,14 +91,14 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fa
         load(path)
 
     fake.load = load_seen
-    snapshot, errors = weights.send(parameters().items(), 1, pool.on_each)
+    snapshot, errors = weights.send(parameters().items(), 1, pool, pool.urls)
     assert errors == {fake.url: None} and versions(tmp_path) == [snapshot.path]
     assert fake.tag == snapshot.tag and shards == [3]
     assert fake.held.keys() == parameters().keys()
     assert all(torch.equal(fake.held[name], tensor) for name, tensor in parameters().items())
-    second, _ = weights.send(parameters(2.0).items(), 2, pool.on_each)
+    second, _ = weights.send(parameters(2.0).items(), 2, pool, pool.urls)
     assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum and second.tag != snapshot.tag
-    half, _ = FileWeights(tmp_path, torch.bfloat16).send(parameters().items(), 1, pool.on_each)
+    half, _ = FileWeights(tmp_path, torch.bfloat16).send(parameters().items(), 1, pool, pool.urls)
     assert all(tensor.dtype == torch.bfloat16 for tensor in fake.held.values())
     assert half.checksum == weights_checksum(tensor.bfloat16() for tensor in parameters().values())
 
@@ -104,11 +106,11 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fa
 def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path, fakes):
     weights, other, failing = FileWeights(tmp_path, torch.float32), fakes("other weights"), fakes("/collective_rpc")
     given = r"was given the weights of version 1 \(checksum \w+\) but holds others \(0\)"
-    with pytest.raises(WeightMismatch, match=f"{other.url} {given}"):
-        weights.send(parameters().items(), 1, ServerPool([other.url]).on_each)
-    other.report["comparable"] = False
     pool = ServerPool([other.url, failing.url])
-    _, errors = weights.send(parameters().items(), 2, pool.on_each)
+    with pytest.raises(WeightMismatch, match=f"{other.url} {given}"):
+        weights.send(parameters().items(), 1, pool, [other.url])
+    other.report["comparable"] = False
+    _, errors = weights.send(parameters().items(), 2, pool, pool.urls)
     assert errors[other.url] is None and "answered 500 to POST /collective_rpc" in errors[failing.url]
 
 
@@ -137,26 +139,6 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
     del second
     gc.collect()
     assert list(directory.iterdir()) == []
-
-
-def test_a_difference_is_what_changed_and_all_of_it_where_a_server_holds_others(tmp_path, fakes, caplog):
-    fake, value = fakes(), torch.randn(20, 5)
-    pool, weights = ServerPool([fake.url]), DifferenceWeights(tmp_path, torch.float32)
-
-    def sent(*places: int) -> list[int]:
-        """Changes these elements and sends the weights; returns how many elements each message names."""
-        value.view(-1)[list(places)] += 1.0
-        fake.elements.clear()
-        snapshot, errors = weights.send([("w", value)], fake.asked["/pause?mode=keep"], pool.on_each)
-        assert errors == {fake.url: None} and torch.equal(fake.held["w"], value) and fake.tag == snapshot.tag
-        return fake.elements
-
-    assert sent() == [100] and sent(3, 70) == [2] and sent() == [] and sent(*range(60)) == [100]
-    fake.tag = "default"  # it was restarted
-    assert sent(1) == [100]
-    fake.held["w"][0, 0] = 7.0  # it holds others than it says
-    assert sent(1, 2) == [2, 100] and "did not hold the weights of" in caplog.text
-    assert fake.asked["/pause?mode=keep"] == 7 and fake.asked["/resume"] == 6 and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------------- the probe
@@ -192,7 +174,7 @@ def computed(model, perturbation) -> tuple[torch.Tensor, torch.Tensor, dict[str,
 def test_scaled_outputs_are_scaled_weights():
     for tied in (False, True):
         model = qwen2(tie_word_embeddings=tied)
-        expected, plain, scaled, changed = computed(model, of_all_weights(model, str))
+        expected, plain, scaled, changed = computed(model, ScaledLayers(model))
         assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
         assert not any("norm" in name for name in changed)
         model.load_state_dict(scaled, strict=False)
@@ -203,34 +185,33 @@ def test_scaled_outputs_are_scaled_weights():
 def test_scaled_outputs_with_an_adapter():
     """The weights that a server gets are merged, and an adapter with its base layer counts once."""
     adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    expected = model_log_probs(adapted, IDS, of_all_weights(adapted, str).outputs())
+    expected = model_log_probs(adapted, IDS, ScaledLayers(adapted).outputs())
     merged = adapted.merge_and_unload()
-    scaled = dict(of_all_weights(merged, str).parameters(merged.named_parameters()))
+    scaled = dict(ScaledLayers(merged).parameters(merged.named_parameters()))
     merged.load_state_dict(scaled, strict=False)
     assert (model_log_probs(merged, IDS) - expected).abs().max() < 1e-5
 
 
 def test_shifted_outputs_are_shifted_matrices():
     adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    expected, plain, shifted, changed = computed(adapted, of_adapter(adapted))
+    expected, plain, shifted, changed = computed(adapted, ShiftedAdapter(adapted))
     assert changed == {name for name in shifted if "lora_B" in name}
     adapted.load_state_dict(shifted, strict=False)
     assert (model_log_probs(adapted, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
 
 
-LORA = {"lora_config": {"max_lora_rank": 8}}
+ROOM = 8
 
 
-# options of an adapter, what a server says of LoRA, why the adapter cannot go alone
+# options of an adapter, the largest rank that servers take, why the adapter cannot go alone
 ADAPTERS = [
-    ({}, LORA, None),
-    ({"use_rslora": True, "layers_to_transform": [1]}, LORA, None),
-    ({"r": 16}, LORA, "--enable-lora --max-lora-rank 16"),
-    ({}, {"lora_config": None}, "--enable-lora --max-lora-rank 8"),
-    ({"use_dora": True}, LORA, "use_dora"),
-    ({"bias": "lora_only"}, LORA, "bias='lora_only'"),
-    ({"modules_to_save": ["lm_head"]}, LORA, "modules_to_save"),
-    ({"target_modules": ["lm_head", "q_proj"]}, LORA, "adapts the embeddings or the output layer"),
+    ({}, ROOM, None),
+    ({"use_rslora": True, "layers_to_transform": [1]}, ROOM, None),
+    ({"r": 16}, ROOM, "--enable-lora --max-lora-rank 16"),
+    ({}, 0, "--enable-lora --max-lora-rank 8"),
+    ({"use_dora": True}, ROOM, "use_dora"),
+    ({"bias": "lora_only"}, ROOM, "an adapter with bias"),
+    ({"modules_to_save": ["lm_head"]}, ROOM, "modules_to_save"),
 ]
 
 
@@ -241,20 +222,23 @@ def test_which_adapters_a_server_can_be_given():
         )
         assert found is None if why is None else why in found, (config, found)
     ia3 = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-    assert "this is IA3" in obstacle(ia3, LORA)
+    assert "this is IA3" in obstacle(ia3, ROOM)
     named = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]), adapter_name="policy")
-    assert "the active adapters are ['policy'], and not 'default' alone" in obstacle(named, LORA)
+    assert "the active adapters are ['policy'], and not 'default' alone" in obstacle(named, ROOM)
+    quantised = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
+    quantised.get_base_model().hf_quantizer = object()
+    assert "its base model are quantised" in obstacle(quantised, ROOM)
     norm_too = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
     norm_too.base_model.model.model.norm.requires_grad_()
-    assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(norm_too, LORA)
+    assert "other parameters are trained, too, such as base_model.model.model.norm" in obstacle(norm_too, ROOM)
 
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights():
     model = qwen2()
-    plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, of_all_weights(model, str).outputs())
+    plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, ScaledLayers(model).outputs())
     servers, exact, mixed = {"http://a": expected.tolist()}, {torch.float32}, {torch.float32, torch.bfloat16}
-    check_probe(expected, plain, servers, exact)
-    check_probe(expected, plain, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
+    check_probe(expected, servers, exact)
+    check_probe(expected, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
     for wrong, dtypes in (
         (plain, exact),
         (expected * float("nan"), exact),
@@ -262,4 +246,4 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights():
         (2 * plain, mixed),
     ):
         with pytest.raises(WeightMismatch, match="http://b holds .* it was given but does not compute with"):
-            check_probe(expected, plain, servers | {"http://b": wrong.tolist()}, dtypes)
+            check_probe(expected, servers | {"http://b": wrong.tolist()}, dtypes)

@@ -204,7 +204,7 @@ def fsdp2(place: Place) -> None:
 
 def zero3(place: Place) -> None:
     without_compiled_ops()
-    trainer, seen = two_steps(place.model, place.output, vllm_server_urls=place.urls[:1], vllm_weight_difference=True)
+    trainer, seen = two_steps(place.model, place.output, vllm_server_urls=place.urls[:1])
     if trainer.accelerator.is_main_process:
         os.killpg(place.group, signal.SIGKILL)
     trainer.accelerator.wait_for_everyone()

@@ -164,7 +164,7 @@ class OnServers(Sampler):
     Args:
         host: see `Sampler`.
         rewards: see `Sampler`.
-        pool: a `VLLMPool`.
+        pool: a `ServerGeneration`.
         on_group: function that gets each group as soon as it is sampled, for callbacks with `on_group_sampled`. `None`:
             there are no such callbacks.
     """

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dash_trl.checks import plain_prompt
-from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
+from dash_trl.sampling import ServerPool, check_servers, load_checkpoint
 from dash_trl.seams import with_settings
 from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
@@ -221,8 +221,8 @@ class LocalSampler(Sampler):
 class ServerSampler(Sampler):
     """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    Each request has its own seeds, but the samples are still not reproducible: timing decides which requests share a
-    batch, and this changes the last bits of the logits. Servers on a CPU get no seeds (`takes_seeds`).
+    `seed` has no effect, since the samples would not be reproducible anyway: timing decides which requests share a
+    batch, and this changes the last bits of the logits.
 
     Args:
         checkpoint: the model.
@@ -235,7 +235,7 @@ class ServerSampler(Sampler):
     """
 
     def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
-        model = checkpoint.load(check_servers(pool, checkpoint.config, checkpoint.name))
+        model = checkpoint.load(check_servers(pool, checkpoint.config, checkpoint.name).dtype)
         super().__init__(checkpoint.tokenizer, model.generation_config)
         self.pool = pool
         load_checkpoint(pool, model, len(self.tokenizer), weight_dir)
@@ -254,7 +254,6 @@ class ServerSampler(Sampler):
             "temperature": temperature,
             "max_tokens": max_completion_length,
             "stop_token_ids": self.end_tokens,
-            **({"seed": seed * SEED_STRIDE} if takes_seeds(self.pool) else {}),
         }
         jobs = self.pool.completions([(prompt, num_samples) for prompt in prompts], sampling)
         for index, completions in self.pool.as_completed(jobs):

@@ -20,7 +20,7 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl.process_rewards.values import ValueRequest
-from dash_trl.sampling import VLLMPool
+from dash_trl.sampling import ServerGeneration
 from dash_trl.seams import decoded
 from dash_trl.update import weighted_rewards
 
@@ -127,7 +127,7 @@ class MonteCarloValue:
             trainer: the `DASHTrainer`.
         """
         sampler = getattr(trainer, "vllm_generation", None)
-        pool = sampler if isinstance(sampler, VLLMPool) else None
+        pool = sampler if isinstance(sampler, ServerGeneration) else None
         asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
         if pool is not None and asked:
             rooms = self._repeat([prefix.room for prefix in asked])

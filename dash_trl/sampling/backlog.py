@@ -10,9 +10,9 @@ Several batches of jobs may be in progress. The batch with the lowest `order` go
 for run before jobs whose results it needs later. Within a batch, jobs that have failed before go first.
 """
 
-from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from dash_trl.sampling.health import Fleet, State
@@ -24,8 +24,9 @@ class Job:
 
     Attributes:
         tokens: number of tokens that the job adds to a server's load.
-        sequences: number of sequences that the job adds to a server's load.
-        ask: coroutine function that gets a server and returns the job's result.
+        sequences: number of sequences that the job samples.
+        prompt_ids: token ids of the prompt.
+        sampling: sampling parameters, see `Server.complete`.
         order: priority of the job's batch; the lowest goes first.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.
@@ -35,7 +36,8 @@ class Job:
 
     tokens: int
     sequences: int = 1
-    ask: Any = None
+    prompt_ids: Sequence[int] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
     order: int = 0
     number: int = 0
     failed_on: list[str] = field(default_factory=list)
@@ -65,8 +67,7 @@ class Backlog:
         Args:
             jobs: new jobs.
         """
-        for job in jobs:
-            insort(self.waiting, job, key=lambda job: job.place)
+        self.waiting = sorted([*self.waiting, *jobs], key=attrgetter("place"))
 
     def assign(self) -> list[tuple[Job, str]]:
         """Assign waiting jobs to servers, in the order of `Job.place`, until no server has room.

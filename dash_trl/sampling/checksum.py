@@ -3,7 +3,7 @@
 vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. The checksum is
 therefore a sum over all elements of a hash of the element's bits. Concatenating, splitting and padding with zeros do
 not change it; one flipped bit does. The checksum also stays the same if values move to other positions. The comparison
-of log-probs (`weights/proof.py`) detects that.
+of log-probs (`proof.py`) detects that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,27 +19,15 @@ CHUNK = 1 << 24  # elements at a time, so that a temporary int64 copy takes 128 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """View a tensor's elements as the integers of their bits.
-
-    Args:
-        tensor: any shape; elements of 1, 2, 4 or 8 bytes.
-
-    Returns:
-        [number of elements], signed integers of the same size.
-    """
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
-
-
 def tensor_checksum(tensor: Tensor) -> int:
     """Compute Σ h(bits of an element) mod 2^64, which does not depend on the order of the elements.
 
     Args:
-        tensor: any shape and dtype.
+        tensor: any shape; elements of 1, 2, 4 or 8 bytes.
     """
     total = 0
-    for part in bits_of(tensor).split(CHUNK):
+    flat = tensor.detach().contiguous().view(-1)
+    for part in flat.view(_INTEGERS[flat.element_size()]).split(CHUNK):
         x = part.to(torch.int64)
         total += int((x * (A * x + B)).sum())  # int64 overflow wraps around: arithmetic modulo 2^64
     return total % MODULUS

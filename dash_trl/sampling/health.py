@@ -12,9 +12,7 @@ probes, because an engine that hangs still answers probes. Methods get the curre
 any clock.
 
 Several batches may be in progress at once. A server that still works on a job when another batch begins stays healthy:
-its connections are open, so its process has not restarted. Each batch counts the time without a usable server from the
-batch's own start, for two reasons: possibly no server was checked before it, and a batch that starts later must not
-extend the timeout of an earlier batch.
+its connections are open, so its process has not restarted.
 """
 
 import math
@@ -23,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
-FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
+BACK_OFF = 0.5  # seconds before a suspect is probed; the time doubles with the second failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
 # Limit of sequences in flight on one server, over all ranks: vLLM's largest default batch. More sequences would wait in
 # vLLM's queue; instead, their jobs wait in our backlog.
@@ -45,7 +43,7 @@ class State(StrEnum):
 
 
 @dataclass
-class Server:
+class ServerStatus:
     """State of one server, as this process sees it.
 
     Attributes:
@@ -91,15 +89,13 @@ class Fleet:
         most_sequences: limit of this process's sequences in flight on one server.
         most_jobs: limit of this process's jobs in flight on one server.
         version: current weight version.
-        down_since: since when no server has held the current weights, in seconds; None if a server holds them.
     """
 
     def __init__(self, urls: Iterable[str], ranks: int = 1, *, sequences: int = SEQUENCES_PER_SERVER, jobs: int = JOBS):
-        self.servers = {url: Server(url) for url in urls}
+        self.servers = {url: ServerStatus(url) for url in urls}
         self.most_sequences = sequences // ranks
         self.most_jobs = max(1, jobs // len(self.servers))
         self.version = 0
-        self.down_since: float | None = None
 
     # -------------------------------------------------------------------------------------------------- questions
 
@@ -144,15 +140,9 @@ class Fleet:
         """Return the URLs of servers that need the current weights or are loading them."""
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
-    def lost(self, since: float, now: float, timeout: float) -> bool:
-        """Return whether no server has held the current weights for `timeout` seconds.
-
-        Args:
-            since: time before this does not count, in seconds.
-            now: current time in seconds.
-            timeout: in seconds.
-        """
-        return self.down_since is not None and now - max(self.down_since, since) >= timeout
+    def has_current(self) -> bool:
+        """Return whether a server held the current weights when it was last checked."""
+        return any(server.version == self.version for server in self.servers.values())
 
     def describe(self) -> str:
         """Describe the state and the last error of each server, one line each."""
@@ -210,8 +200,8 @@ class Fleet:
             self._die(server, now)
         elif server.state != State.DEAD:
             server.state = State.SUSPECT
-            server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
-        self.look_around(now)
+            server.rest_until = now + BACK_OFF * server.failures
+        self.suspect_idle(now)
 
     def answered(self, url: str) -> None:
         """Record that a server has answered a probe. It is refitting until it is known to hold the current weights.
@@ -238,10 +228,9 @@ class Fleet:
         server.version = version
         if version == self.version:
             server.state = State.HEALTHY
-            self.down_since = None
         else:
             self._die(server, now)
-            self.look_around(now)
+            self.suspect_idle(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """Record that a server did not answer a probe or did not load the weights.
@@ -254,7 +243,7 @@ class Fleet:
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
-        self.look_around(now)
+        self.suspect_idle(now)
 
     def new_version(self, version: int, now: float) -> None:
         """Record that there are new weights. No server may be given a job until it holds them.
@@ -267,10 +256,10 @@ class Fleet:
         for server in self.servers.values():
             if server.state != State.DEAD:
                 server.state = State.REFITTING
-        self.look_around(now)
+        self.suspect_idle(now)
 
-    def look_around(self, now: float) -> None:
-        """Make idle servers suspects, so that they are probed before their next job, and update `down_since`.
+    def suspect_idle(self, now: float) -> None:
+        """Make idle servers suspects, so that they are probed before their next job.
 
         While a server is idle, no request shows whether it has restarted.
 
@@ -280,11 +269,7 @@ class Fleet:
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:
                 server.state, server.rest_until = State.SUSPECT, now
-        if any(server.version == self.version for server in self.servers.values()):
-            self.down_since = None
-        elif self.down_since is None:
-            self.down_since = now
 
-    def _die(self, server: Server, now: float) -> None:
+    def _die(self, server: ServerStatus, now: float) -> None:
         server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
         server.failures = 0

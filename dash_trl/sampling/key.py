@@ -42,18 +42,16 @@ def own_key() -> str:
     """Return the key for servers that this process starts; create the key file if it is missing."""
     if key := os.environ.get(API_KEY):
         return key
-    if not key_file().exists():
-        _make(key_file())
-    return key_file().read_text().strip()
-
-
-def _make(path: Path) -> None:
-    """Create the key file with mode 0600. If another process creates it at the same time, the first key is kept."""
+    path = key_file()
+    if path.exists():
+        return path.read_text().strip()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # If another process creates the file at the same time, the first key is kept. The mode is 0600.
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file, suppress(FileExistsError):
         file.write(secrets.token_urlsafe(32))
         file.flush()
         os.link(file.name, path)  # the file appears with its content complete
+    return path.read_text().strip()
 
 
 class RequireKey:

@@ -1,4 +1,4 @@
-"""Distributes jobs over several vLLM servers. Every job is completed exactly once, even if servers fail.
+"""Distributes jobs over several servers. Every job is completed exactly once, even if servers fail.
 
 The path of a job::
 
@@ -22,15 +22,15 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, count
 from typing import Any, Protocol
 
 import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
-from dash_trl.sampling.health import Fleet, State
-from dash_trl.sampling.server import Completion, ServerError, VLLMServer
+from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
+from dash_trl.sampling.server import Completion, Server, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
+from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
-LOOK_AGAIN = 1.0  # seconds between probes of servers that do not answer at the start
 START_TOGETHER = 1.0  # seconds; a new batch waits at most this long for the checks of suspect servers
+TEST_SECONDS = 60.0  # for the token that a server samples before it is trusted again
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
 
@@ -81,17 +81,17 @@ class Chain:
 class Batch:
     """Jobs or chains that were submitted together.
 
-    The event loop's thread puts their results into `finished`; the thread that submitted the batch takes them.
+    The event loop's thread puts their results into `finished`; the thread that submitted the batch reads them.
 
     Args:
         jobs: jobs or chains, numbered from 0.
         began: start time in seconds, on the event loop's clock.
-        seen: called once with each result, on the thread that calls `take`.
+        seen: called once with each result, on the thread that calls `read`.
 
     Attributes:
         finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
             batch fails.
-        results: results taken so far, in the order of the jobs; None = not taken yet.
+        results: results read so far, in the order of the jobs; None = not read yet.
     """
 
     def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
@@ -100,11 +100,24 @@ class Batch:
         self.finished: Any = queue.SimpleQueue()
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
-        self._left = len(jobs)
-        self._error: BaseException | None = None  # the first error; a call with `wait` raises it
+        self._error: Exception | None = None  # the first error; a call with `wait` raises it
 
-    def take(self, *, wait: bool = False) -> None:
-        """Take the results that have come since the last call.
+    def next_result(self) -> tuple[int, Any]:
+        """Wait for the next result.
+
+        Returns:
+            (number of a job, its result).
+
+        Raises:
+            Exception: the error that ended the batch.
+        """
+        finished = self.finished.get()
+        if isinstance(finished, BaseException):
+            raise finished
+        return finished
+
+    def read(self, *, wait: bool = False) -> None:
+        """Read the results that have come since the last call, and call `seen` for each.
 
         Args:
             wait: True = wait for all results.
@@ -112,24 +125,20 @@ class Batch:
         Raises:
             Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
         """
-        while self._left and self._error is None and (wait or not self.finished.empty()):
-            finished = self.finished.get()
-            if isinstance(finished, BaseException):
-                self._error = finished
-                break
-            number, self.results[finished[0]] = finished
-            self._left -= 1
-            if self._seen is not None:
-                try:
-                    self._seen(number, self.results[number])
-                except Exception as error:
-                    self._error = error
+        while None in self.results and self._error is None and (wait or not self.finished.empty()):
+            try:
+                number, result = self.next_result()
+                self.results[number] = result
+                if self._seen is not None:
+                    self._seen(number, result)
+            except Exception as error:
+                self._error = error
         if wait and self._error is not None:
             raise self._error
 
 
 class ServerPool:
-    """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
+    """Pool of servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
 
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
@@ -161,17 +170,17 @@ class ServerPool:
         self._batches: dict[Job, Batch] = {}  # unfinished job → its batch
         self._requests: dict[Job, asyncio.Task[Any]] = {}  # running job → its request
         self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
-        self._heard = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
+        self._last_answers = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._refitting: set[str] = set()  # URLs of servers that get the current weights outside a weight sync
+        self._refitting: set[str] = set()  # URLs of servers whose check has got beyond the probe
         self._sending = False  # whether a weight sync to all servers is in progress
-        self._sent = -math.inf  # when the last weight sync ended
-        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
-        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
+        self._sent = self._usable = -math.inf  # when the last weight sync ended; when a server was last usable
+        self.refit: Callable[[Server], Awaitable[int | None]] | None = None
+        self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
-        self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
+        self._servers: dict[str, Server] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
@@ -187,23 +196,22 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
-        async def look(urls: list[str]) -> list[str]:
-            await asyncio.gather(*map(self._recognise, urls))
-            return [url for url in urls if self.fleet.servers[url].state == State.DEAD]
+        async def missing_servers() -> list[str]:
+            dead = [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
+            await asyncio.gather(*map(self._check, dead))
+            return [url for url in dead if self.fleet.servers[url].state == State.DEAD]
 
         deadline = time.monotonic() + self.server_timeout
-        missing = self._loop.run(look(self.urls))
-        while missing and time.monotonic() < deadline:
-            time.sleep(LOOK_AGAIN)
-            missing = self._loop.run(look(missing))
-        if missing:
-            raise PoolError(
-                self.message(
-                    f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
-                    f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
-                    f"{len(self.urls)}`) or correct vllm_server_urls"
+        while missing := self._loop.run(missing_servers()):
+            if time.monotonic() >= deadline:
+                raise PoolError(
+                    self.message(
+                        f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
+                        f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
+                        f"{len(self.urls)}`) or correct vllm_server_urls"
+                    )
                 )
-            )
+            time.sleep(PROBE_EVERY)
 
     def completions(
         self,
@@ -215,22 +223,18 @@ class ServerPool:
         Args:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
-            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`. A seed is that of the first
-                continuation; each further one has the next seed.
+            sampling: sampling parameters, see `Server.complete`.
 
         Returns:
             The jobs, in the order of the prompts.
         """
 
-        def job(number: int, first: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
-            own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
-            if own.get("seed") is not None:  # vLLM counts the seeds within a job
-                own = {**own, "seed": own["seed"] + first}
+        jobs = []
+        for number, (ids, n, *limit) in enumerate(prompts):
+            own = sampling if not limit or limit[0] is None else sampling | {"max_tokens": limit[0]}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            return Job(tokens, n, ask=lambda server: server.complete(ids, n, own, timeout=math.inf), number=number)
-
-        first = accumulate((n for _, n, *_ in prompts), initial=0)
-        return [job(number, next(first), *prompt) for number, prompt in enumerate(prompts)]
+            jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, number=number))
+        return jobs
 
     # ------------------------------------------------------------------------------------------- batches in work
 
@@ -259,7 +263,7 @@ class ServerPool:
             Exception: the errors of `run`, and an error of the batch's `seen`.
         """
         try:
-            batch.take(wait=True)
+            batch.read(wait=True)
         finally:  # drop the unfinished jobs after an error or an interrupt
             self._loop.run(self._forget(batch))
         return batch.results
@@ -271,26 +275,24 @@ class ServerPool:
 
         Args:
             chains: the chains.
-            sampling: vLLM's sampling parameters, as in `completions`.
+            sampling: sampling parameters, as in `completions`.
             order: priority of the batch, as in `submit`.
             seen: see `Batch`.
         """
 
         async def start() -> Batch:
             batch = Batch(chains, time.monotonic(), seen)
-            follow = (self._follow(batch, number, one, sampling, order) for number, one in enumerate(chains))
-            self._chains[batch] = [asyncio.ensure_future(one) for one in follow]
+            runs = [self._follow(batch, number, chain, sampling, order) for number, chain in enumerate(chains)]
+            self._chains[batch] = list(map(asyncio.ensure_future, runs))
             return batch
 
         return self._loop.run(start())
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
         """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
-        offsets = count(number, len(batch.jobs))  # each request of each chain has its own seed
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
-            seed = {} if sampling.get("seed") is None else {"seed": sampling["seed"] + next(offsets)}
-            (job,) = self.completions([(ids, 1, max_tokens)], sampling | seed)
+            (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number
             answers = asyncio.Queue[Any]()
             await self._submit([job], None, answers)
@@ -331,10 +333,7 @@ class ServerPool:
         batch = self.submit(jobs, order=URGENT)
         try:
             for _ in jobs:
-                finished = batch.finished.get()
-                if isinstance(finished, BaseException):
-                    raise finished
-                yield finished
+                yield batch.next_result()
         finally:
             self._loop.run(self._forget(batch))
 
@@ -366,10 +365,10 @@ class ServerPool:
         batch = Batch(jobs, time.monotonic(), seen)
         if answers is not None:  # of a chain, which waits for them on the event loop
             batch.finished = answers
-        self.fleet.look_around(batch.began)
+        self.fleet.suspect_idle(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
-            await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
+            await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
         self._batches.update(dict.fromkeys(jobs, batch))
         self.backlog.add(jobs)
         self._wake.set()
@@ -384,31 +383,35 @@ class ServerPool:
         try:
             while self._batches:
                 try:
-                    self._hand_out()
+                    self._assign()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(TICK):
                             await self._wake.wait()
-                    self._take_in()
+                    self._collect_answers()
                 except Exception as error:  # for example in a server check; the error concerns all batches
                     self._fail(set(self._batches.values()), error)
         finally:  # once this task ends, no caller may go on waiting for results
             self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
 
-    def _hand_out(self) -> None:
+    def _wake_up(self, _: asyncio.Task[Any]) -> None:
+        self._wake.set()
+
+    def _assign(self) -> None:
         """Assign waiting jobs to servers, and check servers that are not trusted."""
         self._wake.clear()
         now = time.monotonic()
         if not self._sending:
-            self._look_at(self.fleet.to_probe(now))
+            self._start_checks(self.fleet.to_probe(now))
         for url, server in self.fleet.servers.items():
             if self._sending or not server.outstanding:
-                self._heard[url] = now
+                self._last_answers[url] = now
         for job, url in self.backlog.assign():
-            self._requests[job] = asyncio.ensure_future(job.ask(self._servers[url]))
-            self._requests[job].add_done_callback(lambda _: self._wake.set())
-        self._give_up()
+            request = self._servers[url].complete(job.prompt_ids, job.sequences, job.sampling, timeout=math.inf)
+            self._requests[job] = asyncio.ensure_future(request)
+            self._requests[job].add_done_callback(self._wake_up)
+        self._fail_waiting()
 
-    def _take_in(self) -> None:
+    def _collect_answers(self) -> None:
         """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
 
         During a weight sync, no results are taken in, because a server on which the sync fails may go on sampling with
@@ -418,7 +421,7 @@ class ServerPool:
             return
         lost = self.backlog.lost()
         if lost:
-            logger.warning(f"{len(lost)} requests of vLLM servers that are considered dead go to other servers.")
+            logger.warning(f"{len(lost)} requests of servers that are considered dead go to other servers.")
         for job in lost:
             if job in self._requests:  # otherwise its batch has failed in the meantime
                 self._requests.pop(job).cancel()
@@ -426,18 +429,18 @@ class ServerPool:
         for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
             if job in self._requests:
                 del self._requests[job]
-                self._answered(job, task)
+                self._end_request(job, task)
         earliest = time.monotonic() - self.request_timeout
         for job, url in list(self.backlog.running.items()):
-            if self._heard[url] < earliest and job in self._requests:
+            if self._last_answers[url] < earliest and job in self._requests:
                 self._requests.pop(job).cancel()
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
 
-    def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
+    def _end_request(self, job: Job, task: asyncio.Task[Any]) -> None:
         """Take in the result or the error of a finished request."""
         error = task.exception()
         if error is None:
-            self._heard[self.backlog.running[job]] = time.monotonic()
+            self._last_answers[self.backlog.running[job]] = time.monotonic()
             self.backlog.served(job)
             self._batches.pop(job).finished.put_nowait((job.number, task.result()))
         elif isinstance(error, ServerError):
@@ -448,8 +451,8 @@ class ServerPool:
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""
         url = self.backlog.running[job]
-        self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
-        logger.warning(f"vLLM server {url} failed a request, which goes to another server: {error}")
+        self.backlog.failed(job, str(error), time.monotonic(), gone=isinstance(error, ServerGone))
+        logger.warning(f"Server {url} failed a request, which goes to another server: {error}")
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
@@ -462,19 +465,20 @@ class ServerPool:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
             self._fail({self._batches[job]}, PoolError(what))
 
-    def _give_up(self) -> None:
+    def _fail_waiting(self) -> None:
         """Fail the batches for which no server has been usable for `server_timeout` seconds.
 
         The time before the start of the batch and before the end of the last weight sync does not count.
         """
+        now = time.monotonic()
+        if self.fleet.has_current():
+            self._usable = now
         if self._sending or self.backlog.running:
             return
-        now = time.monotonic()
         for batch in set(self._batches.values()):
-            if self.fleet.lost(max(batch.began, self._sent), now, self.server_timeout):
-                self._fail(
-                    {batch}, PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
-                )
+            if now - max(batch.began, self._sent, self._usable) >= self.server_timeout:
+                what = self.message(f"No vLLM server could be used for {self.server_timeout:g} s")
+                self._fail({batch}, PoolError(what))
 
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
         """End batches with an error."""
@@ -502,11 +506,14 @@ class ServerPool:
 
     # ----------------------------------------------------------------------------------------------------- weights
 
-    def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+    def on_each(
+        self, ask: Callable[..., Awaitable[Any]], *arguments: Any, urls: Sequence[str] | None = None
+    ) -> dict[str, Any]:
         """Call an async function with several servers in parallel.
 
         Args:
-            ask: coroutine function that gets a server.
+            ask: coroutine function that gets a server and `arguments`.
+            arguments: further arguments of `ask`.
             urls: URLs of the servers; None: all.
 
         Returns:
@@ -515,11 +522,11 @@ class ServerPool:
         urls = self.urls if urls is None else urls
 
         async def ask_all() -> list[Any]:
-            return await asyncio.gather(*[ask(self._servers[url]) for url in urls], return_exceptions=True)
+            return await asyncio.gather(*[ask(self._servers[url], *arguments) for url in urls], return_exceptions=True)
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
+    def ask_all(self, ask: Callable[[Server], Awaitable[Any]]) -> dict[str, Any]:
         """Call an async function with all servers in parallel, and raise if one fails.
 
         Args:
@@ -540,14 +547,10 @@ class ServerPool:
                 raise answer
         return answers
 
-    def use_adapter(self, name: str) -> None:
-        """Let all requests use a LoRA adapter in place of the server's model.
-
-        Args:
-            name: name of the adapter on the servers.
-        """
+    def use_adapter(self) -> None:
+        """Let all requests use the LoRA adapter that the servers are given, in place of their model."""
         for server in self._servers.values():
-            server.adapter = name
+            server.uses_adapter = True
 
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
@@ -565,11 +568,11 @@ class ServerPool:
 
         async def begin() -> list[str]:
             self._sending = True
-            for url, look in list(self._recognising.items()):
-                if url not in self._refitting and not look.done():  # a probe may take long
-                    self._recognising.pop(url).cancel()
-            if self._recognising:
-                await asyncio.wait(self._recognising.values())
+            for url, check in list(self._checks.items()):
+                if url not in self._refitting and not check.done():  # a probe may take long
+                    self._checks.pop(url).cancel()
+            if self._checks:
+                await asyncio.wait(self._checks.values())
             self.fleet.new_version(version, time.monotonic())
             return self.fleet.waiting()
 
@@ -589,44 +592,43 @@ class ServerPool:
                 if error is None:
                     self.fleet.refitted(url, version, self._sent)
                 else:
-                    logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
+                    logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
-            self.fleet.look_around(self._sent)
+            self.fleet.suspect_idle(self._sent)
             self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 
-    def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
+    def _start_checks(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
         """Start a check of each of these servers that is not being checked yet; return the checks of all of them.
 
         The error of any check that has ended is raised.
         """
-        for url in [url for url, task in self._recognising.items() if task.done()]:
-            self._recognising.pop(url).result()
+        for url in [url for url, task in self._checks.items() if task.done()]:
+            self._checks.pop(url).result()
         for url in urls:
-            if url not in self._recognising:
-                self._recognising[url] = asyncio.ensure_future(self._recognise(url))
-                self._recognising[url].add_done_callback(lambda _: self._wake.set())
-        return [self._recognising[url] for url in urls]
+            if url not in self._checks:
+                self._checks[url] = asyncio.ensure_future(self._check(url))
+                self._checks[url].add_done_callback(self._wake_up)
+        return [self._checks[url] for url in urls]
 
-    async def _recognise(self, url: str) -> None:
+    async def _check(self, url: str) -> None:
         """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
         server, known = self._servers[url], self.fleet.servers[url]
+        self._refitting.discard(url)
         try:
             await server.probe()
+            self._refitting.add(url)
             doubtful = known.version is None or known.failures > 0
             self.fleet.answered(url)
-            self._refitting.add(url)
-            try:
-                version = self.fleet.version if self.refit is None else await self.refit(server)
-            finally:
-                self._refitting.discard(url)
+            version = self.fleet.version if self.refit is None else await self.refit(server)
             if version is None:
                 return
-            # If the server has jobs, its next answer shows whether the engine works; `try_out` would wait for the jobs.
+            # If the server has jobs, its next answer shows whether the engine works; a test would wait for the jobs.
             if doubtful and not known.outstanding:
-                await server.try_out()
+                # An engine that hangs still answers other requests.
+                await server.complete([0], 1, {"max_tokens": 1}, timeout=min(TEST_SECONDS, self.request_timeout))
             self.fleet.refitted(url, version, time.monotonic())
         except ServerError as error:
             self.fleet.refit_failed(url, str(error), time.monotonic())

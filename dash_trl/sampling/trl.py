@@ -1,4 +1,4 @@
-"""`VLLMPool`: several vLLM servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
+"""`ServerGeneration`: several servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
 
 Overview::
 
@@ -11,44 +11,30 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import accumulate, count, groupby
+from itertools import accumulate, groupby
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
+from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
-from dash_trl.sampling.server import Completion, VLLMServer
-from dash_trl.sampling.vllm_plugin import ADAPTER
-from dash_trl.sampling.weights import (
-    NAME,
-    WEIGHT_DIR,
-    AdapterWeights,
-    DifferenceWeights,
-    FileWeights,
-    WeightSync,
-    check_servers,
-    is_adapter,
-    obstacle,
-    of_adapter,
-    of_all_weights,
-)
+from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
+from dash_trl.sampling.server import Completion, ServedModel, Server
+from dash_trl.sampling.sync import WeightSync, check_servers
+from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
-SEEDS_OF_RANK = 1 << 20  # distance between the seeds of two ranks; more than a rank has turns of rows in a window
-SEEDS_OF_WINDOW = 1 << 40  # distance between the seeds of two windows, for a million ranks
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
@@ -62,7 +48,7 @@ class ExactMerges(VLLMGeneration):
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded."""
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
-        kept = [(weight, weight.detach().clone()) for one in layers for weight in one.get_base_layer().parameters()]
+        kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
         try:
             yield from super()._iter_named_params()
         finally:  # also after an error or an interrupt, which TRL leaves merged
@@ -74,7 +60,7 @@ class ExactMerges(VLLMGeneration):
                     weight.copy_(before)
 
 
-class VLLMPool(ExactMerges):
+class ServerGeneration(ExactMerges):
     """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers.
 
     Every rank has a pool of its own and sends its own prompts. All ranks gather the weights, and the main process sends
@@ -84,7 +70,6 @@ class VLLMPool(ExactMerges):
         urls: addresses of the servers.
         request_timeout: see `ServerPool`.
         weight_dir: folder in which weights are written; trainer and servers see it under the same path.
-        weight_difference: True = only the weights that changed are sent, if possible; see `DifferenceWeights`.
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the model's current weights.
@@ -104,7 +89,6 @@ class VLLMPool(ExactMerges):
         *,
         request_timeout: float = 600.0,
         weight_dir: str = WEIGHT_DIR,
-        weight_difference: bool = False,
         rank_timeout: float = TIMEOUT,
         end_ids: Sequence[int] = (),
         step: Callable[[], int] = lambda: 0,
@@ -114,7 +98,6 @@ class VLLMPool(ExactMerges):
         self.urls = urls
         self.request_timeout = request_timeout
         self.weight_dir = weight_dir
-        self.weight_difference = weight_difference
         self.rank_timeout = rank_timeout
         self.end_ids = end_ids
         self.step = step
@@ -123,6 +106,12 @@ class VLLMPool(ExactMerges):
 
     def _init_vllm(self) -> None:
         """Create the pool, in place of TRL's client, which needs CUDA."""
+        if self.generation_kwargs.get("seed") is not None:
+            raise ValueError(
+                f"generation_kwargs has seed={self.generation_kwargs['seed']}, but timing decides which rows share a "
+                "batch on a server: no seed makes samples reproducible, and requests with the same seed and prompt "
+                "would sample the same rows. Leave it out."
+            )
         first = self.accelerator.process_index % max(1, len(self.urls))  # ranks start with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
         self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
@@ -135,13 +124,11 @@ class VLLMPool(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
-        self._others = count(-1, -1)  # numbers of the calls of `generate` for no announced window, for their seeds
         self._window: int | None = None  # window whose rows the next call of `generate` returns
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
         self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
         self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
         self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
-        self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
 
@@ -175,13 +162,13 @@ class VLLMPool(ExactMerges):
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
-            done = jobs = self._jobs(next(self._others), prompts, num_generations, max_tokens)
+            done = jobs = self._jobs(prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
             with self.timed("rollouts"):
                 done, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
         rows = [completion for group in groups for completion in group]
-        versions = [[self._steps[version] for version in one.versions] for one in done for _ in range(one.sequences)]
+        versions = [[self._steps[version] for version in job.versions] for job in done for _ in range(job.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
         log_probs = [[[value if value > NO_LOG_PROB else None] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
@@ -212,7 +199,7 @@ class VLLMPool(ExactMerges):
     def show_finished(self) -> None:
         """Call `seen` for the finished jobs and chains of later windows, without waiting."""
         for batch in self._in_flight.values():
-            batch.take()
+            batch.read()
 
     def metrics(self) -> tuple[int, int, int]:
         """Return this rank's figures for the log.
@@ -221,7 +208,11 @@ class VLLMPool(ExactMerges):
             Number of usable servers, number of requests retried so far, number of jobs that wait for a server.
         """
         fleet = self.pool.fleet
-        usable = [one for one in fleet.servers.values() if one.state != State.DEAD and one.version == fleet.version]
+        usable = [
+            server
+            for server in fleet.servers.values()
+            if server.state != State.DEAD and server.version == fleet.version
+        ]
         return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
 
     def forget_windows(self) -> None:
@@ -239,21 +230,29 @@ class VLLMPool(ExactMerges):
             return URGENT if number == window else number
 
         for number, rows in self._to_submit.items():
-            jobs = self._jobs(number, rows, num_generations)
-            seen = None if self._seen is None else _with_rows(partial(self._seen, number), jobs)
-            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=seen)
+            jobs = self._jobs(rows, num_generations)
+            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=self._seen_rows(number, jobs))
         for number, runs in self._to_run.items():
             chains = [Chain(run) for run in runs]
-            seen = None if self._seen is None else _with_rows(partial(self._seen, number), chains)
-            sampling = self._sampling(number)
-            self._in_flight[number] = self.pool.submit_chains(chains, sampling, order=order(number), seen=seen)
+            seen = self._seen_rows(number, chains)
+            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=order(number), seen=seen)
         self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
 
+    def _seen_rows(self, window: int, jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None] | None:
+        """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
+        if self._seen is None:
+            return None
+        seen, first = self._seen, list(accumulate((job.sequences for job in jobs), initial=0))
+
+        def seen_job(number: int, completions: list[Completion]) -> None:
+            seen(window, first[number], [completion.token_ids for completion in completions])
+
+        return seen_job
+
     def _jobs(
         self,
-        window: int,
         prompts: list[list[int]],
         num_generations: int,
         max_tokens: Sequence[int | None] | None = None,
@@ -266,7 +265,7 @@ class VLLMPool(ExactMerges):
             for ids, count, most in runs
             for done in range(0, count, num_generations)
         ]
-        return self.pool.completions(groups, self._sampling(window))
+        return self.pool.completions(groups, self._sampling())
 
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
         """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
@@ -277,10 +276,10 @@ class VLLMPool(ExactMerges):
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
         context = self.context
         left = [most if context is None else context - len(ids) for ids in prompts]
-        return [one if 0 < one < most else None for one in left]
+        return [room if 0 < room < most else None for room in left]
 
-    def _sampling(self, window: int) -> dict[str, Any]:
-        """Return vLLM's sampling parameters for the rows of a window, or of another call of `generate`."""
+    def _sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters of all requests, under vLLM's names."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             # Without these, a server takes the penalties of the model's generation_config.
@@ -297,8 +296,6 @@ class VLLMPool(ExactMerges):
         sampling |= self.generation_kwargs
         if not sampling.get("ignore_eos"):  # the end tokens of the server's model may be others
             sampling["stop_token_ids"] = list(self.end_ids)
-        if sampling.get("seed") is not None:  # the rows of a group may be spread over ranks
-            sampling["seed"] += self.ranks.rank * SEEDS_OF_RANK + window * SEEDS_OF_WINDOW
         return sampling
 
     # ------------------------------------------------------------------------------------------------- weights
@@ -307,103 +304,64 @@ class VLLMPool(ExactMerges):
         """Send the model's weights to all servers; see `WeightSync.send`."""
         with self.timed("weights"):
             if self._sync is None:
-                dtype, self.context, why_merged = self.ranks.agree(self._check_servers, main_only=True)
-                adapter = is_peft_model(self.model) and self._adapter_alone(dtype, why_merged)
-                if not adapter:
-                    self._check_names()
-                self._sync = WeightSync(
-                    self.pool,
-                    self.ranks,
-                    adapter or (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype),
-                    self.model,
-                    len(self.processing_class),
-                    self._gather_adapter if adapter else self._gather,
-                    of_adapter(self.model) if adapter else of_all_weights(self.model, self._plain_name),
-                    self.accelerator.mixed_precision,
-                )
+                self._sync = self._new_sync()
             self._sync.send()
 
-    def _check_servers(self) -> tuple[torch.dtype, int, str | None]:
-        """Check that the servers fit this trainer.
+    def _new_sync(self) -> WeightSync:
+        """Check the servers, and choose how they get weights: an adapter alone if that works, otherwise all weights."""
+        served = self.ranks.agree(self._check_servers, main_only=True)
+        self.context = served.context
+        why_merged = self._why_merged(served) if is_peft_model(self.model) else None
+        if why_merged is not None and self.accelerator.is_main_process:
+            logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
+        if not is_peft_model(self.model) or why_merged is not None:
+            weights = FileWeights(self.weight_dir, served.dtype)
+            gather: Any = self._gather
+            perturbation = ScaledLayers(self.model, self._plain_name)
+        else:
+            self.pool.use_adapter()
+            base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
+            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
+            gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
+        return WeightSync(
+            self.pool,
+            self.ranks,
+            weights,
+            self.model,
+            len(self.processing_class),
+            gather,
+            perturbation,
+            self.accelerator.mixed_precision,
+        )
 
-        Returns:
-            Dtype of the servers' weights; their smallest context length; the reason why an adapter has to be merged
-            into its model, or None if it can be sent alone.
-        """
-        dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
-        reports = self.pool.ask_all(lambda server: server.weight_report())
-        if any(report.checksum is None for report in reports.values()):
-            if self.weight_difference:
-                raise ValueError(
-                    "vllm_weight_difference=True, but the servers' weights are quantised or copied between workers. No "
-                    "checksum can then show whether a difference fits the weights that a server holds. Leave the "
-                    "option out, or start servers without quantisation and with at most as many tensor-parallel "
-                    "workers as there are KV heads."
-                )
+    def _check_servers(self) -> ServedModel:
+        """Check that the servers fit this trainer; return what holds for all of them."""
+        served = check_servers(self.pool, self.model.config, self.model.name_or_path)
+        if not served.comparable:
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
                 "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
                 "unnoticed."
             )
-        configs = self.pool.ask_all(lambda server: server.config())
-        modes = {config["model_config"]["logprobs_mode"] for config in configs.values()}
-        if modes != {"processed_logprobs"}:
+        if not served.log_probs_as_sampled:
             logger.warning(
-                f"The servers' --logprobs-mode is {modes}. The sampler's log-probs then ignore temperature and top_p, "
-                "and every ratio that uses them (importance sampling correction, loss_type='aipo') is biased. Start "
-                "the servers with --logprobs-mode processed_logprobs."
+                "The servers' log-probs ignore temperature and top_p, and every ratio that uses them (importance "
+                "sampling correction, loss_type='aipo') is biased. Start the servers with --logprobs-mode "
+                "processed_logprobs."
             )
-        why_merged = self._why_merged(configs) if is_peft_model(self.model) else None
-        context = min(config["model_config"]["max_model_len"] for config in configs.values())
-        if self.max_completion_length >= context:
+        if self.max_completion_length >= served.context:
             logger.warning(
-                f"max_completion_length={self.max_completion_length}, but the servers' context is {context} tokens, "
-                "prompt included: a completion gets at most the tokens that its prompt leaves. Lower "
+                f"max_completion_length={self.max_completion_length}, but the servers' context is {served.context} "
+                "tokens, prompt included: a completion gets at most the tokens that its prompt leaves. Lower "
                 "max_completion_length, or start the servers with a larger --max-model-len."
             )
-        return dtype, context, why_merged
+        return served
 
-    def _why_merged(self, configs: dict[str, Any]) -> str | None:
+    def _why_merged(self, served: ServedModel) -> str | None:
         """Return the reason why the adapter has to be merged into its model; None if it can be sent alone."""
         if self._dist.is_fsdp:
             return "the adapter alone cannot be sent under FSDP"
-        obstacles = (obstacle(self.model, config) for config in configs.values())
-        return next((one for one in obstacles if one is not None), None)
-
-    def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
-        """Create the object that sends only the adapter. If the adapter has to be merged, log why and return None."""
-        if why_not is None:
-            base = weights_checksum(
-                value.to(dtype) for _, value in self._whole_parameters(lambda name: self.model.prefix not in name)
-            )
-
-            def check() -> str | None:
-                reports = self.pool.ask_all(lambda server: server.weight_report())
-                others = [url for url, report in reports.items() if report.checksum not in (None, base)]
-                return f"the base model on {', '.join(others)} has other weights than the trainer's" if others else None
-
-            why_not = self.ranks.agree(check, main_only=True)
-        if why_not is not None:
-            if self.accelerator.is_main_process:
-                logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_not}.")
-            return None
-        self.pool.use_adapter(ADAPTER)
-        return AdapterWeights(self.weight_dir, dtype, self.model.peft_config[NAME], base)
-
-    def _check_names(self) -> None:
-        """Check that every weight that is sent is one of the plain model, because an unknown name breaks a server."""
-        config, is_adapted = self.model.config, is_peft_model(self.model)
-        kind = type(self.model.get_base_model() if is_adapted else self.model)
-        with torch.device("meta"):
-            known = dict(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), kind)(config).named_parameters())
-        # without the weights of adapters, which are merged, and the modules that `modules_to_save` has copied
-        apart = (getattr(self.model, "prefix", "original_module"), "original_module") if is_adapted else ()
-        names = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
-        if unknown := sorted(name for name in names - known.keys() if ".modules_to_save." not in name):
-            raise ValueError(
-                f"vLLM knows no weights {unknown}, since a {type(config).__name__} has none of these names. Sample "
-                "without servers, or train other modules: of PEFT's options, trainable_token_indices cannot be merged."
-            )
+        return obstacle(self.model, served.adapter_rank)
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.
@@ -411,14 +369,17 @@ class VLLMPool(ExactMerges):
         The matrices are unsharded and have the names of a checkpoint.
         """
         self._steps[self.pool.fleet.version + 1] = self.step()
-        own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
-        matrices = self._whole_parameters(lambda name: any(part in name for part in own))
-        return ((name.replace(f".{NAME}.", "."), value) for name, value in matrices)
+        return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
 
-    def _whole_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded value of the wanted parameters, one at a time. Under ZeRO-3 this is a collective."""
+    def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and unsharded value of each parameter of the adapter, or of the base model, one at a time.
+
+        Under ZeRO-3 this is a collective.
+        """
+        own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
-            if wanted(name):
+            is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
+            if is_wanted:
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
@@ -443,22 +404,15 @@ class VLLMPool(ExactMerges):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
-async def _waits_for_weights(server: VLLMServer) -> None:
+async def _waits_for_weights(server: Server) -> None:
     """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
 
-    A server that waits is not tested by `VLLMServer.try_out`, because the test fails on a server that a killed run has
-    left paused.
+    A server that waits samples no test token, because the test fails on a server that a killed run has left paused.
     """
 
 
-def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None]:
-    """Convert a callback for rows (first row, token ids of the rows) to a callback for jobs (number, completions)."""
-    first = list(accumulate((job.sequences for job in jobs), initial=0))
-    return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])
-
-
 def install(trainer: Any) -> None:
-    """Give a trainer a `VLLMPool` of the servers in its arguments.
+    """Give a trainer a `ServerGeneration` of the servers in its arguments.
 
     The trainer was built with `use_vllm=False`, because TRL's client for servers needs CUDA. If vLLM samples in the
     trainer's process, TRL's own sampler stays, with the weight syncs of `ExactMerges`.
@@ -471,11 +425,10 @@ def install(trainer: Any) -> None:
         trainer.vllm_generation.__class__ = ExactMerges
         return
     this: Any = weakref.proxy(trainer)
-    host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    trainer.vllm_generation = VLLMPool(
-        args.vllm_server_urls or [host],
+    trainer.vllm_generation = ServerGeneration(
+        args.vllm_server_urls
+        or [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"],
         request_timeout=args.vllm_request_timeout,
-        weight_difference=args.vllm_weight_difference,
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,
         step=lambda: this.state.global_step,

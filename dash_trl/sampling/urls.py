@@ -1,13 +1,10 @@
 """Checks server addresses. It refuses invalid addresses, and addresses of other machines if no API key is set."""
 
 import ipaddress
-import logging
 import os
 import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
-
-logger = logging.getLogger(__name__)
 
 API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^][/?#@:\s]+)(:[1-9]\d{0,4})?")
@@ -37,19 +34,12 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
                 f"vllm_server_urls has {without_user(url)!r}, which is not the address of a server. Write "
                 "http://HOST:PORT, e.g. http://127.0.0.1:8000, without a path, a user or a password."
             )
-        if is_here(url):
-            continue
-        if not os.environ.get(API_KEY):
+        if not is_here(url) and not os.environ.get(API_KEY):
             raise ValueError(
                 f"vllm_server_urls has {url!r}, which is not on this machine, and there is no key for it. Without a "
                 "key anyone who reaches that port could read or replace the model. Set the environment variable "
                 f"{API_KEY} to the same value for the trainer and for `python -m dash_trl.serve`, or open a tunnel and "
                 "name its local end here."
-            )
-        if url.startswith("http:"):
-            logger.warning(
-                f"The key, prompts and completions are sent to {url} without encryption. Use a private network or a "
-                "tunnel."
             )
     return cleaned
 

@@ -1,18 +1,17 @@
 """Plugin that runs inside a vLLM server.
 
-It reports weight checksums, loads LoRA adapters, changes single weights, and makes weight updates work on CPU builds.
-vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport`
-through `--worker-extension-cls` (`python -m dash_trl.serve` passes it). The trainer calls the methods of `WeightReport`
-over HTTP.
+It reports weight checksums, loads LoRA adapters, and makes weight updates work on CPU builds. vLLM finds `register`
+through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport` through
+`--worker-extension-cls` (`python -m dash_trl.serve` passes it). The trainer calls the methods of `WeightReport` over
+HTTP.
 """
 
-import functools
 from typing import Any
 
 import torch
 
-from dash_trl.sampling.changes import unpack
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
+from dash_trl.sampling.server import model_shape
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
 # Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
@@ -44,32 +43,15 @@ def register() -> None:
         from vllm.model_executor.layers import utils
 
         packing = utils.dispatch_cpu_unquantized_gemm
-        utils.dispatch_cpu_unquantized_gemm = functools.partial(_plain_linear, packing)
 
+        def plain_linear(layer: Any, remove_weight: bool) -> None:
+            """Call vLLM's function only for convolutions, experts, and layers that this worker lacks."""
+            if layer.weight.is_meta or layer.weight.ndim != 2:
+                packing(layer, remove_weight)
+            else:
+                layer.cpu_linear = torch.nn.functional.linear
 
-def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
-    """Let a layer compute with torch's `linear` if its weight is a matrix; otherwise call vLLM's function `packing`.
-
-    This replaces vLLM's `dispatch_cpu_unquantized_gemm`. Weights that are no matrices are those of convolutions and
-    experts. Layers that this worker lacks (their weight is on the meta device) also go to `packing`.
-    """
-    if layer.weight.is_meta or layer.weight.ndim != 2:
-        packing(layer, remove_weight)
-    else:
-        layer.cpu_linear = torch.nn.functional.linear
-
-
-def model_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a text config that two models must share if the weights of one are to fit the other.
-
-    Args:
-        config: a model's text config.
-
-    Returns:
-        Field name → value; None for a missing field.
-    """
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return {name: getattr(config, name, None) for name in names}
+        utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
 def _several(matrices: Any) -> list[Any]:
@@ -95,26 +77,6 @@ class WeightReport:
         layers = self.model_runner.lora_manager._adapter_manager.get_adapter(ADAPTER_ID).loras.values()
         held = [matrix for layer in layers for side in (layer.lora_a, layer.lora_b) for matrix in _several(side)]
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
-
-    def dash_load_differences(self: Any, dtype: str, head: str, body: str) -> None:
-        """Set some elements of the model's weights. vLLM's loader maps them to vLLM's own parameters.
-
-        Args:
-            dtype: dtype of the weights, such as "bfloat16".
-            head: see `changes.unpack`.
-            body: see `changes.unpack`.
-        """
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        )
-
-        kind = getattr(torch, dtype)
-        patches = [
-            CheckpointWeightPatch(one.name, one.shape, kind, one.values.view(kind), one.positions)
-            for one in unpack(head, body)
-        ]
-        load_checkpoint_weight_patches(self.get_model(), patches)
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
         """Report the weights that this worker holds.

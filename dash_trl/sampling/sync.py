@@ -12,7 +12,7 @@ An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,14 @@ from torch import Tensor, nn
 from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.pool import PoolError, ServerPool
-from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.proof import Perturbation, check_probe, model_log_probs, of_all_weights, probe_tokens
-from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
-
-# KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
-# 0.31). Without a connector, the name is None.
-EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
+from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
+from dash_trl.sampling.server import ServedModel, Server, model_shape
+from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
+def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     """Check that the weights of a model fit into the servers' models.
 
     Args:
@@ -45,34 +39,31 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
         name: name of the model, for the command in an error message.
 
     Returns:
-        Dtype of the servers' weights.
+        What holds for all servers: the first server's description, with the smallest limits of all.
 
     Raises:
-        ValueError: if a server holds a model of another shape, or has a prefix cache that vLLM does not empty.
+        ValueError: if a server holds a model of another shape, or has a prefix cache that the engine does not empty.
         PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
-    for url, vllm in pool.ask_all(lambda server: server.config()).items():
-        connector = (vllm.get("kv_transfer_config") or {}).get("kv_connector")
-        if connector not in EMPTIED:
-            raise ValueError(
-                f"{url} uses the KV connector {connector}, whose cache may keep prefixes of old weights after a weight "
-                "sync. Start the server without --kv-transfer-config. --kv-offloading-size can be used with vLLM's own "
-                "backend."
-            )
-    reports = pool.ask_all(lambda server: server.weight_report())
+    models = pool.ask_all(lambda server: server.describe())
     own = model_shape(config.get_text_config())
-    for url, report in reports.items():
-        different = {
-            key: (report.shape.get(key), value) for key, value in own.items() if report.shape.get(key) != value
-        }
+    for url, model in models.items():
+        different = {key: (model.shape.get(key), value) for key, value in own.items() if model.shape.get(key) != value}
         if different:
             raise ValueError(
                 f"{url} serves a model of another shape than {name!r} (there, here): {different}. Only weights of the "
                 f"same shape can be loaded in place. Start servers for this model: python -m dash_trl.serve {name}"
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
-    return getattr(torch, next(iter(reports.values())).dtype)
+    every = list(models.values())
+    return replace(
+        every[0],
+        context=min(model.context for model in every),
+        adapter_rank=min(model.adapter_rank for model in every),
+        comparable=all(model.comparable for model in every),
+        log_probs_as_sampled=all(model.log_probs_as_sampled for model in every),
+    )
 
 
 class WeightSync:
@@ -90,7 +81,7 @@ class WeightSync:
         vocabulary: number of token ids of the tokenizer.
         gather: function that returns (name on the servers, value) of each parameter of the model, or of its adapter.
             All ranks call this function once for each weight version.
-        perturbation: change of the weights with which the first weight sync is checked. None: `of_all_weights`. In this
+        perturbation: change of the weights with which the first weight sync is checked. None: `ScaledLayers`. In this
             case `gather` has to return the model's own names.
         mixed_precision: accelerate's name of the dtype in which the model computes; "no": the dtype of its weights.
     """
@@ -103,7 +94,7 @@ class WeightSync:
         model: nn.Module,
         vocabulary: int,
         gather: Callable[[], NamedTensors],
-        perturbation: Perturbation | None = None,
+        perturbation: ScaledLayers | None = None,
         mixed_precision: str = "no",
     ):
         self.pool = pool
@@ -111,9 +102,10 @@ class WeightSync:
         self.weights = weights
         self.model = model
         self.gather = gather
-        self.perturbation = perturbation or of_all_weights(model, str)
+        self.perturbation = perturbation or ScaledLayers(model)
         self.dtypes = {weights.dtype, MIXED.get(mixed_precision, next(model.parameters()).dtype)}
-        self.probe = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
+        most = min(model.config.get_text_config().vocab_size, vocabulary)  # type: ignore[union-attr, operator]
+        self.probe = [(7919 * (i + 1)) % most for i in range(PROBE_TOKENS)]  # spread over the vocabulary
         self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
         self._snapshot: Snapshot | None = None  # the current version
         pool.refit = self._refit
@@ -132,24 +124,26 @@ class WeightSync:
         plain = model_log_probs(self.model, self.probe)
         perturbed = model_log_probs(self.model, self.probe, self.perturbation.outputs())
         for expected in (perturbed, plain):
-            errors = self._send(perturbed=expected is perturbed)
-            if errors:
+            if errors := self._send(perturbed=expected is perturbed):
                 raise PoolError(self.pool.message(f"In the first weight sync {len(errors)} servers failed"))
-            self.ranks.agree(partial(self.check, expected, plain), main_only=True)
+            self.check(expected)
         self._proven = True
 
-    def check(self, expected: Tensor, plain: Tensor) -> None:
+    def check(self, expected: Tensor) -> None:
         """Check by log-probs that all servers compute with the weights.
 
         Args:
             expected: see `check_probe`.
-            plain: see `check_probe`.
 
         Raises:
             WeightMismatch: see `check_probe`.
         """
-        served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
-        check_probe(expected, plain, served, self.dtypes)
+
+        def check() -> None:
+            served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
+            check_probe(expected, served, self.dtypes)
+
+        self.ranks.agree(check, main_only=True)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
         """Gather the weights on all ranks, and send them from the main process.
@@ -166,7 +160,7 @@ class WeightSync:
         def send() -> Any:
             try:
                 if self.ranks.rank == 0:
-                    return self.weights.send(parameters, version, partial(self.pool.on_each, urls=waiting))
+                    return self.weights.send(parameters, version, self.pool, waiting)
             finally:  # gathering is a collective: every rank has to take part to the end, even after an error
                 for _ in parameters:
                     pass
@@ -179,24 +173,9 @@ class WeightSync:
             self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
 
-    async def _refit(self, server: VLLMServer) -> int | None:
+    async def _refit(self, server: Server) -> int | None:
         """Give a server the current weights outside a weight sync; see `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
-
-
-def takes_seeds(pool: ServerPool) -> bool:
-    """Return whether requests to the servers may have a seed. On a CPU, a seed may crash the engine.
-
-    When vLLM 0.31 computes a prompt in parts, it rewinds the request's random generator. A generator on a CPU cannot
-    be rewound, so the engine crashes ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
-
-    Args:
-        pool: the servers.
-    """
-    return all(
-        config.get("device_config", {}).get("device") != "cpu"
-        for config in pool.ask_all(lambda server: server.config()).values()
-    )
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
@@ -216,16 +195,15 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, model.named_parameters)
     held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    reports = pool.ask_all(lambda server: server.weight_report())
-    if any(report.checksum != held.checksum for report in reports.values()):
+    checksums = pool.ask_all(lambda server: server.weight_checksum())
+    if any(checksum != held.checksum for checksum in checksums.values()):
         sync.send()
         return
 
-    async def verify(server: VLLMServer) -> int:
+    async def verify(server: Server) -> int:
         """Check a server that came back. After a restart it holds its own checkpoint, which is the right one here."""
-        held.verify(await server.weight_report(), server.url)
+        held.verify(await server.weight_checksum(), server.url)
         return held.version
 
     pool.refit = verify
-    plain = model_log_probs(model, sync.probe)
-    sync.check(plain, plain)
+    sync.check(model_log_probs(model, sync.probe))

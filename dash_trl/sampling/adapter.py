@@ -19,14 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dash_trl.sampling.checksum import tensor_checksum
-from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.weights.file import FileWeights
-from dash_trl.sampling.weights.proof import is_adapter
-from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, WeightMismatch, held_tag
+from dash_trl.sampling.server import Server
+from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot, WeightMismatch
 
 NAME = "default"  # name of the adapter that TRL trains
 # Options that an adapter's configuration must not set: vLLM refuses them or computes something else.
 WITHOUT = (
+    "bias",
     "use_dora",
     "modules_to_save",
     "rank_pattern",
@@ -42,12 +41,12 @@ WITHOUT = (
 )
 
 
-def obstacle(model: Any, config: dict[str, Any]) -> str | None:
+def obstacle(model: Any, most: int) -> str | None:
     """Return the reason why this model's adapter cannot be sent alone to a server, if there is such a reason.
 
     Args:
         model: a PEFT model.
-        config: vLLM's configuration of the server, as JSON.
+        most: largest rank of an adapter that the servers take; 0 = they take no adapter.
 
     Returns:
         The reason, as the end of a log message; None if the adapter can be sent alone.
@@ -57,30 +56,23 @@ def obstacle(model: Any, config: dict[str, Any]) -> str | None:
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
-    if adapter.bias != "none":
-        return f"vLLM supports adapters without bias only, and this one has bias={adapter.bias!r}"
-    given = [name for name in WITHOUT if getattr(adapter, name, None)]
+    if getattr(model.get_base_model(), "hf_quantizer", None):
+        return "the weights of its base model are quantised here"
+    given = [name for name in WITHOUT if getattr(adapter, name, None) not in (None, "none", False, [], {})]
     if given:
         return f"vLLM does not support an adapter with {', '.join(given)}"
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if any(map(is_adapter, ends)):
-        return "it also adapts the embeddings or the output layer, which is not tested with vLLM"
     parts = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
-    others = [name for name, one in model.named_parameters() if one.requires_grad and not any(map(name.count, parts))]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if not any(map(name.count, parts))]
     if others:
         return f"other parameters are trained, too, such as {others[0]}"
-    served = config.get("lora_config") or {}
-    if served.get("max_lora_rank", 0) < adapter.r:
+    if most < adapter.r:
+        room = next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= adapter.r)  # vLLM's choices
         return (
             "the servers were started without LoRA support for its rank. To send only the adapter, start them with "
-            f"`python -m dash_trl.serve {model.config.name_or_path} --enable-lora --max-lora-rank {_room(adapter.r)}`"
+            f"`python -m dash_trl.serve {model.config.name_or_path} --enable-lora --max-lora-rank {room}`"
         )
     return None
-
-
-def _room(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` that vLLM accepts for this rank."""
-    return next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= rank)
 
 
 class AdapterWeights(FileWeights):
@@ -96,43 +88,30 @@ class AdapterWeights(FileWeights):
     def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
         super().__init__(directory, dtype)
         self.adapter, self.base = adapter, base
-        # URL → last tag that the server got. While the server reports this tag, its base model is not checked again.
-        self._tags: dict[str, str] = {}
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
+        rank = self.adapter.r
+        scaling = self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)  # of B·A
         matrices: dict[str, Tensor] = {}
         checksum = 0
         for name, tensor in parameters:
             matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
-            checksum += tensor_checksum(matrix * self.scaling if ".lora_B." in name else matrix)
+            checksum += tensor_checksum(matrix * scaling if ".lora_B." in name else matrix)
         save_file(matrices, folder / "adapter_model.safetensors")
         # `adapter.save_pretrained` would also write `target_modules`, which may be a regular expression or a set. vLLM
         # does not need it: the names of the matrices show which modules the adapter changes.
-        said = {"peft_type": "LORA", "r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
+        said = {"peft_type": "LORA", "r": rank, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
         said["use_rslora"] = self.adapter.use_rslora
         (folder / "adapter_config.json").write_text(json.dumps(said))
         return checksum
 
-    @property
-    def scaling(self) -> float:
-        """LoRA's factor for B·A."""
-        rank = self.adapter.r
-        return self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)
-
-    async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
-        tag = self._tags.pop(server.url, None)
-        if tag is None or await held_tag(server) != tag:  # a first load, or a restart
-            base = (await server.weight_report()).checksum
+    async def _load(self, server: Server, snapshot: Snapshot, held: str) -> None:
+        if held != server.given:  # a first load, a restart, or weights of another run
+            base = await server.weight_checksum()
             if base not in (None, self.base):
                 raise WeightMismatch(
                     f"{server.url} holds another base model (checksum {base:x}) than the trainer's ({self.base:x}). "
                     "Does another run use the same server? Restart the server from the checkpoint from which the "
-                    "training started."
+                    "training started, in the trainer's dtype."
                 )
-        checksum = await server.load_adapter(snapshot.path, snapshot.tag)
-        if checksum != snapshot.checksum:
-            raise WeightMismatch(
-                f"{server.url} was given the adapter of version {snapshot.version} (checksum {snapshot.checksum:x}) "
-                f"but holds another one ({checksum:x}). It would not sample from the current policy."
-            )
-        self._tags[server.url] = snapshot.tag
+        snapshot.verify(await server.load_adapter(snapshot.path, snapshot.tag), server.url)

@@ -1,0 +1,151 @@
+"""Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
+
+The first weight sync of a run sends perturbed weights, that is, weights that are changed in a known way. The servers'
+log-probs have to equal the log-probs that the trainer computes with the same change. The change multiplies the
+parameters of linear layers and embeddings by a factor. If an adapter is sent alone, a constant is added to its B
+matrices instead, because these matrices are zero in a new adapter, so a factor would not change them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dash_trl.sampling.weights import NamedTensors, WeightMismatch
+from dash_trl.update import evaluating
+
+PROBE_TOKENS = 32
+PERTURBATION = 0.5  # factor; exact in every dtype. It makes log-probs more uniform, so that rounding matters less
+SHIFT = 0.25  # added to the B matrices of an adapter
+
+# dtype → largest mean absolute difference between the log-probs of trainer and server that rounding can explain. In a
+# trained model the perturbation changes log-probs by an order of magnitude more.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+class ScaledLayers:
+    """The perturbation of full weights: parameters of linear layers and embeddings are scaled by `PERTURBATION`.
+
+    Args:
+        model: the trainer's model.
+        plain_name: maps a name in `model.named_parameters()` to the name that servers know.
+    """
+
+    def __init__(self, model: nn.Module, plain_name: Callable[[str], str] = str):
+        self.model = model
+        self.plain_name = plain_name
+
+    def parameters(self, parameters: NamedTensors) -> NamedTensors:
+        """Yield the parameters of a weight sync as they are after the change.
+
+        Args:
+            parameters: name and value of each parameter.
+        """
+        names = {
+            self.plain_name(f"{prefix}.{name}")
+            for prefix, module in self.model.named_modules()
+            if isinstance(module, nn.Linear | nn.Embedding)
+            for name in ("weight", "bias")
+        }
+        for name, tensor in parameters:
+            yield name, tensor * PERTURBATION if name in names else tensor
+
+    def outputs(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the model computes as if it had the changed weights.
+
+        It changes the outputs of layers instead of parameters, so it works with any sharding.
+        """
+        # A layer that PEFT adapts contains linear layers: its base layer, A and B. Only the output of the whole is
+        # scaled, not theirs.
+        adapters = tuple(name + "." for name, module in self.model.named_modules() if is_adapter(module))
+        modules = [
+            module
+            for name, module in self.model.named_modules()
+            if (isinstance(module, nn.Linear | nn.Embedding) or is_adapter(module)) and not name.startswith(adapters)
+        ]
+        return _hooked(modules, _scale)
+
+
+class ShiftedAdapter(ScaledLayers):
+    """The perturbation of an adapter: `SHIFT` is added to the B matrices of its LoRA layers."""
+
+    def parameters(self, parameters: NamedTensors) -> NamedTensors:
+        for name, tensor in parameters:
+            yield name, tensor + SHIFT if ".lora_B." in name else tensor
+
+    def outputs(self) -> AbstractContextManager[None]:
+        return _hooked([module for name, module in self.model.named_modules() if ".lora_B." in name], _shift)
+
+
+def _scale(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Scale the output of a layer, as if its weight and bias were scaled."""
+    return output * PERTURBATION
+
+
+def _shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Shift the output of a B matrix, as if `SHIFT` were added to the matrix: by `SHIFT` · Σ of its inputs."""
+    return output + SHIFT * inputs[0].sum(-1, keepdim=True)
+
+
+@contextmanager
+def _hooked(modules: list[nn.Module], hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Iterator[None]:
+    """`with` block in which `hook` replaces the output of each module."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_adapter(module: Any) -> bool:
+    """Return whether a module is a layer that PEFT adapts.
+
+    Args:
+        module: any object.
+    """
+    return hasattr(module, "get_base_layer")  # of PEFT's `BaseTunerLayer`
+
+
+@torch.no_grad()
+def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextManager[None] | None = None) -> Tensor:
+    """Compute log P(ids[t] | ids[:t]) with the trainer's model. This is a collective under ZeRO-3 and FSDP.
+
+    Args:
+        model: the trainer's model.
+        ids: token ids of one sequence.
+        changed: context manager within which the model computes, such as `ScaledLayers.outputs`; None: no change.
+
+    Returns:
+        [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.
+    """
+    row = torch.tensor([ids], device=next(model.parameters()).device)
+    with evaluating(model), changed or nullcontext():
+        logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
+    return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
+
+
+def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:
+    """Check that the servers' log-probs equal the trainer's, up to rounding.
+
+    Args:
+        expected: [tokens] the trainer's log-probs with the weights that the servers were given.
+        served: URL → the server's log-probs.
+        dtypes: dtypes in which the servers and the trainer compute. The coarsest one determines the tolerance.
+
+    Raises:
+        WeightMismatch: if a server's log-probs differ.
+    """
+    tolerance = max(TOLERANCE.get(dtype, max(TOLERANCE.values())) for dtype in dtypes)
+    for url, values in served.items():
+        difference = (torch.tensor(values) - expected).abs().mean().item()
+        if not difference <= tolerance:  # also if the difference is NaN
+            raise WeightMismatch(
+                f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
+                f"{difference:.2g} from the trainer's (tolerance for {sorted(map(str, dtypes))}: {tolerance}). On a "
+                "CPU build of vLLM, install dash_trl in the server's environment: its plugin stops vLLM from computing "
+                "with packed copies. Otherwise check that the server runs the same model, without quantisation or "
+                "adapters."
+            )

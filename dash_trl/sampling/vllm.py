@@ -1,0 +1,234 @@
+"""HTTP client of one vLLM server. It requests samples, log-probs and weight loads, and checks every answer."""
+
+import json
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from operator import itemgetter
+from typing import Any
+
+import aiohttp
+import torch
+
+from dash_trl.sampling.checksum import combine_workers
+from dash_trl.sampling.key import key_file, key_header
+from dash_trl.sampling.server import Completion, ServedModel, Server, ServerError, ServerGone
+from dash_trl.sampling.urls import API_KEY
+from dash_trl.sampling.vllm_plugin import ADAPTER
+
+CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 10.0
+CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as its engine step ends
+# KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
+# 0.31). Without a connector, the name is None.
+EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
+
+
+class VLLMServer(Server):
+    """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
+
+    Args:
+        url: address of the server.
+        session: HTTP session of the event loop that awaits these methods.
+        timeout: seconds for one answer, unless a method has its own timeout.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
+        self.url = url
+        self.timeout = timeout
+        self._session = session
+        self.uses_adapter = False
+        self.given: str | None = None
+
+    # --------------------------------------------------------------------------------------- sampling and scoring
+
+    async def complete(
+        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
+    ) -> list[Completion]:
+        choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
+        with _readable(choices):
+            ordered = sorted(choices, key=itemgetter("index"))
+            return list(map(_completion, ordered))
+
+    async def log_probs(self, ids: Sequence[int]) -> list[float]:
+        choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})
+        with _readable(choices):
+            entries = choices[0]["prompt_logprobs"]
+            return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
+
+    async def _choices(
+        self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None = None
+    ) -> list[Any]:
+        """Request completions and check that there are `count` choices."""
+        request = {
+            "model": ADAPTER if self.uses_adapter else None,
+            "prompt": list(prompt_ids),
+            "return_token_ids": True,
+        }
+        choices = await self._request("POST", "/v1/completions", "choices", timeout=timeout, json=request | options)
+        with _readable(choices):
+            if len(choices) != count:
+                raise ServerError(f"answered {len(choices)} choices instead of {count}")
+        return choices
+
+    # ------------------------------------------------------------------------------------------ health and weights
+
+    async def probe(self) -> None:
+        await self._request("GET", "/health", timeout=PROBE_SECONDS)
+
+    async def describe(self) -> ServedModel:
+        config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
+        workers = await self._rpc("dash_weight_report")
+        with _readable((config, workers)):
+            model, adapters = config["model_config"], config.get("lora_config") or {}
+            connector = (config.get("kv_transfer_config") or {}).get("kv_connector")
+            described = ServedModel(
+                comparable=all(worker["comparable"] for worker in workers),
+                dtype=getattr(torch, workers[0]["dtype"]),
+                shape=workers[0]["shape"],
+                context=model["max_model_len"],
+                adapter_rank=adapters.get("max_lora_rank", 0),
+                log_probs_as_sampled=model["logprobs_mode"] == "processed_logprobs",
+            )
+        if connector not in EMPTIED:
+            raise ValueError(
+                f"{self.url} uses the KV connector {connector}, whose cache may keep prefixes of old weights after a "
+                "weight sync. Start the server without --kv-transfer-config. --kv-offloading-size can be used with "
+                "vLLM's own backend."
+            )
+        return described
+
+    async def weight_checksum(self) -> int | None:
+        workers = await self._rpc("dash_weight_report")
+        with _readable(workers):
+            comparable = all(worker["comparable"] for worker in workers)
+            return combine_workers([worker["checksums"] for worker in workers]) if comparable else None
+
+    async def weight_tag(self) -> str:
+        return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
+
+    async def load_weights(self, path: str, tag: str) -> int | None:
+        async with self._paused():
+            await self._rpc("reload_weights", weights_path=path)
+            await self._end_weight_update(tag)
+            return await self.weight_checksum()
+
+    async def load_adapter(self, path: str, tag: str) -> int:
+        async with self._paused():
+            workers = await self._rpc("dash_load_adapter", path=path)
+            await self._end_weight_update(tag)
+            with _readable(workers):
+                (checksum,) = {int(worker, 16) for worker in workers}  # each worker holds the whole adapter
+                return checksum
+
+    async def resume(self) -> None:
+        await self._request("POST", "/resume", timeout=CONTROL_SECONDS)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """`async with` block in which the server samples nothing; requests in flight wait."""
+        await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS)
+        try:
+            yield
+        finally:
+            await self.resume()
+
+    async def _end_weight_update(self, tag: str) -> None:
+        """Reset the prefix cache and set the server's version tag, after a weight update and before `resume`.
+
+        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too, and vLLM
+        computes it again with the new weights.
+        """
+        # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
+        # of `--kv-offloading-size`.
+        options = {"reset_running_requests": "true", "reset_external": "true"}
+        if not await self._request("POST", "/reset_prefix_cache", "success", params=options, timeout=CONTROL_SECONDS):
+            raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
+        self.given = tag
+        await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
+
+    async def _rpc(self, method: str, **kwargs: str) -> Any:
+        """Call a method of all workers; return the result of each."""
+        return await self._request("POST", "/collective_rpc", "results", json={"method": method, "kwargs": kwargs})
+
+    # -------------------------------------------------------------------------------------------------------- HTTP
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        field: str | None = None,
+        *,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Send a request; return a field of the JSON of the answer, or None if no field is named."""
+        seconds = self.timeout if timeout is None else timeout
+        headers = key_header(self.url)  # read again, because a server that starts may create the key
+        limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session.request(
+                method, self.url + path, timeout=limit, headers=headers, allow_redirects=False, **kwargs
+            ) as response:
+                text = await response.text(errors="replace")
+                if response.status != 200:
+                    raise self._refusal(method, path, response.status, text)
+        except TimeoutError as error:
+            raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise ServerGone(f"{method} {path}: {type(error).__name__}: {error}") from error
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        if field is not None:
+            with _readable(text):
+                return json.loads(text)[field]
+
+    def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
+        """Build the error for an answer whose status is not 200."""
+        said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
+        if status in (401, 403):
+            return ValueError(
+                f"{said}. Set the environment variable {API_KEY} to the key with which the server was started. The key "
+                f"that `python -m dash_trl.serve` creates is in {key_file()} of the user who started it."
+            )
+        if status == 404 and not path.startswith("/v1"):
+            return ValueError(
+                f"{said}. The server was started without its weight endpoints. Start it with `python -m "
+                "dash_trl.serve`, or set VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
+        if "has no attribute 'dash_" in text:  # vLLM answers 500
+            return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
+        if "meta tensors" in text:  # vLLM's loader has removed the old weights, and has not loaded all new ones
+            return ValueError(f"{said}. The server holds only part of its weights, because a load failed. Restart it.")
+        if self.uses_adapter and ADAPTER in text:  # the server has restarted and has no adapter yet
+            return ServerGone(said)
+        if 300 <= status < 500 and status not in (408, 425, 429):  # a redirect is not followed: it would get the key
+            return ValueError(said)
+        return ServerError(said)
+
+
+@contextmanager
+def _readable(answer: Any) -> Iterator[None]:
+    """Context that turns errors in reading an answer into `ServerError`, because the server has sent a bad answer."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        said = f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:80]}"
+        raise ServerError(said) from error
+
+
+def _completion(choice: Any) -> Completion:
+    """Read one choice of an answer and check its lengths and values."""
+    ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if choice["finish_reason"] not in ("stop", "length", "repetition"):  # the last one by `repetition_detection`
+        raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
+    if len(ids) != len(log_probs):
+        raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
+    return Completion(ids, _finite(log_probs))
+
+
+def _finite(log_probs: list[float]) -> list[float]:
+    """Check that all log-probs are finite."""
+    if not all(map(math.isfinite, log_probs)):
+        raise ServerError("answered a log-prob that is not a finite number. Do the weights contain NaN?")
+    return list(map(float, log_probs))
