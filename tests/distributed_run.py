@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from dash_trl.distributed import Ranks
 from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.process_rewards import (
     ESTIMATORS,
@@ -622,6 +624,16 @@ def test_what_one_rank_does_alone_fails_on_both(train, name):
         train("tiny", trainer_class, **settings)
     assert said(raised.value).startswith(expected)
     assert RANK == 1 or said(raised.value.__cause__).startswith(f"RankFailed: Rank 1 failed with {expected}")
+
+
+@ON_DDP
+def test_a_failure_before_a_nested_agreement():
+    """The other rank waits in that agreement; afterwards the ranks still meet."""
+    ranks = Ranks(Accelerator())
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            ranks.agree(lambda: fail_on_rank_1() or ranks.agree(lambda: ranks.agree(int)))
+        assert ranks.agree(lambda: ranks.agree(lambda: RANK, from_main=True)) == 0
 
 
 if __name__ == "__main__":
