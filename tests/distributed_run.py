@@ -307,9 +307,8 @@ def test_process_rewards(train, name):
     assert episodes == 0 if RANK == 1 else episodes > 16
 
 
-@pytest.mark.parametrize(("group_size", "rows"), [(4, 16), (32, 32)], ids=["own groups", "one that lies on both ranks"])
-def test_the_rows_that_a_rank_computes_the_credit_of(train, group_size, rows, monkeypatch):
-    """Its own, with sums over all ranks, or those of all; `test_credit.py` compares the two."""
+def test_an_estimator_gets_the_rows_of_its_rank(train, monkeypatch):
+    """With sums over all ranks; `test_credit.py` compares them with the sums over all rows."""
     seen: list[tuple[int, float]] = []
 
     def noted(rewards: Any, chosen: Any) -> torch.Tensor:
@@ -319,11 +318,12 @@ def test_the_rows_that_a_rank_computes_the_credit_of(train, group_size, rows, mo
     monkeypatch.setitem(ESTIMATORS, "noted", Estimator(credit=noted))
     episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
     callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="noted", **episodes)
-    settings = {"reward": ScriptedReward(constant=0.0, silent=ON_RANK_1), "callbacks": [callback]}
-    trainer = train(num_generations=group_size, **settings)
-    assert seen == [(rows, 32 / rows)]
+    trainer = train(reward=ScriptedReward(constant=0.0, silent=ON_RANK_1), callbacks=[callback])
+    assert seen == [(16, 2.0)]
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
     assert agreed(logged) and logged["advantage/std"] > 0
+    with pytest.raises(ValueError, match="16 completions .* not a multiple of num_generations=32"):
+        train(num_generations=32, callbacks=[callback])
 
 
 def test_monte_carlo_values(train):

@@ -2,7 +2,7 @@
 
     rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 
-Letters: B rows of this rank, N rows that the credit estimator sees, T completion tokens, K boundaries per row.
+Letters: B rows of this rank, T completion tokens, K boundaries per row.
 """
 
 import math
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,9 +35,7 @@ CREDIT = "credit"  # name of the column with the credit per episode in TRL's tab
 class _Part:
     """The data of one part of a window, from which the figures of the whole window are computed.
 
-    The rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
-
-    Letters: R rows, T tokens that the policy wrote, K boundaries.
+    Letters: R rows of this rank, T tokens that the policy wrote, K boundaries.
 
     Attributes:
         rewards: the input of the credit estimator.
@@ -136,6 +135,13 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0  # the time that values and credit of the current window take
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
+        self._rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
+        if self._rows % args.num_generations:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"ProcessRewardCallback needs whole groups, but a process has {self._rows} completions "
+                "(per_device_train_batch_size x steps_per_generation), which is not a multiple of num_generations="
+                f"{args.num_generations}: change one of these options."  # type: ignore[attr-defined]
+            )
         # `_key` of a request → its values, or the result of the value estimator's `begin`.
         self._begun: dict[tuple[Any, ...], Any] = {}
 
@@ -191,54 +197,46 @@ class ProcessRewardCallback(DASHCallback):
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
         # With `reward_pipeline`, a window comes in several parts.
-        rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
-        if not args.reward_pipeline or len(self.last) >= rows:  # type: ignore[attr-defined]
+        if not args.reward_pipeline or len(self.last) >= self._rows:  # type: ignore[attr-defined]
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
         """Computes the values and the credit of this rank's rows. Returns the part of the window, and credit [B, T]."""
-        ranks, group_size = trainer.ranks, trainer.num_generations
-        # If each rank has whole groups, which is usual, it computes the credit of its own rows only. If groups are
-        # spread over ranks, each rank computes the credit of all rows.
-        alone = len(rollouts) % group_size == 0
-        gather = _as_it_is if alone else ranks.gather
-        mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
-        width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
-
+        group_size, width = trainer.num_generations, max(rollouts.completion_ids.shape[1], 1)
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
-        outcomes, lengths, advantages = gather(outcome), gather(own.sum(dim=1)), gather(rollouts.advantages)
-        silent = (advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
-        skipped = silent.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
-        requests, found = self._values(rollouts, ~skipped[mine], trainer)
+        lengths = own.sum(dim=1)
+        silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
+        skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
+        requests, found = self._values(rollouts, ~skipped, trainer)
         paid = [(request.boundaries or (0,), row or [math.nan]) for request, row in zip(requests, found, strict=True)]
         self.last += paid
 
-        boundaries = gather(_among_own(_table([at for at, _ in paid], -1), own), pad=-1)
-        values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
+        boundaries = _among_own(_table([at for at, _ in paid], -1), own)
+        values = _table([row for _, row in paid], math.nan).double()
         process, ends, levels, valued = place_rewards(boundaries, values, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
             values=levels,
             mask=torch.arange(width) < lengths.unsqueeze(1),
-            outcome=outcomes.double(),
-            outcome_advantages=advantages.double(),
-            valued=valued & ~outcomes.isnan(),
+            outcome=outcome.double(),
+            outcome_advantages=rollouts.advantages.double(),
+            valued=valued & ~outcome.isnan(),
             group_size=group_size,
-            sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
+            sum_over_ranks=partial(_sum, trainer.ranks),
         )
-        credit = ranks.agree(partial(self._credit, rewards))
-        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[mine][rewards.mask[mine]])
+        credit = trainer.ranks.agree(partial(self._credit, rewards))
+        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask])
         return _Part(rewards, credit, boundaries, values, skipped), per_token
 
     def _end_window(self, trainer: Any) -> None:
         """Finishes a window after its last part: logs its figures, and checks them."""
         window, self._parts = joined(self._parts), []
         if trainer.log_completions:  # sorted by the number of the group, because rewards may arrive in any order
-            cells, self._cells = sorted(self._cells, key=lambda cell: cell[0]), []
+            cells, self._cells = sorted(self._cells, key=itemgetter(0)), []
             trainer._log_completion_extra(CREDIT, [text for _, text in cells])
             self._columns = trainer._logs["extra"]
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
@@ -360,14 +358,6 @@ def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
     """
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
-
-
-def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
-    """Returns `rows`.
-
-    It replaces `ranks.gather` if each rank has whole groups, and `_sum` if each rank has the rows of all ranks.
-    """
-    return rows
 
 
 def _sum(ranks: Ranks, sums: Tensor) -> Tensor:

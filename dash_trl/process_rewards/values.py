@@ -176,7 +176,7 @@ class AnswerLogProbValue:
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         rest = [request for request in requests if request.begun is None]
-        trees = trainer.ranks.agree(lambda: [self._tree(request, trainer._tokenizer) for request in rest])
+        trees = trainer.ranks.agree(partial(self._trees, rest, trainer._tokenizer))
 
         def most(passes: int) -> int:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
@@ -202,9 +202,9 @@ class AnswerLogProbValue:
         base = _base(trainer.model)
         if sharded or trainer.args.async_level or base not in self._flaws:
             return [None] * len(requests)
-        trees = [self._tree(request, trainer._tokenizer) for request in requests]
+        trees = self._trees(requests, trainer._tokenizer)
         with trainer.accelerator.autocast():
-            return self._valued(requests, trees, base, trainer.model, lambda passes: passes)
+            return self._valued(requests, trees, base, trainer.model, int)
 
     def score(
         self,
@@ -212,7 +212,7 @@ class AnswerLogProbValue:
         model: Any,
         tokenizer: Any,
         *,
-        passes_on_all_ranks: Callable[[int], int] = lambda passes: passes,
+        passes_on_all_ranks: Callable[[int], int] = int,
     ) -> list[list[float]]:
         """Computes the values with any model and tokenizer, without a trainer.
 
@@ -225,7 +225,7 @@ class AnswerLogProbValue:
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
-        trees = [self._tree(request, tokenizer) for request in requests]
+        trees = self._trees(requests, tokenizer)
         return self._valued(requests, trees, model, model, passes_on_all_ranks)
 
     @torch.no_grad()
@@ -257,6 +257,9 @@ class AnswerLogProbValue:
                 for (i, _), log_probs in zip(rows, found, strict=False):
                     branches[i] += log_probs
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
+
+    def _trees(self, requests: Iterable[ValueRequest], tokenizer: Any) -> list[Tree]:
+        return [self._tree(request, tokenizer) for request in requests]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
         """Returns a tree: prompt and completion are the trunk, with one branch for each answer at each boundary.
