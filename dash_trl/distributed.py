@@ -66,7 +66,14 @@ class Ranks:
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
 
-    def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
+    def agree(
+        self,
+        work: Callable[..., T],
+        *arguments: Any,
+        main_only: bool = False,
+        from_main: bool = False,
+        **named: Any,
+    ) -> T:
         """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
 
         If one rank fails while the other ranks are in a collective, the failed rank waits `PATIENCE` seconds for them,
@@ -74,8 +81,10 @@ class Ranks:
 
         Args:
             work: the function to call. It may call `agree`, unless `main_only` is True.
+            arguments: arguments of `work` by position.
             main_only: True = call `work` only on the main rank, and return its value on all ranks.
             from_main: True = call `work` on all ranks, but return the value of the main rank on all ranks.
+            named: arguments of `work` by name.
         Returns:
             The value of `work`.
         Raises:
@@ -88,7 +97,7 @@ class Ranks:
         error: Exception | None = None
         try:
             if self.rank == 0 or not main_only:
-                value = work()
+                value = work(*arguments, **named)
         except Exception as caught:
             if vars(caught).get("meeting") == _meetings[0]:  # all ranks got this error in a call of `agree` by `work`
                 raise
@@ -134,6 +143,10 @@ class Ranks:
             values: the tensor of this rank, not in float64, which MPS does not have.
         """
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
+
+    def exact_sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
+        return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""

@@ -342,7 +342,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()
-    assert gone() is None and runner.rewards[0].group_size() == 0
+    assert gone() is None
 
 
 def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):

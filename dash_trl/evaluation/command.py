@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -115,8 +115,7 @@ class Task:
         if self.is_toy:
             splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
             return select_split(splits, split, TOY)
-        of_math = partial(load_math_dataset, answer_column=self.answer_column)
-        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else of_math
+        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else load_math_dataset
         return load(
             str(self.dataset_name),
             config=self.dataset_config,
@@ -125,6 +124,7 @@ class Task:
             chat=chat and not self.plain_prompts,
             completion=completion,
             problem_column=self.problem_column,
+            **({} if self.has_tests else {"answer_column": self.answer_column}),
         )
 
     def reward(self) -> Reward:

@@ -6,7 +6,6 @@ completion ──► Segmenter ──► texts of the episodes ──► scores 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 from statistics import fmean
 from typing import Any
@@ -39,7 +38,7 @@ class StepValue:
         self.score, self.rewards, self.space = score, rewards, "score" if rewards else "reward"
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        rows = trainer.ranks.agree(partial(self._values, requests, trainer._tokenizer))
+        rows = trainer.ranks.agree(self._values, requests, trainer._tokenizer)
         if self.rewards:
             return rows
         # V_0 must not depend on the completion, or it would be no baseline for the completion's first episode.

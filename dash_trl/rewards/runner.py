@@ -196,10 +196,10 @@ class RewardTeam:
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt.
+            prompt. None = each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] | None = None):
         self._group_size, self._ranks = group_size, ranks
         self._functions = list(dict.fromkeys(functions))
         self._index = {(one.runner, one.number): index for index, one in enumerate(self._functions)}
@@ -217,10 +217,9 @@ class RewardTeam:
             group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
                 that the team's `group_size` returns.
         """
+        self._next_group_size = group_size
         for runner in {one.runner for one in self._functions}:
             runner.team, runner.ranks = self, self._ranks
-            for one in runner.own:
-                one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Creates a request, but starts no function.
@@ -300,7 +299,8 @@ class RewardTeam:
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
-            request = self.begin(len(rows), one.group_size())
+            size = self._next_group_size or (1 if self._group_size is None else self._group_size())
+            request = self.begin(len(rows), size)
             self.hand_over(request, batch["completions"])
             for index, function in enumerate(self._functions):
                 function.start_batch(request, index, batch)

@@ -40,15 +40,12 @@ class RunnerReward(WatchedReward):
         number: index of the function among the runner's functions.
 
     Attributes:
-        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt.
         score: what the runner calls for one row, if the function is per-sample.
     """
 
     def __init__(self, form: RewardForm, runner: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.runner, self.number = form, runner, number
-        self.group_size: Callable[[], int] = lambda: 1
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
