@@ -100,10 +100,10 @@ def test_none_empty_and_conversational_completions_and_no_rows(reward):
 
 
 def test_an_unreadable_gold_is_nan_and_said_once(reward, caplog):
-    with closing(MathAccuracyReward(workers=2, timeout=600)) as other:  # which shares the workers
-        for _ in range(2):
-            scores = other(["5", "5", r"\boxed{5}"], [None, "5", "???"])
-            assert math.isnan(scores[0]) and scores[1] == 1.0 and math.isnan(scores[2])
+    other = MathAccuracyReward(workers=2, timeout=600)  # which shares the workers
+    for _ in range(2):
+        scores = other(["5", "5", r"\boxed{5}"], [None, "5", "???"])
+        assert math.isnan(scores[0]) and scores[1] == 1.0 and math.isnan(scores[2])
     assert [r.message.count("UnreadableGold") for r in caplog.records] == [1]
 
 

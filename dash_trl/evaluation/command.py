@@ -34,7 +34,6 @@ from dash_trl.evaluation.samplers import (
     MAX_COMPLETION_LENGTH,
     TOY,
     Checkpoint,
-    check_sampling,
     open_sampler,
 )
 from dash_trl.monitoring import plot_pass_at_k
@@ -170,7 +169,11 @@ class EvaluationArguments(Task):
     def __post_init__(self) -> None:
         if isinstance(self.chat_template_kwargs, str):
             self.chat_template_kwargs = dict(json.loads(self.chat_template_kwargs))
-        check_sampling(self.num_samples, self.temperature)
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
+                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
+            )
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
             raise ValueError(

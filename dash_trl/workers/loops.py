@@ -157,7 +157,8 @@ class Backend:
 
     def _call_ended(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None], call: Call) -> None:
         self._calls.discard(call)
-        loop.call_soon_threadsafe(task.cancel)  # without effect if the task itself has ended the call
+        if call.cancelled():
+            loop.call_soon_threadsafe(task.cancel)
 
     async def _serve(self, call: Call) -> None:
         """Wait for a place, and make a call there. Never raises a call's error: SystemExit would end the loop."""
