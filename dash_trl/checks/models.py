@@ -36,7 +36,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             ) from error
         name = (config.architectures or [""])[0]
         # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
-        kind = getattr(transformers, name, None)
+        kind: Any = getattr(transformers, name, None)
     else:
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper

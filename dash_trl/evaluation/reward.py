@@ -3,6 +3,7 @@
 `evaluate` measures a loaded model, for example in a training script.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,6 +66,8 @@ class Reward(AbstractContextManager["Reward"]):
             log_extra=_ignore,
             log_metric=_ignore,
         )
+        # An async function of TRL's form returns a coroutine.
+        rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
         raise_mistakes([self._function])
         return rewards
 
