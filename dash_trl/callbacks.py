@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -199,7 +198,7 @@ def dispatch(
             `on_rollouts_sampled` it changed which tokens the loss counts.
     """
     for callback in callbacks:
-        ranks.agree(partial(_call, callback, event, rollouts, arguments, others))
+        ranks.agree(_call, callback, event, rollouts, arguments, others)
 
 
 def _call(callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments: tuple, others: Mapping) -> None:

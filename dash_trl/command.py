@@ -17,10 +17,12 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 SCRIPTS = {"train": "train_math.py", "sft": "sft.py"}
+MODULES = {"serve": "dash_trl.serve", "eval": "dash_trl.evaluation", "doctor": "dash_trl.doctor"}  # with a `main`
 # Flags for `accelerate launch`; no script has a flag of the same name. All other flags go to the script.
 LAUNCH = ("num_processes", "gpu_ids", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
@@ -29,25 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dash_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", choices=[*SCRIPTS, "serve", "eval", "doctor"])
+    parser.add_argument("command", choices=[*SCRIPTS, *MODULES])
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the command")
     arguments = parser.parse_args(argv)
-    command, flags = arguments.command, arguments.flags
-    if command in SCRIPTS:
-        launch(SCRIPTS[command], flags)
-    elif command == "serve":
-        from dash_trl.serve import main as serve
-
-        serve(flags)
-    elif command == "eval":
-        from dash_trl.evaluation import main as evaluate
-
-        evaluate(flags)
-    else:
-        from dash_trl.doctor import main as examine
-
-        return examine(flags)
-    return 0
+    if arguments.command in SCRIPTS:
+        launch(SCRIPTS[arguments.command], arguments.flags)
+        return 0
+    return import_module(MODULES[arguments.command]).main(arguments.flags) or 0
 
 
 def launch(script: str, flags: Sequence[str]) -> None:

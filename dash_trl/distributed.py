@@ -8,6 +8,12 @@ A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for ea
 Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
 meeting uses torch's key-value store, because a rank may fail while the other ranks are in a collective. If the meeting
 were a collective, too, the two would be mixed up.
+
+Meetings are numbered, and each failure ends one meeting on all ranks. So `work` may call `agree`, too: if it fails on
+one rank before that call, its error comes to the meeting for which the other ranks wait::
+
+    rank 0   agree( work( agree( work ──► done ──┐
+    rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
 """
 
 import json
@@ -33,11 +39,7 @@ WELL = b"well"  # a rank without an error writes this into the store
 
 T = TypeVar("T")
 
-# For each depth of nested calls of `agree`, the number of meetings so far. These numbers form the name of a meeting,
-# which must be the same on all ranks. If `work` fails on one rank, this rank misses the later meetings within `work`.
-# The count within `work` ends with `work`, so the names of the meetings after it are the same on all ranks.
-_depths = [0]
-_left_behind: list[str] = []  # keys of this rank's last meeting, which other ranks may still be reading
+_meetings = [0]  # number of meetings so far; the same on all ranks
 
 
 class RankFailed(RuntimeError):
@@ -64,16 +66,25 @@ class Ranks:
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
 
-    def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
+    def agree(
+        self,
+        work: Callable[..., T],
+        *arguments: Any,
+        main_only: bool = False,
+        from_main: bool = False,
+        **named: Any,
+    ) -> T:
         """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
 
         If one rank fails while the other ranks are in a collective, the failed rank waits `PATIENCE` seconds for them,
         and then raises its own error. The launcher then ends the other ranks.
 
         Args:
-            work: the function to call.
+            work: the function to call. It may call `agree`, unless `main_only` is True.
+            arguments: arguments of `work` by position.
             main_only: True = call `work` only on the main rank, and return its value on all ranks.
             from_main: True = call `work` on all ranks, but return the value of the main rank on all ranks.
+            named: arguments of `work` by name.
         Returns:
             The value of `work`.
         Raises:
@@ -82,26 +93,26 @@ class Ranks:
             RankFailed: if another rank failed with an error that is neither built-in nor of this package, or if it did
                 not come to the meeting in time.
         """
-        _depths[-1] += 1
-        meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
         value: Any = None
         error: Exception | None = None
-        _depths.append(0)
         try:
             if self.rank == 0 or not main_only:
-                value = work()
-        except Exception as caught:  # raised below, on all ranks
+                value = work(*arguments, **named)
+        except Exception as caught:
+            if vars(caught).get("meeting") == _meetings[0]:  # all ranks got this error in a call of `agree` by `work`
+                raise
             error = caught
-        finally:
-            _depths.pop()
         if self.count > 1:
+            _meetings[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            others = meet(store, self.rank, self.count, error, meeting, _left_behind, timeout=self.timeout)
+            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout)
             if error is None and others:
                 rank, (text, relayed) = min(others.items())
-                cause = RankFailed(f"Rank {rank} failed with {text}")
-                raise cause if relayed is None else relayed from cause
+                error = RankFailed(f"Rank {rank} failed with {text}")
+                if relayed is not None:
+                    relayed.__cause__, error = error, relayed
         if error is not None:
+            vars(error)["meeting"] = _meetings[0]
             raise error
         if main_only or from_main:
             value = broadcast_object_list([value])[0]
@@ -132,6 +143,10 @@ class Ranks:
             values: the tensor of this rank, not in float64, which MPS does not have.
         """
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
+
+    def exact_sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
+        return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
@@ -170,8 +185,7 @@ def meet(
     rank: int,
     count: int,
     error: Exception | None,
-    meeting: list[str],
-    left_behind: list[str],
+    number: int,
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
@@ -183,30 +197,23 @@ def meet(
         rank: index of this rank.
         count: number of ranks.
         error: the error of this rank. `None`: this rank succeeded.
-        meeting: the name of this meeting, preceded by the names of the meetings in whose `work` it takes place,
-            outermost first; the same on all ranks.
-        left_behind: keys of this rank's earlier meetings. They are deleted and replaced by the keys of this meeting.
+        number: the number of this meeting, the same on all ranks.
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
     Returns:
         Failed rank → (text of its error, the error), where the error is `None` if it is neither built-in nor of this
-        package. The result is empty if no rank failed. It is the same on every rank, with two exceptions. If this rank
-        failed and the other ranks did not come in time, the result is only this rank's error. If another rank has
-        failed in a surrounding meeting, and thus misses this meeting, the result is only that rank's error.
+        package. The result is empty if no rank failed. It is the same on every rank, with one exception: if this rank
+        failed and the other ranks did not come in time, the result is only this rank's error.
     Raises:
         RankFailed: if some ranks did not come in time.
     """
-    keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
-    failed = [f"dash_trl/{name}/failed" for name in meeting]
+    keys = [f"dash_trl/{number}/{one}" for one in range(count)]
+    failed = f"dash_trl/{number}/failed"
     if error is not None:  # set before this rank's key, because the others read failures once all keys are set
-        store.set(failed[-1], keys[rank])
+        store.set(failed, "")
     store.set(keys[rank], WELL if error is None else _written(error))
     started = time.monotonic()
     while not store.check(keys):
-        around = [key for key in failed[:-1] if store.check([key])]
-        if around:
-            key = store.get(around[0]).decode()
-            return {int(key.rpartition("/")[2]): _read(store.get(key))}
         waited = time.monotonic() - started
         if error is not None and waited > patience:
             return {rank: _read(_written(error))}
@@ -215,10 +222,9 @@ def meet(
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
         # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
-    said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
-    for key in left_behind:  # all ranks have come to this meeting, so none still reads the keys of an earlier one
-        store.delete_key(key)
-    left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
+    said_by_all = [store.get(key) for key in keys] if store.check([failed]) else []
+    for name in (rank, "failed"):  # all ranks have come to this meeting, so none still reads the keys of the last one
+        store.delete_key(f"dash_trl/{number - 1}/{name}")
     return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
 
 

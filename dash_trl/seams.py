@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,14 +117,9 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
     Returns:
         Token ids.
     """
-    this: Any = SimpleNamespace(
-        processing_class=tokenizer,
-        _tokenizer=tokenizer,
-        _is_vlm=False,
-        chat_template=trainer.chat_template,
-        chat_template_kwargs=trainer.chat_template_kwargs,
-    )
-    return type(trainer)._get_tool_suffix_ids(this, messages)
+    this = copy(trainer)  # other threads use the tokenizer of `trainer`
+    this.processing_class = this._tokenizer = tokenizer
+    return this._get_tool_suffix_ids(messages)
 
 
 def decoded(

@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from dash_trl.distributed import Ranks
 from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.process_rewards import (
     ESTIMATORS,
@@ -305,9 +307,8 @@ def test_process_rewards(train, name):
     assert episodes == 0 if RANK == 1 else episodes > 16
 
 
-@pytest.mark.parametrize(("group_size", "rows"), [(4, 16), (32, 32)], ids=["own groups", "one that lies on both ranks"])
-def test_the_rows_that_a_rank_computes_the_credit_of(train, group_size, rows, monkeypatch):
-    """Its own, with sums over all ranks, or those of all; `test_credit.py` compares the two."""
+def test_an_estimator_gets_the_rows_of_its_rank(train, monkeypatch):
+    """With sums over all ranks; `test_credit.py` compares them with the sums over all rows."""
     seen: list[tuple[int, float]] = []
 
     def noted(rewards: Any, chosen: Any) -> torch.Tensor:
@@ -317,11 +318,12 @@ def test_the_rows_that_a_rank_computes_the_credit_of(train, group_size, rows, mo
     monkeypatch.setitem(ESTIMATORS, "noted", Estimator(credit=noted))
     episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
     callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="noted", **episodes)
-    settings = {"reward": ScriptedReward(constant=0.0, silent=ON_RANK_1), "callbacks": [callback]}
-    trainer = train(num_generations=group_size, **settings)
-    assert seen == [(rows, 32 / rows)]
+    trainer = train(reward=ScriptedReward(constant=0.0, silent=ON_RANK_1), callbacks=[callback])
+    assert seen == [(16, 2.0)]
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
     assert agreed(logged) and logged["advantage/std"] > 0
+    with pytest.raises(ValueError, match="16 completions .* not a multiple of num_generations=32"):
+        train(num_generations=32, callbacks=[callback])
 
 
 def test_monte_carlo_values(train):
@@ -616,6 +618,16 @@ def test_what_one_rank_does_alone_fails_on_both(train, name):
         train("tiny", trainer_class, **settings)
     assert said(raised.value).startswith(expected)
     assert RANK == 1 or said(raised.value.__cause__).startswith(f"RankFailed: Rank 1 failed with {expected}")
+
+
+@ON_DDP
+def test_a_failure_before_a_nested_agreement():
+    """The other rank waits in that agreement; afterwards the ranks still meet."""
+    ranks = Ranks(Accelerator())
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            ranks.agree(lambda: fail_on_rank_1() or ranks.agree(lambda: ranks.agree(int)))
+        assert ranks.agree(lambda: ranks.agree(lambda: RANK, from_main=True)) == 0
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_every_reward_that_a_trainer_takes(model, tokenizer):
     dataset = [{"prompt": prompt, "answer": i % 2} for i, prompt in enumerate(PROMPTS)]
     own, lent = Stateful(), Stateful()
     with RewardRunner(lent) as runner:
-        for reward in (of_batch, of_one, [of_one], RewardRunner(of_batch).rewards, own, runner):
+        for reward in (of_batch, of_one, [of_one], RewardRunner(of_one).rewards, own, runner):
             figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_completion_length=1)
             assert figures["accuracy"] == pytest.approx(1 / 3), reward
         assert (own.groups, own.closed, lent.groups, lent.closed) == ([2] * 3, 1, [2] * 3, 0)
@@ -75,7 +75,7 @@ def test_every_reward_that_a_trainer_takes(model, tokenizer):
 def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer):
     for reward, message in (
         ([of_one, of_batch], "needs one reward function, .* but there are 2"),
-        (RewardRunner([of_one, of_batch]), "but there are 2"),
+        (RewardRunner([of_one, of_one]), "but there are 2"),
         ("a/reward-model", "is a reward model"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -177,7 +177,7 @@ def test_runners_that_cannot_be():
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
         (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
         (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
-        (BATCH[0], {"backend": "process"}, "has TRL's form and gets the whole batch. Write it per sample"),
+        (BATCH[0], {}, "has TRL's form and gets the whole batch, .* Pass it beside the runner"),
         (lambda text: 0, {}, "none of the forms"),
     ):
         assert re.search(message, refusal(RewardRunner, functions, **settings)), message

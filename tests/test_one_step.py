@@ -110,7 +110,7 @@ def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):
     def of_a_batch(completions, **kwargs):
         return [1.0] * len(completions)
 
-    for reward, level in ((of_a_batch, 1), (RewardRunner(of_a_batch), 1), (RewardRunner(alternating), 2)):
+    for reward, level in ((of_a_batch, 1), (RewardRunner(alternating), 2)):
         args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, async_level=level)
         with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
             DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))

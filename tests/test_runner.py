@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack
+from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack, watch
 from dash_trl.workers import ThreadCalls
 from tests.tiny import run
 
@@ -260,18 +260,6 @@ def test_the_same_completions_once_more():
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
 
 
-def test_a_batch_has_no_time_limit_of_hours():
-    """The limit of a function of TRL's form, for each of its completions, has a bound; that of one row has none."""
-    assert [RewardRunner(max_of, timeout=one).timeout_of_batch(8) for one in (60.0, 400.0, 2000.0)] == [480, 1200, 2000]
-    with RewardRunner(max_of, timeout=0.05) as runner:
-        assert runner.rewards[0](**BATCH, completion_ids=[[1]] * 8) == [None] * 8
-        assert "took more than 0.4 s" in runner.rewards[0].failure
-
-
-def max_of(completions, **columns):
-    threading.Event().wait()
-
-
 def test_what_runs_the_calls_may_fail(monkeypatch):
     """As a cluster that does not answer: an error of the run, on all ranks."""
 
@@ -303,7 +291,7 @@ def test_an_error_without_a_text_stays_within_the_call():
     def odd(completions, **columns):
         return [Odd()] * len(completions)
 
-    for reward in RewardRunner([mute, odd]).rewards:
+    for reward in (*RewardRunner(mute).rewards, watch(odd, "odd")):
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
         assert "raised Mute, whose message cannot be printed" in reward.failure
         assert reward.mistake is None
@@ -342,7 +330,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()
-    assert gone() is None and runner.rewards[0].group_size() == 0
+    assert gone() is None
 
 
 def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):
@@ -352,31 +340,11 @@ def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_trls_logs_are_written_on_the_thread_that_calls():
-    """By a function that is run on another one."""
-    threads, logged = [], []
-
-    def logs(completions, log_extra, log_metric, **kwargs):
-        threads.append(threading.current_thread())
-        log_metric("length", 3.0)
-        log_extra("text", ["so"] * len(completions))
-        return [1.0] * len(completions)
-
-    def log(*arguments):
-        logged.append((threading.current_thread(), *arguments))
-
-    (reward,) = RewardRunner(logs).rewards
-    assert reward(**BATCH, log_extra=log, log_metric=log) == [1.0] * 8
-    main = threading.current_thread()
-    assert logged == [(main, "length", 3.0), (main, "text", ["so"] * 8)] and threads[0] is not main
-
-
 def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tmp_path):
     misspelt = "asks for 'anwser', but the dataset has the columns"
     for reward, message in (
         (lambda completion, anwser: 1.0, misspelt),
         (lambda completions, anwser, **columns: [1.0], misspelt),
-        (RewardRunner(lambda completions, anwser, **columns: [1.0]), misspelt),
         (lambda text: 1.0, "none of the forms"),
     ):
         with pytest.raises(ValueError, match=message):

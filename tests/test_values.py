@@ -89,18 +89,14 @@ def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, caplog):
 
 
 def test_a_trainer_s_model_with_an_adapter(tiny_model, tokenizer, tmp_path):
-    """Also early, for a group while others are sampled, once it is known that the model's tree passes are right."""
     from peft import LoraConfig
 
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = run(DASHTrainer, tiny_model, tmp_path, peft_config=adapter, learning_rate=0.0)
     estimator, requests = AnswerLogProbValue(" = "), random_requests()
-    assert estimator.begin(requests, trainer, 0) == [None] * len(requests)
     with trainer.accelerator.autocast():
-        for values in (estimator(requests, trainer), estimator.begin(requests, trainer, 0)):
-            check(values, trainer.model, tokenizer, requests)
-    begun = [replace(request, begun=[0.5]) for request in requests[:2]]
-    assert estimator([*begun, requests[2]], trainer) == [[0.5], [0.5], values[2]]
+        values = estimator(requests, trainer)
+        check(values, trainer.model, tokenizer, requests)
     with trainer.model.disable_adapter():
         assert estimator(requests, trainer) != values
 

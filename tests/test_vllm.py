@@ -33,15 +33,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from dash_trl import DASHTrainer
 from dash_trl.evaluation import main, open_sampler
-from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from dash_trl.rewards import JudgeReward
 from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_key
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
-from tests.tiny import run
 from tests.vllm_run import greedy, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -361,32 +358,6 @@ def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
 
     given = {score for score, *_ in asyncio.run(together())}
     assert len(given) > 1 and given <= {0.0, 0.5, 1.0}
-
-
-# ----------------------------------------------------------------------------------------------------------- whole runs
-
-
-def test_values_begin_while_others_are_sampled(vllm_servers, model_path, tmp_path):
-    """Not those of solved and unscored rows."""
-    early: list[bool] = []
-
-    class Noted(AnswerLogProbValue):
-        def __call__(self, requests, trainer):
-            early.extend(one.begun is not None for one in requests if one.boundaries)
-            return super().__call__(requests, trainer)
-
-    def reward(prompts, **columns):  # the first group is solved, and a row of the second is unscored
-        return [1.0] * 4 + [None] + [float(row % 2) for row in range(len(prompts) - 5)]
-
-    settings = {
-        "max_steps": 2,
-        "max_completion_length": 48,
-        "learning_rate": 1e-3,
-        "vllm_server_urls": vllm_servers.urls,
-    }
-    callback, data = ProcessRewardCallback(Noted()), arithmetic_dataset("train", 64)
-    run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=reward, **settings)
-    assert len(early) == 22 and all(early[11:]) and not any(early[:11])  # in the first window the model is tried
 
 
 # ----------------------------------------------------------------------------------------------------- evaluation

@@ -1,27 +1,20 @@
 """Checks what users pass to the trainer, so that a mistake ends a run early, with an error that names a remedy."""
 
-from typing import TYPE_CHECKING
-
-from dash_trl._lazy import lazy
-
-if TYPE_CHECKING:
-    from dash_trl.checks.arguments import (
-        check_arguments,
-        check_callbacks,
-        check_generate,
-        check_per_group,
-        check_pipeline,
-        check_rounding,
-        check_subclass,
-        check_weighed,
-    )
-    from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
-    from dash_trl.checks.prompts import (
-        check_first_step,
-        check_prompt_lengths,
-        checked_rollouts,
-        plain_prompt,
-    )
-    from dash_trl.checks.rewards import check_rewards
-
-__getattr__, __dir__, __all__ = lazy(__name__)
+from dash_trl.checks.arguments import (
+    check_arguments,
+    check_callbacks,
+    check_generate,
+    check_per_group,
+    check_pipeline,
+    check_rounding,
+    check_subclass,
+    check_weighed,
+)
+from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
+from dash_trl.checks.prompts import (
+    check_first_step,
+    check_prompt_lengths,
+    checked_rollouts,
+    plain_prompt,
+)
+from dash_trl.checks.rewards import check_rewards

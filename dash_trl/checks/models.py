@@ -36,12 +36,12 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             ) from error
         name = (config.architectures or [""])[0]
         # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
-        kind = getattr(transformers, name, None)
+        kind: Any = getattr(transformers, name, None)
     else:
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
         kind, name = type(text_model), type(text_model).__name__
-    generates = getattr(kind, "can_generate", lambda: True)()
+    generates = not hasattr(kind, "can_generate") or kind.can_generate()
     if hasattr(config, "vision_config") or config.is_encoder_decoder or not generates:
         raise ValueError(
             f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "

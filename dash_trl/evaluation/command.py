@@ -18,7 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +34,6 @@ from dash_trl.evaluation.samplers import (
     MAX_COMPLETION_LENGTH,
     TOY,
     Checkpoint,
-    check_sampling,
     open_sampler,
 )
 from dash_trl.monitoring import plot_pass_at_k
@@ -115,8 +114,7 @@ class Task:
         if self.is_toy:
             splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
             return select_split(splits, split, TOY)
-        of_math = partial(load_math_dataset, answer_column=self.answer_column)
-        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else of_math
+        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else load_math_dataset
         return load(
             str(self.dataset_name),
             config=self.dataset_config,
@@ -125,6 +123,7 @@ class Task:
             chat=chat and not self.plain_prompts,
             completion=completion,
             problem_column=self.problem_column,
+            **({} if self.has_tests else {"answer_column": self.answer_column}),
         )
 
     def reward(self) -> Reward:
@@ -170,7 +169,11 @@ class EvaluationArguments(Task):
     def __post_init__(self) -> None:
         if isinstance(self.chat_template_kwargs, str):
             self.chat_template_kwargs = dict(json.loads(self.chat_template_kwargs))
-        check_sampling(self.num_samples, self.temperature)
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
+                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
+            )
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
             raise ValueError(

@@ -3,6 +3,7 @@
 `evaluate` measures a loaded model, for example in a training script.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import TrainerState
 
 from dash_trl.evaluation.figures import figures_of
 from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledCompletion, Sampler
-from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, raise_mistakes, unpack
+from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, is_reward_model, raise_mistakes, unpack, watch
 
 PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a program in the sandbox may take a minute
 
@@ -28,18 +29,19 @@ class Reward(AbstractContextManager["Reward"]):
     """
 
     def __init__(self, function: Any):
-        self._own = [] if isinstance(function, RewardRunner) else [RewardRunner(function, timeout=PATIENCE)]
-        found = unpack(self._own or [function])
-        if len(found) != 1 or not isinstance(found[0], RunnerReward):
+        found = unpack(function, timeout=PATIENCE)
+        if len(found) != 1 or is_reward_model(found[0]):
             raise ValueError(
                 f"An evaluation needs one reward function, which says what is correct, but there are {len(found)}, or "
                 "it is a reward model. Give one function; to the commands, with --reward_name."
             )
-        self._function, self._team = found[0], RewardTeam(found)
+        self._is_lent = isinstance(function, RewardRunner)
+        self._function = watch(found[0], getattr(found[0], "__name__", type(found[0]).__name__))
+        self._team = RewardTeam([one for one in found if isinstance(one, RunnerReward)])
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
-        if not self._function.form.batch:
+        if isinstance(self._function, RunnerReward):
             self._function.form.check_columns(columns)
 
     def scores(self, row: Mapping[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
@@ -61,15 +63,21 @@ class Reward(AbstractContextManager["Reward"]):
             completion_ids=[one.token_ids for one in samples],
             **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
             trainer_state=TrainerState(),
-            log_extra=lambda *_: None,
-            log_metric=lambda *_: None,
+            log_extra=_ignore,
+            log_metric=_ignore,
         )
+        # An async function of TRL's form returns a coroutine.
+        rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
         raise_mistakes([self._function])
         return rewards
 
     def __exit__(self, *exception: object) -> None:
-        for runner in self._own:
-            runner.close()
+        if isinstance(self._function, RunnerReward) and not self._is_lent:
+            self._function.runner.close()
+
+
+def _ignore(*logged: Any) -> None:
+    """Does nothing: an evaluation logs no notes of the function."""
 
 
 def scored_samples(

@@ -128,10 +128,7 @@ class Sampler(ABC):
                 training (TRL's option of this name), or the model gets other prompts than in training.
         Returns:
             An iterator over pairs: the index of a prompt, and the S completions of this prompt.
-        Raises:
-            ValueError: see `check_sampling`.
         """
-        check_sampling(num_samples, temperature)
         template = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
         encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
         plain = [plain_prompt(one, f"Row {row}") for row, one in enumerate(prompts)]
@@ -150,15 +147,6 @@ class Sampler(ABC):
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
     ) -> Iterator[tuple[int, list[list[int]]]]:
         """Yields each prompt when it is done: its index, and the token ids of its completions."""
-
-
-def check_sampling(num_samples: int, temperature: float) -> None:
-    """Raises a `ValueError` for several samples of greedy decoding, which would all be the same."""
-    if temperature == 0 and num_samples > 1:
-        raise ValueError(
-            f"temperature={temperature} with num_samples={num_samples}: greedy decoding (temperature 0) gives one "
-            "sample per prompt. Use num_samples=1, or a temperature above 0."
-        )
 
 
 class LocalSampler(Sampler):

@@ -2,14 +2,14 @@
 
     rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 
-Letters: B rows of this rank, N rows that the credit estimator sees, T completion tokens, K boundaries per row.
+Letters: B rows of this rank, T completion tokens, K boundaries per row.
 """
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from dash_trl.callbacks import DASHCallback, SampledGroup
-from dash_trl.distributed import Ranks
+from dash_trl.callbacks import DASHCallback
 from dash_trl.process_rewards.credit import CreditSettings, Rewards, check_settings, place_rewards
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
@@ -34,9 +33,7 @@ CREDIT = "credit"  # name of the column with the credit per episode in TRL's tab
 class _Part:
     """The data of one part of a window, from which the figures of the whole window are computed.
 
-    The rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
-
-    Letters: R rows, T tokens that the policy wrote, K boundaries.
+    Letters: R rows of this rank, T tokens that the policy wrote, K boundaries.
 
     Attributes:
         rewards: the input of the credit estimator.
@@ -100,7 +97,7 @@ class ProcessRewardCallback(DASHCallback):
         self._check_value()
         check_settings(estimator, self.settings)
         self._needs_answers = getattr(self.value, "needs_answers", True)
-        self.watches_groups = hasattr(self.value, "begin")
+        self.watches_groups = not getattr(self.value, "needs_rewards", True)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
@@ -136,26 +133,14 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0  # the time that values and credit of the current window take
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        # `_key` of a request → its values, or the result of the value estimator's `begin`.
-        self._begun: dict[tuple[Any, ...], Any] = {}
-
-    def on_group_sampled(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs: Any
-    ) -> None:
-        """Starts to compute the values of a group while other groups are sampled.
-
-        Rewards are not known yet, so the values of all groups are computed, whatever `skip_silent` says.
-        """
-        trainer, requests = kwargs["trainer"], {}
-        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-        rows = zip(group.examples, map(tuple, group.prompt_ids), map(tuple, group.completion_ids), strict=True)
-        for example, prompt, completion in rows:
-            if trainer.mask_truncated_completions and completion[-1] not in ends:
-                continue  # the completion is truncated and masked, so none of its tokens counts
-            request = self._request(prompt, completion, example)
-            requests[_key(request)] = request
-        begun = self.value.begin(list(requests.values()), trainer, group.number)  # type: ignore[attr-defined]
-        self._begun.update(zip(requests, begun, strict=True))
+        self._rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
+        if self._rows % args.num_generations:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"ProcessRewardCallback needs whole groups, but a process has {self._rows} completions "
+                "(per_device_train_batch_size x steps_per_generation), which is not a multiple of num_generations="
+                f"{args.num_generations}: change one of these options."  # type: ignore[attr-defined]
+            )
+        self._early: dict[tuple[Any, ...], list[float]] = {}  # `_key` of a request → its values
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
@@ -164,7 +149,7 @@ class ProcessRewardCallback(DASHCallback):
         trainer, started = kwargs["trainer"], time.perf_counter()
         if self.watches_groups and trainer._rewards.run_in_background:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
-            self._begun.update(zip(map(_key, requests), values, strict=True))
+            self._early.update(zip(map(_key, requests), values, strict=True))
             self._seconds += time.perf_counter() - started
 
     def on_prediction_step(
@@ -191,54 +176,46 @@ class ProcessRewardCallback(DASHCallback):
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
         # With `reward_pipeline`, a window comes in several parts.
-        rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
-        if not args.reward_pipeline or len(self.last) >= rows:  # type: ignore[attr-defined]
+        if not args.reward_pipeline or len(self.last) >= self._rows:  # type: ignore[attr-defined]
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
         """Computes the values and the credit of this rank's rows. Returns the part of the window, and credit [B, T]."""
-        ranks, group_size = trainer.ranks, trainer.num_generations
-        # If each rank has whole groups, which is usual, it computes the credit of its own rows only. If groups are
-        # spread over ranks, each rank computes the credit of all rows.
-        alone = len(rollouts) % group_size == 0
-        gather = _as_it_is if alone else ranks.gather
-        mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
-        width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
-
+        group_size, width = trainer.num_generations, max(rollouts.completion_ids.shape[1], 1)
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
-        outcomes, lengths, advantages = gather(outcome), gather(own.sum(dim=1)), gather(rollouts.advantages)
-        silent = (advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
-        skipped = silent.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
-        requests, found = self._values(rollouts, ~skipped[mine], trainer)
+        lengths = own.sum(dim=1)
+        silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
+        skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
+        requests, found = self._values(rollouts, ~skipped, trainer)
         paid = [(request.boundaries or (0,), row or [math.nan]) for request, row in zip(requests, found, strict=True)]
         self.last += paid
 
-        boundaries = gather(_among_own(_table([at for at, _ in paid], -1), own), pad=-1)
-        values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
+        boundaries = _among_own(_table([at for at, _ in paid], -1), own)
+        values = _table([row for _, row in paid], math.nan).double()
         process, ends, levels, valued = place_rewards(boundaries, values, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
             values=levels,
             mask=torch.arange(width) < lengths.unsqueeze(1),
-            outcome=outcomes.double(),
-            outcome_advantages=advantages.double(),
-            valued=valued & ~outcomes.isnan(),
+            outcome=outcome.double(),
+            outcome_advantages=rollouts.advantages.double(),
+            valued=valued & ~outcome.isnan(),
             group_size=group_size,
-            sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
+            sum_over_ranks=trainer.ranks.exact_sum,
         )
-        credit = ranks.agree(partial(self._credit, rewards))
-        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[mine][rewards.mask[mine]])
+        credit = trainer.ranks.agree(self._credit, rewards)
+        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask])
         return _Part(rewards, credit, boundaries, values, skipped), per_token
 
     def _end_window(self, trainer: Any) -> None:
         """Finishes a window after its last part: logs its figures, and checks them."""
         window, self._parts = joined(self._parts), []
         if trainer.log_completions:  # sorted by the number of the group, because rewards may arrive in any order
-            cells, self._cells = sorted(self._cells, key=lambda cell: cell[0]), []
+            cells, self._cells = sorted(self._cells, key=itemgetter(0)), []
             trainer._log_completion_extra(CREDIT, [text for _, text in cells])
             self._columns = trainer._logs["extra"]
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
@@ -262,9 +239,15 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]]]:
-        """Returns the result of `_requests`, and one list of values for each request."""
-        requests = trainer.ranks.agree(partial(self._requests, rollouts, asked))
-        return requests, checked_values(self.value(requests, trainer), requests, self.value)
+        """Returns the result of `_requests`, and one list of values for each request. Known values are not computed."""
+        requests = trainer.ranks.agree(self._requests, rollouts, asked)
+        # What is known is not used for a row without boundaries: no V is needed there.
+        known = [self._early.get(_key(request)) if request.boundaries else None for request in requests]
+        for request in requests:  # afterwards, because several rows may have the same tokens
+            self._early.pop(_key(request), None)
+        rest = [request for request, values in zip(requests, known, strict=True) if values is None]
+        found = iter(checked_values(self.value(rest, trainer), rest, self.value))
+        return requests, [next(found) if values is None else values for values in known]
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
         """Returns one request for each row of this rank. A request has boundaries only if `asked` is True for its row.
@@ -277,34 +260,19 @@ class ProcessRewardCallback(DASHCallback):
         loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
-            prompt = tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist())
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
             own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
-            request = self._request(prompt, completion, example, own=own, asked=bool(asked[row]))
-            # What began early is not used for a row without boundaries: no V is needed there.
-            begun = self._begun.get(_key(request)) if asked[row] else None
-            requests.append(replace(request, begun=begun))
-        for request in requests:  # not in the loop above, because several rows may have the same tokens
-            self._begun.pop(_key(request), None)
+            requests.append(
+                ValueRequest(
+                    prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
+                    completion_ids=completion,
+                    boundaries=self._segmenter(completion, own).boundaries if asked[row] else (),
+                    answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
+                    example=example,
+                    own=own,
+                )
+            )
         return requests
-
-    def _request(
-        self,
-        prompt: tuple[int, ...],
-        completion: tuple[int, ...],
-        example: dict[str, Any],
-        *,
-        own: tuple[int, ...] | None = None,
-        asked: bool = True,
-    ) -> ValueRequest:
-        return ValueRequest(
-            prompt_ids=prompt,
-            completion_ids=completion,
-            boundaries=self._segmenter(completion, own).boundaries if asked else (),
-            answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
-            example=example,
-            own=own,
-        )
 
     def _credit(self, rewards: Rewards) -> Tensor:
         """Returns [N, T]: the advantages that the chosen credit estimator computes."""
@@ -360,16 +328,3 @@ def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
     """
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
-
-
-def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
-    """Returns `rows`.
-
-    It replaces `ranks.gather` if each rank has whole groups, and `_sum` if each rank has the rows of all ranks.
-    """
-    return rows
-
-
-def _sum(ranks: Ranks, sums: Tensor) -> Tensor:
-    """Returns the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
-    return torch.tensor(ranks.gather_object(sums.tolist()), dtype=torch.double).sum(dim=0)

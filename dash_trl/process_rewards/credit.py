@@ -39,8 +39,8 @@ VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 class Rewards:
     """The input of a credit estimator: the process rewards and the outcomes of the rows of whole groups.
 
-    The rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks. The tokens of
-    tools are removed from completions of several turns, so that the policy's turns follow each other directly.
+    The rows are those of this rank. The tokens of tools are removed from completions of several turns, so that the
+    policy's turns follow each other directly.
 
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
@@ -55,8 +55,7 @@ class Rewards:
         group_size: G, which divides N.
         sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
             use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
-            every rank, also on a rank without valued rows. If each rank has the rows of all ranks, the function returns
-            its argument.
+            every rank, also on a rank without valued rows.
     """
 
     process: Tensor
@@ -67,7 +66,7 @@ class Rewards:
     outcome_advantages: Tensor
     valued: Tensor
     group_size: int
-    sum_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda sums: sums)
+    sum_over_ranks: Callable[[Tensor], Tensor] = field(default=torch.clone)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ rank whose own completions have more prefixes.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trl import GRPOTrainer
 
 from dash_trl.process_rewards.values import ValueRequest
 from dash_trl.sampling import ServerGeneration
-from dash_trl.seams import decoded
+from dash_trl.seams import decoded, with_settings
 from dash_trl.update import weighted_rewards
 
 
@@ -107,7 +106,7 @@ class MonteCarloValue:
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
-        prefixes = sorted(prefixes, key=lambda prefix: prefix.room, reverse=True)
+        prefixes = sorted(prefixes, key=attrgetter("room"), reverse=True)
         calls = []
         for part in ([one for one in prefixes if one.room], [one for one in prefixes if not one.room]):
             for start in range(0, len(part), size):
@@ -142,7 +141,7 @@ class MonteCarloValue:
             else:
                 owner = sampler if trainer.use_vllm else trainer.generation_config
                 name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
-                with _changed(owner, **{name: longest}):
+                with with_settings(owner, {name: longest}):
                     yield trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
 
     def _ids(self, prefixes: Sequence[_Prefix]) -> list[list[int]]:
@@ -189,18 +188,11 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     prompts = [example["prompt"] for example in examples]
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
-    ask = partial(GRPOTrainer._calculate_rewards, trainer, examples, prompts, completions, completion_ids)
+
+    def ask() -> torch.Tensor:
+        return GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
+
     # What reward functions log here is dropped, because it would distort the figures of training.
-    with _changed(trainer, _pending_extra_logs=defaultdict(list), _pending_metrics=defaultdict(list)):
+    dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
+    with with_settings(trainer, dropped):
         return trainer._rewards.of_all(ask, training=False, group_size=group_size)
-
-
-@contextmanager
-def _changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Within the `with` block, attributes of `owner` have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)

@@ -6,7 +6,7 @@ completion ──► Segmenter ──► texts of the episodes ──► scores 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -26,8 +26,8 @@ class StepValue:
             A score that is None, NaN or infinite is missing, and so are the values that it would give.
         rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
             scores so far, so a completion with more episodes may get a larger V, and `estimator="gae"` is refused.
-            False = a score is V after its episode. The prompt alone has no score, so V_0 is the mean of V_1 over the
-            completions of the prompt.
+            False = a score is V after its episode. The prompt alone has no score, so V_0 is the mean of V_1 over this
+            rank's completions of the prompt.
     Raises:
         ValueError: during training, if `score` returns another number of scores.
     """
@@ -38,15 +38,14 @@ class StepValue:
         self.score, self.rewards, self.space = score, rewards, "score" if rewards else "reward"
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        rows = trainer.ranks.agree(lambda: self._values(requests, trainer._tokenizer))
+        rows = trainer.ranks.agree(self._values, requests, trainer._tokenizer)
         if self.rewards:
             return rows
         # V_0 must not depend on the completion, or it would be no baseline for the completion's first episode.
-        pairs = zip(requests, rows, strict=True)
-        own = [(one.prompt_ids, row[1]) for one, row in pairs if len(row) > 1 and math.isfinite(row[1])]
         firsts = defaultdict(list)
-        for prompt, first in chain.from_iterable(trainer.ranks.gather_object(own)):
-            firsts[prompt].append(first)
+        for one, row in zip(requests, rows, strict=True):
+            if len(row) > 1 and math.isfinite(row[1]):
+                firsts[one.prompt_ids].append(row[1])
         for one, row in zip(requests, rows, strict=True):
             if one.prompt_ids in firsts and len(row) > 1:
                 row[0] = fmean(firsts[one.prompt_ids])

@@ -13,7 +13,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dash_trl.process_rewards.arguments import check_escapes, named
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
@@ -59,8 +57,6 @@ class ValueRequest:
         example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
         own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
             None = the policy wrote all tokens.
-        begun: the result of the estimator's `begin` for this completion. None = `begin` was not called, or did nothing
-            for this completion.
     """
 
     prompt_ids: tuple[int, ...]
@@ -69,20 +65,16 @@ class ValueRequest:
     answers: tuple[str, ...] = ()
     example: dict[str, Any] | None = None
     own: tuple[int, ...] | None = None
-    begun: Any = None
 
 
 class ValueEstimator(Protocol):
     """Computes V for the prefixes of a rank's completions.
 
-    An estimator may also have these attributes and methods:
+    An estimator may also have these attributes:
 
     - `needs_answers`: False = the estimator does not use `ValueRequest.answers`, and the dataset needs no column with
       answers.
-    - `begin(requests, trainer, order)`: starts the computation early. It is called for a group as soon as a vLLM server
-      has sampled the group, on the main thread of one rank alone. For each request it returns the values, or an object
-      with which `__call__` waits for the values, or None if it started nothing. `__call__` gets this result as
-      `ValueRequest.begun`. `order` is the number of the group's window.
+    - `needs_rewards`: False = the estimator does not use reward functions, so it may be called while they run.
     """
 
     space: str
@@ -157,6 +149,8 @@ class AnswerLogProbValue:
             backslash and a letter.
     """
 
+    needs_rewards = False
+
     def __init__(
         self,
         force_prompt: str | None = None,
@@ -175,36 +169,13 @@ class AnswerLogProbValue:
         self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        rest = [request for request in requests if request.begun is None]
-        trees = trainer.ranks.agree(lambda: [self._tree(request, trainer._tokenizer) for request in rest])
+        trees = trainer.ranks.agree(self._trees, requests, trainer._tokenizer)
 
         def most(passes: int) -> int:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
         with trainer.accelerator.autocast():
-            found = iter(self._valued(rest, trees, _base(trainer.model), trainer.model, most))
-        return [next(found) if request.begun is None else request.begun for request in requests]
-
-    def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
-        """Computes the values of a group by model passes on this rank alone, while this rank waits for vLLM servers.
-
-        See `begin` of `ValueEstimator`. The method does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows
-        are sampled ahead, or if `__call__` has not tested the model's tree passes yet.
-
-        Args:
-            requests: the completions of a group.
-            trainer: the `DASHTrainer`.
-            order: not used.
-        Returns:
-            A list of values for each request, or None for each request if the method did nothing.
-        """
-        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
-        base = _base(trainer.model)
-        if sharded or trainer.args.async_level or base not in self._flaws:
-            return [None] * len(requests)
-        trees = [self._tree(request, trainer._tokenizer) for request in requests]
-        with trainer.accelerator.autocast():
-            return self._valued(requests, trees, base, trainer.model, lambda passes: passes)
+            return self._valued(requests, trees, _base(trainer.model), trainer.model, most)
 
     def score(
         self,
@@ -212,7 +183,7 @@ class AnswerLogProbValue:
         model: Any,
         tokenizer: Any,
         *,
-        passes_on_all_ranks: Callable[[int], int] = lambda passes: passes,
+        passes_on_all_ranks: Callable[[int], int] = int,
     ) -> list[list[float]]:
         """Computes the values with any model and tokenizer, without a trainer.
 
@@ -225,7 +196,7 @@ class AnswerLogProbValue:
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
-        trees = [self._tree(request, tokenizer) for request in requests]
+        trees = self._trees(requests, tokenizer)
         return self._valued(requests, trees, model, model, passes_on_all_ranks)
 
     @torch.no_grad()
@@ -244,19 +215,22 @@ class AnswerLogProbValue:
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
-            if self._takes_trees(model, call, passes_on_all_ranks):
+            together = self._takes_trees(model, call, passes_on_all_ranks)
+            if together:
                 sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
                 passes = [[(i, trees[i]) for i in one] for one in fitted_bins(asked, sizes, self.max_tokens_per_pass)]
-                score = partial(tree_log_probs, call, model)
             else:
                 passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]
-                score = partial(loop_log_probs, call)
             for number in range(passes_on_all_ranks(len(passes))):
                 rows = passes[number] if number < len(passes) else []
-                found = score([tree for _, tree in rows] or [DUMMY])
+                batch = [tree for _, tree in rows] or [DUMMY]
+                found = tree_log_probs(call, model, batch) if together else loop_log_probs(call, batch)
                 for (i, _), log_probs in zip(rows, found, strict=False):
                     branches[i] += log_probs
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
+
+    def _trees(self, requests: Iterable[ValueRequest], tokenizer: Any) -> list[Tree]:
+        return [self._tree(request, tokenizer) for request in requests]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
         """Returns a tree: prompt and completion are the trunk, with one branch for each answer at each boundary.

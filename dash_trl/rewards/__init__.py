@@ -5,11 +5,8 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from trl.rewards import get_soft_overlong_punishment
-
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
     from dash_trl.rewards.code import CodeReward
-    from dash_trl.rewards.format import FormatReward
     from dash_trl.rewards.forms import load_reward
     from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text

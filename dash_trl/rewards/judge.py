@@ -284,7 +284,7 @@ class JudgeReward:
             },
         }
         # An option that the client does not take raises a TypeError here, and not at the first completion.
-        inspect.signature(openai.resources.chat.AsyncCompletions.create).bind_partial(**self._request)
+        inspect.signature(openai.resources.chat.AsyncCompletions.create).bind(None, messages=[], **self._request)
         self._max_retries = max_retries
         # Connections cannot move to another event loop.
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}

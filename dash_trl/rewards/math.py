@@ -21,13 +21,13 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dash_trl.rewards.answers import MAX_ANSWER_CHARS, find_answer, gold_text, plain_answer
 from dash_trl.rewards.spelling import as_words, is_words
-from dash_trl.workers import call_all, default_workers, leave_workers, shared_workers
+from dash_trl.workers import ProcessCalls, call_all, default_workers
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,11 @@ def _prepare_worker() -> None:
 # ------------------------------------------------------------------------------------------------------- the reward
 
 
+@functools.cache  # a pool for all rewards with these arguments
+def _workers(score: Callable[..., float], count: int) -> ProcessCalls:
+    return ProcessCalls([score], count, prepare=_prepare_worker)
+
+
 class MathAccuracyReward:
     r"""Reward function of TRL's form that compares the final answer of a completion with the gold answer.
 
@@ -184,7 +189,7 @@ class MathAccuracyReward:
             math-verify itself stops after 5 s of reading or comparing an answer, which is then wrong (0.0).
         workers: number of worker processes. None = this process's share of the CPUs, at most 8. Rewards with the same
             number of workers share one pool. The pool starts with the first call, which takes about 1 s, and stops at
-            `close()` of the last reward that uses it, or at exit.
+            `close()` of a reward that uses it, or at exit.
     """
 
     __name__ = "math_accuracy"  # TRL's metrics get this name
@@ -213,8 +218,7 @@ class MathAccuracyReward:
             {"completion": completion_text(completion), "gold": plain_answer(gold)}
             for completion, gold in zip(completions, answer, strict=True)
         ]
-        workers = shared_workers([self.score], self.workers, _prepare_worker, self)
-        calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
+        calls = call_all(_workers(self.score, self.workers).submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
             if call.error is not None and type(call.error) not in self._told:  # once per type of exception
                 self._told.add(type(call.error))
@@ -227,8 +231,8 @@ class MathAccuracyReward:
         return [call.value if call.error is None else math.nan for call in calls]
 
     def close(self) -> None:
-        """Stops the worker processes, unless another reward uses them. A later call starts them again."""
-        leave_workers(self)
+        """Stops the worker processes, which rewards with the same number of workers share. A call starts them again."""
+        _workers(self.score, self.workers).close()
 
 
 def completion_text(completion: Any) -> str:

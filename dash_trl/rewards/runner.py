@@ -28,15 +28,12 @@ from dash_trl.rewards.runner_reward import RunnerReward, score_of
 from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, Request, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
-# Limit in seconds for a whole batch of a function of TRL's form. It is less than the 30 minutes for which other ranks
-# wait in a collective before it fails.
-BATCH_SECONDS = 1200.0
 ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
 
 
 class RewardRunner:
-    """Runs reward functions of any form in parallel, with time limits and retries.
+    """Runs reward functions that score one completion in parallel, with time limits and retries.
 
     Pass a runner as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
 
@@ -53,13 +50,12 @@ class RewardRunner:
         ]
 
     Args:
-        functions: one reward function, or a list of them. The list may contain reward models (modules, or their names),
-            which TRL calls without the runner.
+        functions: one reward function, or a list of them, of any form but TRL's. The list may contain reward models
+            (modules, or their names), which TRL calls without the runner.
         backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server.
             "process" is for functions that compute; if a call takes too long, its worker is killed. "ray" is for a
             cluster. None = coroutine functions run on asyncio, other functions on threads.
-        timeout: seconds by the clock for one completion, from the start of the call. The limit for a function of TRL's
-            form is `timeout` times the number of completions, but at most the larger of 20 minutes and `timeout`.
+        timeout: seconds by the clock for one completion, from the start of the call.
         max_concurrency: largest number of calls at a time in the whole run, for each backend that the runner uses. The
             number of worker processes on a rank is also limited to the rank's share of the CPUs, and to 8.
         rate_limit: number of calls that may start per second in the whole run. None = no limit.
@@ -72,8 +68,8 @@ class RewardRunner:
         rewards: the reward functions that TRL calls, in the order of `functions`.
 
     Raises:
-        ValueError: if a function has none of the forms, a setting has no valid value, or the backend cannot run a
-            function.
+        ValueError: if a function has TRL's form or none of the forms, a setting has no valid value, or the backend
+            cannot run a function.
     """
 
     def __init__(
@@ -130,25 +126,11 @@ class RewardRunner:
 
         Returns:
             The request, in which the outcomes are stored. `wait()` of the request waits until all calls have ended.
-
-        Raises:
-            ValueError: if a function has TRL's form.
         """
-        for one in self.own:
-            if one.form.batch:
-                raise ValueError(f"'{one.name}' has TRL's form: only a trainer can call it, with the whole batch.")
         request = Request(len(self.own), len(rows), group_size)
         for number, one in enumerate(self.own):
             one.start(request, number, 0, rows)
         return request
-
-    def timeout_of_batch(self, rows: int) -> float:
-        """Returns the time limit of a function of TRL's form for a batch.
-
-        Args:
-            rows: number of completions.
-        """
-        return min(self.timeout * rows, max(self.timeout, BATCH_SECONDS))
 
     def backend_of(self, form: RewardForm | None) -> Backend:
         """Returns the backend that makes the calls of a function.
@@ -196,10 +178,10 @@ class RewardTeam:
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt.
+            prompt. None = each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] | None = None):
         self._group_size, self._ranks = group_size, ranks
         self._functions = list(dict.fromkeys(functions))
         self._index = {(one.runner, one.number): index for index, one in enumerate(self._functions)}
@@ -217,15 +199,14 @@ class RewardTeam:
             group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
                 that the team's `group_size` returns.
         """
+        self._next_group_size = group_size
         for runner in {one.runner for one in self._functions}:
             runner.team, runner.ranks = self, self._ranks
-            for one in runner.own:
-                one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Creates a request, but starts no function.
 
-        `RewardTeam.start` starts the per-sample functions, and `RunnerReward.start_batch` the functions of TRL's form.
+        `RewardTeam.start` starts them.
 
         Args:
             rows: number of rows.
@@ -244,7 +225,7 @@ class RewardTeam:
             request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts all per-sample functions on some rows of a request and does not wait.
+        """Starts all functions on some rows of a request and does not wait.
 
         Args:
             request: the request in which the outcomes are stored.
@@ -292,18 +273,16 @@ class RewardTeam:
             batch: the arguments that TRL passes.
 
         Returns:
-            [N] outcomes: one `Score` or exception per row. The outcome of a function of TRL's form is for the whole
-            batch, and is repeated N times.
+            [N] outcomes: one `Score` or exception per row.
         """
         if (one.runner, one.number) not in self._index:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
-            request = self.begin(len(rows), one.group_size())
+            size = self._next_group_size or (1 if self._group_size is None else self._group_size())
+            request = self.begin(len(rows), size)
             self.hand_over(request, batch["completions"])
-            for index, function in enumerate(self._functions):
-                function.start_batch(request, index, batch)
             self.start(request, 0, rows)
         request.wait()
         self._left.remove(number)
@@ -320,11 +299,12 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in columns.items()} for row in range(count)]
 
 
-def unpack(reward_funcs: Any) -> Any:
+def unpack(reward_funcs: Any, **settings: Any) -> Any:
     """Turns `reward_funcs` into the list of reward functions that TRL takes.
 
     Args:
         reward_funcs: a reward function of any form, a reward model, a `RewardRunner`, or a list of these.
+        settings: settings of the runners that this function makes.
 
     Returns:
         A list in which each runner is replaced by its functions, and each function of another form than TRL's gets a
@@ -337,9 +317,9 @@ def unpack(reward_funcs: Any) -> Any:
         if isinstance(one, RewardRunner):
             found += one.rewards
         elif is_reward_model(one) or form_of(one).batch:
-            found.append(one)
+            found.append(one() if isinstance(one, type) else one)
         else:
-            found += RewardRunner(one).rewards
+            found += RewardRunner(one, **settings).rewards
     return found
 
 
@@ -370,16 +350,14 @@ def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit
 
 
 def _check_backend(form: RewardForm, backend: str | None) -> None:
-    if backend is None:
-        return
-    if form.asynchronous != (backend == "asyncio"):
+    if form.batch:
+        raise ValueError(
+            f"'{form.name}' has TRL's form and gets the whole batch, but a RewardRunner scores completions one by one. "
+            "Pass it beside the runner in reward_funcs, or write it per sample: reward(completion, answer, ...)."
+        )
+    if backend is not None and form.asynchronous != (backend == "asyncio"):
         is_it = "a coroutine function, which needs" if form.asynchronous else "not a coroutine function, as needed by"
         raise ValueError(
             f"backend={backend!r}, but '{form.name}' is {is_it} backend='asyncio'. Leave backend out, or give the "
             "function a runner of its own."
-        )
-    if form.batch and backend in ("process", "ray"):
-        raise ValueError(
-            f"backend={backend!r} scores completions one by one, but '{form.name}' has TRL's form and gets the whole "
-            "batch. Write it per sample: reward(completion, answer, ...)."
         )

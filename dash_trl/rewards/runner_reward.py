@@ -1,7 +1,6 @@
 """`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch.
 
-`start` and `start_batch` make the calls of the function. The outcome of a call is a `Score` (per-sample functions), a
-pair of the return value and the recorded logs (functions of TRL's form), or the exception of a call that failed.
+`start` makes the calls of the function. The outcome of a call is a `Score`, or the exception of a call that failed.
 """
 
 import math
@@ -13,8 +12,6 @@ from dash_trl.rewards.failures import WatchedReward, described, has_failed
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
-LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functions; only the main thread may call them
-
 
 def scores_alone(reward: Any) -> bool:
     """Returns whether a reward function scores one completion at a time, in a runner.
@@ -23,10 +20,9 @@ def scores_alone(reward: Any) -> bool:
         reward: one of TRL's `reward_funcs`.
 
     Returns:
-        True for a `RunnerReward` whose function scores one completion per call. False for a function of TRL's form,
-        and for a function without a runner.
+        True for a `RunnerReward`. False for a function of TRL's form, which has no runner.
     """
-    return isinstance(reward, RunnerReward) and not reward.form.batch
+    return isinstance(reward, RunnerReward)
 
 
 class RunnerReward(WatchedReward):
@@ -40,15 +36,12 @@ class RunnerReward(WatchedReward):
         number: index of the function among the runner's functions.
 
     Attributes:
-        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt.
-        score: what the runner calls for one row, if the function is per-sample.
+        score: what the runner calls for one row.
     """
 
     def __init__(self, form: RewardForm, runner: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.runner, self.number = form, runner, number
-        self.group_size: Callable[[], int] = lambda: 1
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
@@ -57,7 +50,7 @@ class RunnerReward(WatchedReward):
     # ------------------------------------------------------------------------------------------------ calls
 
     def start(self, request: Request, index: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts a per-sample function on some rows and does not wait. Does nothing for a function of TRL's form.
+        """Starts the function on some rows and does not wait.
 
         Args:
             request: the request in which the outcomes are stored.
@@ -68,7 +61,7 @@ class RunnerReward(WatchedReward):
         calls: list[Call] = []
         size = request.group_size
         is_whole = len(request.outcomes[index]) % size == 0  # False = ranks share groups
-        for row, known in enumerate(rows if not self.form.batch else (), first):
+        for row, known in enumerate(rows, first):
             group = {"group_uid": f"{request.uid}-{row // size}", "group_size": size} if is_whole else {}
             try:
                 arguments = self.form.arguments(known, group)
@@ -79,30 +72,6 @@ class RunnerReward(WatchedReward):
             calls.append(request.add(call, partial(self._row_ended, request, index, row)))
         if calls:
             self.runner.backend_of(self.form).submit(calls)
-
-    def start_batch(self, request: Request, index: int, batch: Mapping[str, Any]) -> None:
-        """Starts a function of TRL's form on a whole batch and does not wait. Does nothing for a per-sample function.
-
-        Only the main thread may write TRL's logs, but the function runs on another thread. So calls of `log_extra` and
-        `log_metric` are recorded, and the main thread makes them later.
-
-        Args:
-            request: the request in which the outcomes are stored.
-            index: index of this function in the request.
-            batch: the arguments that TRL passes to a reward function.
-        """
-        if not self.form.batch:
-            return
-        rows = len(batch["completions"])
-        logged: list[tuple[str, tuple]] = []
-        later = {name: lambda *arguments, name=name: logged.append((name, arguments)) for name in LOGS}
-        call = Call(self.form.function, {**batch, **later}, timeout=self.runner.timeout_of_batch(rows))
-
-        def ended(call: Call) -> None:
-            outcome = (call.value, logged) if call.error is None else call.error
-            self._put(request, index, 0, [outcome] * rows)
-
-        self.runner.backend_of(self.form).submit([request.add(call, ended)])
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
         self._put(request, index, row, [call.value if call.error is None else call.error])
@@ -155,17 +124,8 @@ class RunnerReward(WatchedReward):
             rewards = self._unscore(error, len(batch["completions"]))
             self.mistake = error
             return rewards
-        logs = dict(zip(LOGS, (log_extra, log_metric), strict=True))
-        if not self.form.batch:
-            rewards = self._observe_each(outcomes)
-            self._log(outcomes, log_extra, log_metric)
-        elif isinstance(outcomes[0], BaseException):
-            rewards = self._unscore(outcomes[0], len(outcomes))
-        else:
-            output, logged = outcomes[0]
-            for name, arguments in logged:
-                logs[name](*arguments)
-            rewards = self._observe(output, len(outcomes))
+        rewards = self._observe_each(outcomes)
+        self._log(outcomes, log_extra, log_metric)
         if self.runner.on_error == "raise" and any(self.failed):  # raised later, on all ranks
             self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")
         return rewards

@@ -40,10 +40,10 @@ def _to_latex(text: str) -> str:
     r"""Returns ``x^{2}`` for x², ``\sqrt{2}`` for √2, `` 1/2`` for ½, ``90^\circ`` for 90°, 5 for the fullwidth ５."""
     if text.isascii():
         return text
-    text = re.sub("[⁻⁰¹²³⁴-⁹]+", lambda run: f"^{{{run[0]}}}", text.translate(_SYMBOLS))
-    text = re.sub("[¼-¾⅐-⅞]", lambda fraction: f" {fraction[0]}", text)
+    text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text.translate(_SYMBOLS))
+    text = re.sub("([¼-¾⅐-⅞])", r" \1", text)
     text = unicodedata.normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/").replace("\N{MINUS SIGN}", "-")
-    return re.sub(r"√\s*(\d+|[a-zA-Z]|)", lambda root: rf"\sqrt{{{root[1]}}}" if root[1] else r"\sqrt", text)
+    return re.sub(r"√\s*", r"\\sqrt", re.sub(r"√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}", text))
 
 
 def as_words(text: str) -> str:

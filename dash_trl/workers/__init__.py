@@ -3,16 +3,9 @@
 Apart from the sandbox, no other folder of the package starts threads or processes.
 """
 
-from typing import TYPE_CHECKING
-
-from dash_trl._lazy import lazy
-
-if TYPE_CHECKING:
-    from dash_trl.workers.calls import Call, GivenUp, Overdue, Request, call_all
-    from dash_trl.workers.loops import AsyncCalls, Backend, EventLoop, called
-    from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, leave_workers, shared_workers
-    from dash_trl.workers.programs import Command
-    from dash_trl.workers.ray_calls import RayCalls
-    from dash_trl.workers.threads import ThreadCalls
-
-__getattr__, __dir__, __all__ = lazy(__name__)
+from dash_trl.workers.calls import Call, GivenUp, Overdue, Request, call_all
+from dash_trl.workers.loops import AsyncCalls, Backend, EventLoop, called
+from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers
+from dash_trl.workers.programs import Command
+from dash_trl.workers.ray_calls import RayCalls
+from dash_trl.workers.threads import ThreadCalls

@@ -9,10 +9,10 @@ The path of a call::
 import asyncio
 import os
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -134,12 +134,7 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._waiting, self._served, self._places = (
-                    deque[Call](),
-                    dict[Future[Any], asyncio.Task[None]](),
-                    self._count,
-                )
-                self._next_start = 0.0
+                self._places, self._next_start = asyncio.Semaphore(self._count), 0.0
                 self._loop.run(self._open())
             self._calls.update(calls)
             self._loop.start(self._begin(calls))
@@ -154,38 +149,26 @@ class Backend:
             loop.close(self._stop)
 
     async def _begin(self, calls: Sequence[Call]) -> None:
-        """Add calls to those that wait, and begin a task for each free place."""
+        """Begin a task for each call."""
         loop = asyncio.get_running_loop()
-
-        def has_ended(call: Future[Any]) -> None:
-            self._calls.discard(call)  # type: ignore[arg-type]
-            if call.cancelled():
-                loop.call_soon_threadsafe(give_up, call)
-
-        def give_up(call: Future[Any]) -> None:
-            if call in self._served:
-                self._served[call].cancel()
-
         for call in calls:
-            call.add_done_callback(has_ended)
-        self._waiting.extend(calls)
-        for _ in range(min(self._places, len(calls))):
-            self._places -= 1
-            loop.create_task(self._serve())
+            task = loop.create_task(self._serve(call))
+            call.add_done_callback(partial(self._call_ended, loop, task))  # type: ignore[arg-type]  # typed for any future
 
-    async def _serve(self) -> None:
-        """Make the calls that wait, one after the other. Never raises an error: SystemExit would end the loop."""
-        while self._waiting:
-            call = self._waiting.popleft()
+    def _call_ended(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None], call: Call) -> None:
+        self._calls.discard(call)
+        if call.cancelled():
+            loop.call_soon_threadsafe(task.cancel)
+
+    async def _serve(self, call: Call) -> None:
+        """Wait for a place, and make a call there. Never raises a call's error: SystemExit would end the loop."""
+        async with self._places:
             if call.done():
-                continue
-            self._served[call] = asyncio.current_task()  # type: ignore[assignment]
+                return
             try:
                 call.finish(await self._make(call))
             except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
                 call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
-            del self._served[call]
-        self._places += 1
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""

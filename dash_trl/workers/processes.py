@@ -18,7 +18,6 @@ import resource
 import signal
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -161,40 +160,6 @@ class ProcessCalls(Backend):
                 one.cancel()
             raise WorkerDied("the workers do not start, or one was killed while it waited; see the log") from None
         return _read(outcome)
-
-
-_shared: dict[tuple[Any, ...], tuple[ProcessCalls, weakref.WeakSet[Any]]] = {}
-
-
-def shared_workers(
-    functions: Sequence[Callable[..., Any]], count: int, prepare: Callable[[], object] | None, user: object
-) -> ProcessCalls:
-    """Return this process's shared backend for the same arguments.
-
-    Args:
-        functions: see `ProcessCalls`.
-        count: see `ProcessCalls`.
-        prepare: see `ProcessCalls`.
-        user: object that uses the backend; it calls `leave_workers` when it no longer needs the backend.
-    """
-    key = *functions, count, prepare
-    if key not in _shared:
-        _shared[key] = ProcessCalls(functions, count, prepare=prepare), weakref.WeakSet()
-    workers, users = _shared[key]
-    users.add(user)
-    return workers
-
-
-def leave_workers(user: object) -> None:
-    """Close the shared backends that have no other user than this one.
-
-    Args:
-        user: an object that was passed to `shared_workers`.
-    """
-    for workers, users in _shared.values():
-        users.discard(user)
-        if not users:
-            workers.close()
 
 
 def _read(outcome: bytes) -> Any:
