@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +15,12 @@ if TYPE_CHECKING:
     from dash_trl.distributed import Ranks
     from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
 
-ROLLOUT_EVENTS = ("on_group_sampled", "on_rollouts_sampled", "on_rewards", "on_advantages")
+ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 # A method counts as misspelt if its name is at least this similar to the name of an event (difflib's ratio). The ratio
 # of `on_advantage` is 0.96; that of `on_train_epoch_end`, an event of other libraries, is 0.80.
 MISSPELT = 0.9
-
-
-@dataclass(frozen=True)
-class SampledGroup:
-    """All completions of one prompt. `on_group_sampled` gets them as soon as a vLLM server has sampled them.
-
-    Attributes:
-        number: number of the group's generation batch. Batches are numbered in the order of sampling.
-        examples: the dataset row of each completion.
-        prompt_ids: token ids of each completion's prompt.
-        completion_ids: token ids of each completion.
-    """
-
-    number: int
-    examples: list[dict[str, Any]]
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
 
 
 class DASHCallback(TrainerCallback):
@@ -57,7 +39,8 @@ class DASHCallback(TrainerCallback):
             because they call `on_rewards` and `on_advantages` for some groups of a window at a time. With
             `reward_pipeline`, these are the groups whose rewards have just come. With `max_num_gen_batches`, these are
             the groups of one round of sampling.
-        watches_groups: True = the trainer calls `on_group_sampled`.
+        overlaps_rewards: True = rewards begin before `on_rollouts_sampled`, if each function scores a completion by
+            itself. The event has other work meanwhile, and changes no row.
     Raises:
         ValueError: if a subclass is defined and the name of one of its methods resembles the name of an event, or if
             the callback is given to a trainer other than `DASHTrainer`. Without the error, the trainer would never call
@@ -65,7 +48,7 @@ class DASHCallback(TrainerCallback):
     """
 
     per_group = False
-    watches_groups = False
+    overlaps_rewards = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,22 +88,6 @@ class DASHCallback(TrainerCallback):
             state: the state that `state_dict` returned when the checkpoint was saved.
         """
 
-    def on_group_sampled(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs
-    ) -> None:
-        """Called when a vLLM server has finished a group, while other groups are still sampled.
-
-        It is called on the main thread of one rank, independently of other ranks, so it must not use collectives. It is
-        not called for rows with tools or environments.
-
-        Args:
-            args: the trainer's `DASHConfig`.
-            state: the `TrainerState`.
-            control: the `TrainerControl`.
-            group: the group.
-            kwargs: `trainer`, the `DASHTrainer`.
-        """
-
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
@@ -130,7 +97,7 @@ class DASHCallback(TrainerCallback):
         token. The other masks only distinguish tokens from padding.
 
         Reward functions get columns that are changed in `rollouts.examples`, unless they have begun before: with
-        `reward_pipeline`, with `async_level`, on vLLM servers, or if a callback watches groups.
+        `reward_pipeline`, with `async_level`, on vLLM servers, or if a callback has `overlaps_rewards`.
 
         Args:
             args: the trainer's `DASHConfig`.

@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
-from dash_trl.callbacks import DASHCallback, SampledGroup, dispatch
+from dash_trl.callbacks import DASHCallback, dispatch
 from dash_trl.checkpoints import Checkpoints, check_weights
 from dash_trl.checks import (
     check_arguments,
@@ -192,7 +192,7 @@ class DASHTrainer(GRPOTrainer):
         interrupt) or unused rows of a window (because of `max_steps`).
         """
         begin_anew(self)
-        args, watched = self.args, any(callback.watches_groups for callback in self._dash_callbacks())
+        args = self.args
         prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         self.recorder = Recorder(args, self.state, Logs.of(self))
         ahead, dynamic = args.async_level if looks_ahead(self) else 0, None
@@ -201,8 +201,9 @@ class DASHTrainer(GRPOTrainer):
             dynamic = DynamicSampling(args.groups_of_rank, self.ranks.count, most=most, ahead=ahead > 0)
         first = None if dynamic is None else dynamic.first
         self._reader = new_reader(args, self.callback_handler, sized=prompts is not None, ahead=ahead, first=first)
-        in_background = self._rewards_run_in_background(watched)
-        self._rewards = Rewards(self, self.reward_funcs, self.reward_func_names, in_background=in_background)
+        self._rewards = Rewards(
+            self, self.reward_funcs, self.reward_func_names, in_background=self._rewards_run_in_background()
+        )
         micro_batches = MicroBatches(self, self._passes)
         log_probs = LogProbs(self, micro_batches)
         sampler = new_sampler(
@@ -211,7 +212,6 @@ class DASHTrainer(GRPOTrainer):
             log_probs,
             pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,
-            on_group=self.group_sampled if watched else None,
         )
         self._collector = Collector(self, self._reader, sampler, self._rewards, log_probs, dynamic)
         self._micro_steps = MicroSteps(self, micro_batches, self._collector)
@@ -220,10 +220,10 @@ class DASHTrainer(GRPOTrainer):
         self._skipped = SkippedSteps(loss_scaling=args.fp16)
         self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks)
 
-    def _rewards_run_in_background(self, watched: bool) -> bool:
+    def _rewards_run_in_background(self) -> bool:
         """Return whether rewards begin before `_calculate_rewards` and before callbacks get the rows.
 
-        They do if the trainer has other work meanwhile: later windows, or the values of a callback that watches groups.
+        They do if the trainer has other work meanwhile: later windows, or the work of a callback.
         But an override of `_calculate_rewards` may change the rows.
         """
         overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
@@ -233,7 +233,8 @@ class DASHTrainer(GRPOTrainer):
                 "scored, so rewards begin only when it is called, not while rows are sampled. If you only change "
                 "rewards, use a DASHCallback (on_rewards) instead: rewards then begin early."
             )
-        return not overridden and (watched or looks_ahead(self))
+        work = any(callback.overlaps_rewards for callback in self._dash_callbacks())
+        return not overridden and (work or looks_ahead(self))
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Continue in the generation window of the checkpoint, if it has a window that this run can use.
@@ -516,12 +517,6 @@ class DASHTrainer(GRPOTrainer):
         arguments = self.args, self.state, self.control
         others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
         dispatch(event, rollouts, self._dash_callbacks(), self.ranks, arguments, others)
-
-    def group_sampled(self, group: SampledGroup) -> None:
-        """Call `on_group_sampled` of the callbacks that watch groups."""
-        for callback in self._dash_callbacks():
-            if callback.watches_groups:
-                callback.on_group_sampled(self.args, self.state, self.control, group, trainer=self)
 
     def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """Run a pass without gradient of the policy or the reference model; return log-probs and entropies."""

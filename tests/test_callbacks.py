@@ -113,7 +113,7 @@ def test_a_broken_field_names_the_callback():
 
 
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
-    said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_group.* Train with dash_trl.DASHTr"
+    said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_rollouts.* Train with dash_trl.DASHTr"
     callbacks = [ProcessRewardCallback(lambda requests, trainer: [])]
     assert re.search(said, refusal(run, GRPOTrainer, tiny_model, tmp_path, callbacks=callbacks))
 

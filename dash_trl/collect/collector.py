@@ -127,12 +127,7 @@ class Collector:
         return Window(self._by_group(batch, num_items, serves_one_step=serves_one_step), self._host.state.global_step)
 
     def pass_on_sampled(self) -> None:
-        """Start the rewards of later windows' rows that were sampled since the last call.
-
-        For callbacks that watch groups, `on_group_sampled` is called for the groups of these rows.
-
-        The trainer calls this method between model passes.
-        """
+        """Start the rewards of later windows' rows that were sampled since the last call. Called between passes."""
         self._sampler.pass_on_sampled()
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, one_ahead
@@ -69,7 +68,7 @@ class Sampler:
     def pass_on_sampled(self) -> None:
         """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows.
 
-        `on_rows` gets the rows; if callbacks watch groups, `on_group_sampled` gets them, too.
+        `on_rows` gets the rows.
         """
 
     def log(self) -> None:
@@ -165,13 +164,11 @@ class OnServers(Sampler):
         host: see `Sampler`.
         rewards: see `Sampler`.
         pool: a `ServerGeneration`.
-        on_group: function that gets each group as soon as it is sampled, for callbacks with `on_group_sampled`. `None`:
-            there are no such callbacks.
     """
 
-    def __init__(self, host: Host, rewards: Rewards, pool: Any, on_group: Callable[[SampledGroup], None] | None = None):
+    def __init__(self, host: Host, rewards: Rewards, pool: Any):
         super().__init__(host, rewards)
-        self._pool, self._on_group = pool, on_group
+        self._pool = pool
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
@@ -179,8 +176,8 @@ class OnServers(Sampler):
         self._known |= {one.number: one for one in new}
         if self._on_rows is not None:
             self._completions |= {one.number: [None] * len(one.examples) for one in new}
-        unseen = self._on_rows is None and self._on_group is None
-        self._pool.expect(window, {one.number: one.ids for one in new}, None if unseen else self._pass_on)
+        on_sampled = None if self._on_rows is None else self._pass_on
+        self._pool.expect(window, {one.number: one.ids for one in new}, on_sampled)
 
     def sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -197,18 +194,15 @@ class OnServers(Sampler):
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
     def _pass_on(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
-        """Pass rows that have been sampled to `on_group` and `on_rows`. The pool calls it on the main thread."""
+        """Pass rows that have been sampled to `on_rows`. The pool calls it on the main thread."""
+        assert self._on_rows is not None, "the pool calls this method only if rewards start early"
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
-        if self._on_group is not None:
-            self._on_group(SampledGroup(prompts.number, prompts.examples[own], prompts.ids[own], completion_ids))
-        if self._on_rows is None:
-            return
         completions = self._decoded(prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[window][own] = completions
         self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
     def pass_on_sampled(self) -> None:
-        if self._on_rows is not None or self._on_group is not None:
+        if self._on_rows is not None:
             self._pool.show_finished()
 
     def log(self) -> None:

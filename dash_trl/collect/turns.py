@@ -6,7 +6,7 @@
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.callbacks import SampledGroup
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
 from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
 from dash_trl.collect.scoring import Rewards
@@ -248,7 +247,6 @@ def new_sampler(
     *,
     pool: Any,
     conversations: Conversations | None,
-    on_group: Callable[[SampledGroup], None] | None,
 ) -> Sampler:
     """Build the sampler of a run: a `rollout_func`, vLLM servers or this process, for rows with one or several turns.
 
@@ -258,14 +256,13 @@ def new_sampler(
         log_probs: see `InProcess`.
         pool: the servers; used if `on_servers(host)`.
         conversations: runs tools and environments. `None`: rows have one turn.
-        on_group: see `OnServers`.
     """
     if host.rollout_func is not None:
         return ByFunction(host, rewards)
     if on_servers(host):
         if conversations is not None:
             return TurnsOnServers(host, rewards, pool, conversations)
-        return OnServers(host, rewards, pool, on_group)
+        return OnServers(host, rewards, pool)
     if conversations is not None:
         return TurnsInProcess(host, rewards, log_probs, conversations)
     return InProcess(host, rewards, log_probs)

@@ -97,7 +97,7 @@ class ProcessRewardCallback(DASHCallback):
         self._check_value()
         check_settings(estimator, self.settings)
         self._needs_answers = getattr(self.value, "needs_answers", True)
-        self.watches_groups = not getattr(self.value, "needs_rewards", True)
+        self.overlaps_rewards = not getattr(self.value, "needs_rewards", True)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
@@ -147,7 +147,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         """Computes the values of all rows while reward functions run in the background."""
         trainer, started = kwargs["trainer"], time.perf_counter()
-        if self.watches_groups and trainer._rewards.run_in_background:
+        if self.overlaps_rewards and trainer._rewards.run_in_background:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
             self._seconds += time.perf_counter() - started
