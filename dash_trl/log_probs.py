@@ -23,13 +23,12 @@ from dash_trl.host import Host, one_ahead
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, Part, RolloutBatch, Survivors
-from dash_trl.seams import give_late_ratio
 from dash_trl.update import (
+    OFF_POLICY_LOSSES,
     behaviour_log_probs,
     has_dropout,
     importance_sampling_ratio,
     to_device,
-    trl_settings,
     unknown_log_probs,
 )
 
@@ -37,7 +36,7 @@ Inputs = dict[str, Any]  # the inputs of a model pass, on the device
 
 
 def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
-    """Return the settings that replace attributes of the trainer while TRL computes the loss; see `trl_settings`.
+    """Return the settings that replace attributes of the trainer while TRL computes the loss.
 
     TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
     therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
@@ -48,12 +47,11 @@ def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
         host: the trainer.
         training: False in an evaluation.
     """
-    args = host.args
-    settings = trl_settings(args.loss_type, delta=args.aipo_delta)
-    if settings and not training:
-        settings["vllm_importance_sampling_correction"] = False
-    corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(host))
-    return settings | ({"use_vllm": True} if corrected else {})
+    loss_type = host.args.loss_type
+    settings = OFF_POLICY_LOSSES.get(loss_type, {})
+    if not training:
+        return {**settings, "vllm_importance_sampling_correction": False} if settings else {}
+    return settings | ({"use_vllm": True} if loss_type == "decoupled_ppo" or one_ahead(host) else {})
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,14 @@ class LogProbRules:
     @classmethod
     def of(cls, host: Host) -> LogProbRules:
         """Return the rules for the settings of a run."""
-        args, settings = host.args, loss_settings(host, training=True)
-
-        def setting(name: str) -> Any:
-            return settings.get(name, getattr(args, name))
-
+        args = host.args
+        settings = vars(args) | loss_settings(host, training=True)
         correction = {
-            "mode": setting("vllm_importance_sampling_mode"),
+            "mode": settings["vllm_importance_sampling_mode"],
             "clip_min": args.vllm_importance_sampling_clip_min,
             "clip_max": args.vllm_importance_sampling_clip_max,
         }
-        corrects = setting("use_vllm") and setting("vllm_importance_sampling_correction")
+        corrects = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
         return cls(
             outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
             != 0,
@@ -280,8 +275,7 @@ class CorrectionInPass:
     """Computes importance-sampling ratios within training passes, which saves the passes for old log-probs.
 
     This works if one optimizer step uses the whole window. The training passes of this step use the same weights as the
-    old log-probs, so their log-probs, detached, are the old log-probs. TRL's loss reads the ratio only after the
-    forward pass, so the ratio can be added to the inputs in time.
+    old log-probs, so their log-probs, detached, are the old log-probs.
 
     Args:
         rules: which log-probs the loss needs.
@@ -292,23 +286,23 @@ class CorrectionInPass:
         self._rules, self._rank = rules, rank
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
-    def see(self, inputs: Inputs, log_probs: Tensor, *, window: int) -> None:
-        """Compute the ratios of a training pass, if the pass needs them, and add them to the inputs of the loss.
+    def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor, *, window: int) -> Inputs:
+        """Return the inputs of the loss, with the ratios of a training pass if the pass needs them.
 
         Args:
-            inputs: the inputs of the loss.
+            inputs: the inputs of the pass.
             log_probs: [S, T], the policy's log-probs in this pass.
+            mask: [S, T], 1 = a token that the loss counts.
             window: number that identifies the window of the rows within the optimizer step.
         """
         correction = self._rules.correction
         if correction is None or "importance_sampling_ratio" in inputs:
-            return
+            return inputs
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
-        give_late_ratio(inputs, ratio)
         rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows after these are dummy rows
         self._tables[window].append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+        return {**inputs, "importance_sampling_ratio": ratio}
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the log-probs and ratios of all passes of the ending optimizer step, and forget them.

@@ -68,10 +68,7 @@ class MicroBatches:
             yield self._of(part, micro_batch)
 
     def with_gradient(self, part: Part, one: Pass) -> dict[str, Any]:
-        """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
-
-        The whole loss of the pass is multiplied by `loss_scale`. A regularizer, which should have the weight of
-        `regularizer_weight`, is therefore multiplied by `regularizer_scale`, the ratio of the two weights.
+        """Make the inputs of a training pass on the CPU, including the weights of its loss in the optimizer step.
 
         Args:
             part: the window of the rows, or a part of it.
@@ -79,13 +76,14 @@ class MicroBatches:
         """
         _, inputs = self._of(part, one.micro_batch)
         tokens, segment = one.tokens[self._rank], one.segment
-        kind = self._args.loss_type, self._args.filter_denominator
-        scale = loss_scale(*kind, rows=one.micro_batch.size, tokens=tokens, segment=segment)
-        weights = {
-            "loss_scale": scale,
-            "regularizer_scale": regularizer_weight(tokens, segment) / scale if scale else 0.0,
+        rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
+        return {
+            **inputs,
+            "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, segment=segment),
+            "regularizer_scale": regularizer_weight(tokens, segment),
+            "num_items_in_batch": part.num_items_in_batch,
+            "pass": one,
         }
-        return {**inputs, **weights, "num_items_in_batch": part.num_items_in_batch, "pass": one}
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""

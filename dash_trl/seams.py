@@ -22,7 +22,7 @@ from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import shuffle_sequence_dict
 
-from dash_trl.update import ModelPasses, ScaledCoefficient
+from dash_trl.update import ModelPasses
 
 
 @contextmanager
@@ -31,38 +31,37 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
     Args:
         trainer: a `GRPOTrainer`, its arguments, or a model.
-        settings: name of an attribute → value. `delta` is set on `trainer.args`, where TRL reads it; all other
-            attributes are set on the trainer.
+        settings: name of an attribute → value.
     """
-    others = {name: (trainer.args if name == "delta" else trainer, value) for name, value in settings.items()}
-    before = {name: getattr(holder, name) for name, (holder, _) in others.items()}
-    for name, (holder, value) in others.items():
-        setattr(holder, name, value)
+    attributes = vars(trainer)
+    before = {name: attributes[name] for name in settings if name in attributes}  # without methods of the class
+    attributes.update(settings)
     try:
         yield
     finally:
-        for name, (holder, _) in others.items():
-            setattr(holder, name, before[name])
+        for name in settings:
+            del attributes[name]
+        attributes.update(before)
 
 
-@contextmanager
-def regularized(trainer: Any, scale: float) -> Iterator[None]:
-    """Within the `with` block, multiply TRL's entropy bonus and router loss by a factor.
+def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> Tensor | float:
+    """Return what TRL's loss of a pass will contain besides policy and KL: minus the entropy bonus, plus router loss.
 
-    TRL logs the unscaled coefficients.
+    Call it before TRL computes the loss, because TRL may then adapt the entropy's coefficient.
 
     Args:
         trainer: a `GRPOTrainer`.
-        scale: the factor.
+        mask: [S, T], 1 = a token that the loss counts.
+        entropies: [S, T], the policy's entropies in this pass.
+        aux_loss: the router loss of this pass. `None`: the model has none.
     """
-    router = trainer.router_aux_loss_coef
-    trainer.router_aux_loss_coef = ScaledCoefficient(router, scale)
-    trainer.entropy_coef = ScaledCoefficient(trainer.entropy_coef, scale)
-    try:
-        yield
-    finally:
-        trainer.router_aux_loss_coef = router
-        trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted the coefficient
+    value = 0.0 if aux_loss is None else trainer.router_aux_loss_coef * aux_loss
+    gated = trainer.use_adaptive_entropy and not trainer._last_world_entropy <= trainer.args.entropy_target
+    if trainer._entropy_bonus_enabled and not gated:
+        if trainer.top_entropy_quantile < 1.0:
+            mask = mask * trainer.get_high_entropy_mask(entropies, mask, 1 - trainer.top_entropy_quantile)
+        value -= trainer.entropy_coef * (entropies * mask).sum() / mask.sum().clamp(min=1)
+    return value / trainer.current_gradient_accumulation_steps
 
 
 def new_passes(trainer: Any) -> ModelPasses:
@@ -94,18 +93,6 @@ def without_index(args: Any) -> None:
     """
     if args.device.type == "cpu":
         args.distributed_state.device = vars(args)["_setup_devices"] = torch.device("cpu")
-
-
-def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
-    """Add an importance-sampling ratio to the loss's inputs while TRL computes the loss.
-
-    TRL reads the ratio only after the forward pass. So the ratio may be computed from the log-probs of this pass.
-
-    Args:
-        inputs: the inputs of the loss.
-        ratio: [B, T], or [B, 1] in the sequence modes.
-    """
-    inputs["importance_sampling_ratio"] = ratio
 
 
 def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -328,11 +315,8 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
         rows.extend(rewards.tolist())
         return rewards
 
-    vars(trainer)["_calculate_rewards"] = calculated
-    try:
+    with with_settings(trainer, {"_calculate_rewards": calculated}):
         yield rows
-    finally:
-        del vars(trainer)["_calculate_rewards"]
 
 
 def leave_out_step(accelerator: Any) -> None:

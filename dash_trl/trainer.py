@@ -38,7 +38,6 @@ from dash_trl.checks import (
     check_subclass,
     check_tied_adapter,
     check_tokenizer,
-    check_weighed,
     checked_rollouts,
     context_of,
     plain_prompt,
@@ -66,7 +65,7 @@ from dash_trl.seams import (
     leave_out_step,
     log_step_time,
     new_passes,
-    regularized,
+    regularizer,
     step_schedule,
     to_training_mode,
     vllm_is_behind,
@@ -77,10 +76,12 @@ from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
 from dash_trl.update import (
     SkippedSteps,
+    aipo,
     checked_advantages,
     group_advantages,
     outcome_advantages,
     to_device,
+    with_token_loss,
 )
 
 logger = logging.getLogger(__name__)
@@ -359,13 +360,18 @@ class DASHTrainer(GRPOTrainer):
             return {**super()._prepare_inputs(generation_batch), "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
-    def compute_loss(self, model, inputs, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the loss of a pass, multiplied by the weight of the pass in the optimizer step."""
-        loss = super().compute_loss(model, {**inputs, "weighed": True}, *args, **kwargs)
-        return loss * inputs["loss_scale"] if self.model.training else loss
-
     def _compute_loss(self, model, inputs) -> Tensor:
-        """Compute TRL's loss. Entropy bonus and router loss get the weight `regularizer_scale`.
+        """Compute TRL's loss of a pass, multiplied by the weight of the pass in the optimizer step.
+
+        These steps follow one another::
+
+            run the pass           log-probs, entropies and router loss
+            add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
+                                   `per_token_loss` as advantages, if it is not `None` (`with_token_loss`)
+            compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
+            weigh it               `loss_scale` · TRL's loss; but the entropy bonus and the router loss, which are part
+                                   of TRL's loss, get the weight `regularizer_scale`
+            take TRL's figures     of this pass out of its logs, until the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. To give the term the weight that it has in TRL, multiply it by
         `inputs["regularizer_scale"]`, because the number of passes is not TRL's number of micro-batches::
@@ -375,18 +381,45 @@ class DASHTrainer(GRPOTrainer):
 
         A step in which no row survives has no pass, and so no term.
         """
-        training = self.model.training
-        with with_settings(self, loss_settings(self, training=training)):
-            if not training:
-                return super()._compute_loss(model, inputs)
-            check_weighed(self, inputs)
-            one, scale, per_token = inputs["pass"], inputs["loss_scale"], inputs["advantages"].dim() == 2
-            with (
-                self._passes.running_with(inputs),
-                regularized(self, inputs["regularizer_scale"]),
-                self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
-            ):
-                return super()._compute_loss(model, inputs)
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        scale, regularizer_scale = inputs["loss_scale"], inputs["regularizer_scale"]
+        run = self._get_per_token_logps_and_entropies
+        found = self._passes.run(run, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        log_probs, entropies, aux_loss = found
+        self._off_policy.see(inputs, log_probs, mask)
+        window = self._micro_steps.schedule.share(self._step).start
+        inputs = self._collector.log_probs.in_pass.corrected(inputs, log_probs, mask, window=window)
+        inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
+        regularizers = regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
+        settings = loss_settings(self, training=True) | {run.__name__: lambda *_, **__: found}
+        with with_settings(self, settings):
+            loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
+        per_token = inputs["advantages"].dim() == 2
+        self._pass_metrics.take(self.recorder.metrics, inputs["pass"], scale, per_token=per_token)
+        return loss
+
+    def per_token_loss(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Tensor | None:
+        """Compute the loss of each token in a training pass. Override this method for a loss of your own.
+
+        TRL multiplies it by its importance sampling correction, adds KL, entropy bonus and router loss, and takes the
+        mean of `loss_type` over tokens or rows. The options of TRL's own ratio (`epsilon`, `epsilon_high`, `delta`,
+        `importance_sampling_level`) have no effect. The loss of an evaluation is TRL's.
+
+        Args:
+            log_probs: [S, T], log-probs by the policy.
+            old_log_probs: [S, T], log-probs by the weights with which the window began; with aipo the sampler's.
+            advantages: [S, 1] or [S, T].
+            mask: [S, T], 1 = a token that the loss counts.
+        Returns:
+            [S, T]. `None`: TRL computes the loss of each token, too.
+        """
+        if self.args.loss_type != "aipo":
+            return None
+        return aipo(log_probs, old_log_probs, advantages, delta=self.args.aipo_delta)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
@@ -395,13 +428,7 @@ class DASHTrainer(GRPOTrainer):
         if not self.model.training:
             return padded(*batch, **kwargs)
         with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
-            found = self._passes.log_probs(padded, *batch, **kwargs)
-        inputs = self._passes.running or {}
-        if "pass" in inputs:  # a training pass
-            self._off_policy.see(inputs, found[0])
-            window = self._micro_steps.schedule.share(self._step).start
-            self._collector.log_probs.in_pass.see(inputs, found[0], window=window)
-        return found
+            return self._passes.log_probs(padded, *batch, **kwargs)
 
     def _clip_grad_norm(self, model):
         # Without a model pass there are no gradients to clip, and a GradScaler (fp16) would raise an error.
@@ -545,10 +572,12 @@ class DASHTrainer(GRPOTrainer):
             Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
         """
         evaluate = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.args.eval_k is None:
-            return evaluate()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
+        settings = with_settings(self, loss_settings(self, training=False))
+        if self.args.eval_k is None:
+            with settings:
+                return evaluate()
+        with settings, evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
             output = evaluate()
         samples = self.num_generations_eval
         if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
@@ -560,8 +589,7 @@ class DASHTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Call TRL's method. Only evaluations use it, because the collector samples in training."""
         begin_trackio(self)
-        environments = nullcontext() if self._conversations is None else self._conversations.lent()
-        with with_settings(self, loss_settings(self, training=False)), environments:
+        with nullcontext() if self._conversations is None else self._conversations.lent():
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:

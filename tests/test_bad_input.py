@@ -41,7 +41,7 @@ from dash_trl.checks import (
 from dash_trl.config import CHOICES
 from dash_trl.sampling import FileWeights
 from tests.test_regularizers import Penalised
-from tests.tiny import ScriptedReward, prompts, refusal, run, save_tiny_model
+from tests.tiny import ScriptedReward, prompts, refusal, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
@@ -335,11 +335,6 @@ def test_data_that_are_right(tiny_model):
 class AsInTRL(DASHTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return self._compute_loss(model, inputs)
-
-
-def test_a_loss_without_the_weight_of_its_pass(tiny_model, tmp_path):
-    said = "AsInTRL.compute_loss does not call super.*override _compute_loss instead"
-    assert re.search(said, refusal(run, AsInTRL, tiny_model, tmp_path))
 
 
 def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):

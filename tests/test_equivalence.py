@@ -276,13 +276,11 @@ def test_what_a_training_pass_corrects():
     in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
-        "completion_mask": torch.tensor([[1, 1], [0, 0]]),
-        "tool_mask": torch.tensor([[1, 0], [0, 0]]),
         "pass": Pass(MicroBatch(((0, 1), (0,))), segment, tokens=(3, 1)),
     }
-    log_probs = torch.tensor([[0.5, 7.0], [0.0, 0.0]])
-    in_pass.see(inputs, log_probs, window=0)
-    in_pass.see(inputs, log_probs + 1, window=0)
+    log_probs, mask = torch.tensor([[0.5, 7.0], [0.0, 0.0]]), torch.tensor([[1, 0], [0, 0]])
+    inputs = in_pass.corrected(inputs, log_probs, mask, window=0)
+    assert in_pass.corrected(inputs, log_probs + 1, mask, window=0) is inputs
     assert inputs["importance_sampling_ratio"].flatten().tolist() == pytest.approx([math.exp(0.5), 1.0])
     ((old, _, _, ratio),) = in_pass.of_step()
     assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]

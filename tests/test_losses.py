@@ -12,7 +12,7 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring import corrected_share
 from dash_trl.update import importance_sampling_ratio
 from tests import reference
-from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, run
+from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, parameters, run
 
 NAN = math.nan
 BOUND = 1.5
@@ -167,6 +167,31 @@ def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, p
     assert "off_policy/clipped_share" in logs[2]
     moved = [math.exp(pi - prox) for one in zip(policy, proximal, strict=True) for pi, prox in zip(*one, strict=True)]
     assert min(moved) < 0.8 and max(moved) > 1.2, "clip(u) has to matter"
+
+
+class ByHand(DASHTrainer):
+    """TRL's loss of a token, written once more."""
+
+    def per_token_loss(self, log_probs, old_log_probs, advantages, mask):
+        ratio = (log_probs - old_log_probs).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+@pytest.mark.parametrize(
+    "others", [{"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, {"loss_type": "decoupled_ppo"}]
+)
+def test_a_loss_of_ones_own(tiny_model, tmp_path, others):
+    """Two steps on one window, in the second of which some ratios are clipped; with KL or a correction by TRL."""
+    settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5, "max_tokens_per_microbatch": 60}
+    trl, own = (
+        run(kind, tiny_model, tmp_path, rollouts=ScriptedRollouts(noise=0.7), **settings, **others)
+        for kind in (DASHTrainer, ByHand)
+    )
+    assert trl.state.log_history[1]["clip_ratio/region_mean"] > 0.01
+    assert_same_update(parameters(tiny_model), parameters(trl.model), parameters(own.model))
+    for wrong, said in (({"loss_type": "sapo"}, "loss_type='sapo'. It must"), ({"beta": 0.1}, "Set use_bias_correc")):
+        with pytest.raises(ValueError, match=said):
+            run(ByHand, tiny_model, tmp_path, **wrong)
 
 
 def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):

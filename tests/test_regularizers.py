@@ -72,7 +72,7 @@ def test_terms_are_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
     logged = [one.state.log_history[0] for one in (without, bonus)]
     assert logged[1]["loss"] - logged[0]["loss"] == pytest.approx(-0.5 * entropy.item(), abs=1e-4)
     assert logged[1]["entropy"] == pytest.approx(entropy.item(), abs=1e-4)
-    assert logged[1]["entropy_coef"] == 0.5 and type(bonus.entropy_coef) is float
+    assert logged[1]["entropy_coef"] == 0.5
     assert own.evaluate()["eval_loss"] > without.evaluate()["eval_loss"]
 
 
@@ -85,7 +85,7 @@ def test_the_entropy_controller_is_trls(tiny_model, tmp_path):
     ours = {"gradient_filter_threshold": None, "max_tokens_per_microbatch": 30}
     dash = run(DASHTrainer, tiny_model, tmp_path, **ours, **settings)
     assert [log["entropy_coef"] for log in dash.state.log_history[:-1]] == pytest.approx(logged)
-    assert type(dash.entropy_coef) is float and dash.entropy_coef == trl.entropy_coef
+    assert dash.entropy_coef == trl.entropy_coef
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,6 @@ def test_the_router_loss(moe, tmp_path):
         for name in ("loss", "aux_loss"):
             logged = [one.state.log_history[0][name] for one in (trl, dash)]
             assert logged[1] == pytest.approx(logged[0], rel=0.1), (budget, name)
-        assert type(dash.router_aux_loss_coef) is float
 
 
 class PerMicroStep(GRPOTrainer):

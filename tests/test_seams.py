@@ -14,7 +14,7 @@ from dash_trl.seams import (
     count_pass_time,
     with_settings,
 )
-from dash_trl.update import OFF_POLICY_LOSSES, trl_settings
+from dash_trl.update import OFF_POLICY_LOSSES
 from tests.tiny import run
 
 
@@ -29,22 +29,12 @@ def test_the_settings_of_our_losses_are_trls(trainer):
     source = "".join(map(inspect.getsource, methods))
     correction = "self.use_vllm and self.vllm_importance_sampling_correction"
     assert source.count("self.use_vllm") == source.count(correction) > 0
-    for loss_type in OFF_POLICY_LOSSES:
-        settings = trl_settings(loss_type, delta=8.0)
-        for name in settings:
-            place = "args.delta" if name == "delta" else name
-            assert f"self.{place}" in source and hasattr(trainer.args if name == "delta" else trainer, name)
-        before = {**vars(trainer)}, {**vars(trainer.args)}
-        with with_settings(trainer, settings):
-            assert trainer.loss_type == "dapo" and trainer.args.delta == settings.get("delta")
-        assert (vars(trainer), vars(trainer.args)) == before
-    assert trl_settings("dapo", delta=8.0) == {}
-
-
-def test_the_ratio_is_read_behind_the_forward_pass():
-    """Within which `give_late_ratio` may still set it."""
-    before, behind = inspect.getsource(GRPOTrainer._compute_loss).split("self._get_per_token_logps_and_entropies(")
-    assert "importance_sampling_ratio" in behind and "importance_sampling_ratio" not in before
+    for settings in OFF_POLICY_LOSSES.values():
+        assert all(f"self.{name}" in source and name in vars(trainer) for name in settings)
+        before = {**vars(trainer)}
+        with with_settings(trainer, {**settings, "log": None}):
+            assert trainer.loss_type == "dapo" and trainer.log is None
+        assert vars(trainer) == before
 
 
 @pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])

@@ -397,26 +397,9 @@ def check_subclass(kind: type, base: type) -> None:
             )
     for name in ("compute_loss", "_compute_loss"):
         own = unwrap(getattr(kind, name))
-        if own is not getattr(base, name) and "regularizer_scale" not in own.__code__.co_consts:
+        if own is not unwrap(getattr(base, name)) and "regularizer_scale" not in own.__code__.co_consts:
             logger.warning(
                 f"The weight of a term that {kind.__name__}.{name} may add to the loss depends on the number of "
-                "survivors. Add such a term in _compute_loss, and multiply it by inputs['regularizer_scale'] "
-                "(docs/howto/extend.md)."
+                "survivors. Add such a term in _compute_loss, and multiply it by inputs['regularizer_scale']. For "
+                "a loss of your own, override per_token_loss (docs/howto/extend.md)."
             )
-
-
-def check_weighed(trainer: Any, inputs: Mapping[str, Any]) -> None:
-    """Checks that the loss of a pass will get the weight of the pass in the optimizer step.
-
-    Args:
-        trainer: the trainer.
-        inputs: the inputs of the pass, as `_compute_loss` gets them.
-    Raises:
-        ValueError: if `DASHTrainer.compute_loss`, which multiplies by this weight, was not called for the pass.
-    """
-    if "weighed" not in inputs:
-        raise ValueError(
-            f"{type(trainer).__name__}.compute_loss does not call super().compute_loss, so its loss would lack the "
-            "weight of the pass in the optimizer step. Call it, or override _compute_loss instead, whose loss gets "
-            "this weight."
-        )

@@ -5,8 +5,7 @@ Letters: B rows of a rank, T completion tokens, R ranks.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -212,16 +211,16 @@ class OffPolicyMetrics:
         self._bound = bound
         self._sums = torch.zeros(4)  # sums of r, r > bound, r − 1 − log r, and the number of tokens
 
-    def see(self, inputs: Mapping[str, Any], log_probs: Tensor) -> None:
+    def see(self, inputs: Mapping[str, Any], log_probs: Tensor, mask: Tensor) -> None:
         """Add the tokens of a training pass to the sums; do nothing if the sampler's log-probs are not known.
 
         Args:
             inputs: the inputs of the loss.
             log_probs: [B, T], the policy's log-probs in this pass.
+            mask: [B, T], 1 = a token that the loss counts.
         """
         if (mu := inputs.get("sampling_per_token_logps")) is None:
             return
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         known = mask.bool() & ~unknown_log_probs(mu, mask)
         log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # 0 for tokens that do not count
         ratio = log_ratio.exp() * known
@@ -324,33 +323,27 @@ class PassMetrics:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def observe(
-        self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
-    ) -> Iterator[None]:
-        """Move the figures of a pass out of `logged`, after a `with` block in which TRL computes the loss.
+    def take(self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool) -> None:
+        """Move the figures of a pass out of `logged`, after TRL has computed the loss of the pass.
 
         Args:
-            logged: TRL's metrics, name → values since the last log. In the block, TRL appends figures to the values.
+            logged: TRL's metrics, name → values since the last log. The last value is the pass's.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.
         """
         self.per_row &= not per_token
-        names = (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP)
-        before = {name: len(logged[name]) for name in names if name in logged}
-        yield
         tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
         kept = sum(map(len, one.micro_batch.rows))
-        for name in names:
-            for value in logged.get(name, [])[before.get(name, 0) :]:
-                logged[name].pop()
-                of_rows = name == "vespo/phi_seq_mean" and not per_token
-                per_row = of_rows or (self.per_row and name in CLIPPED)
-                count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
-                dummies = rows - kept if of_rows else 0.0  # their weight is 1
-                self._sums[name] += value * count - dummies
-                self._counts[name] += count - dummies
+        for name in (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP):
+            if not logged.get(name):
+                continue  # TRL logs it only with other settings
+            of_rows = name == "vespo/phi_seq_mean" and not per_token
+            per_row = of_rows or (self.per_row and name in CLIPPED)
+            count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
+            dummies = rows - kept if of_rows else 0.0  # their weight is 1
+            self._sums[name] += logged[name].pop() * count - dummies
+            self._counts[name] += count - dummies
 
     def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
         """Return the figures of the optimizer step that ends, and set the sums back to 0.

@@ -22,13 +22,13 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.update.losses import (
         NO_LOG_PROB,
         OFF_POLICY_LOSSES,
-        ScaledCoefficient,
+        aipo,
         behaviour_log_probs,
         importance_sampling_ratio,
         loss_scale,
         regularizer_weight,
-        trl_settings,
         unknown_log_probs,
+        with_token_loss,
     )
     from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
     from dash_trl.update.padding_free import (

@@ -1,7 +1,6 @@
 """Losses for rollouts that older weights sampled, and the weight of each pass in an optimizer step.
 
-The losses for such rollouts are `OFF_POLICY_LOSSES`. TRL's code computes them with other settings (`trl_settings`).
-Each is a sum over loss tokens::
+The losses for such rollouts are `OFF_POLICY_LOSSES`. Each is a sum over loss tokens::
 
     aipo              −(1/N) Σ min(π/μ, δ) Â                                                        δ: aipo_delta
     decoupled_ppo     −(1/N) Σ min(π_prox/μ, c) min(u Â, clip(u, 1 − ε, 1 + ε_high) Â),  u = π/π_prox
@@ -27,6 +26,7 @@ Letters: B rows, T completion tokens, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +34,17 @@ from torch import Tensor
 
 from dash_trl.update.schedule import Segment
 
-# These losses compare the policy with the sampler, so they need the sampler's log-probs.
-OFF_POLICY_LOSSES = ("aipo", "decoupled_ppo")
+# These losses compare the policy with the sampler, so they need the sampler's log-probs. TRL computes each as `dapo`,
+# with these attributes of the trainer: aipo from the loss of each token that `aipo` returns, and decoupled PPO with its
+# importance sampling correction, whose ratio is π_prox/μ.
+OFF_POLICY_LOSSES: dict[str, dict[str, Any]] = {
+    "aipo": {"loss_type": "dapo", "vllm_importance_sampling_correction": False},
+    "decoupled_ppo": {
+        "loss_type": "dapo",
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+    },
+}
 
 # vLLM's API returns this number for a log-prob of −inf, because JSON has no number for −inf. A sampled token cannot
 # have the log-prob −inf, so its log-prob counts as unknown.
@@ -46,29 +55,58 @@ NO_LOG_PROB = -9999.0
 # of the whole generation batch, which does not depend on packing.
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 TOKEN_MEAN_LOSSES = ("bnpo",)
+# The losses that TRL computes from −min(r Â, clip(r) Â) of each token.
+CLIPPED_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", *OFF_POLICY_LOSSES)
 
 
-def trl_settings(loss_type: str, *, delta: float) -> dict[str, Any]:
-    """Return the attributes of a `GRPOTrainer` with which TRL computes one of our losses.
-
-    aipo is TRL's `dapo` with log μ in place of the old log-probs, so that r = π/μ. In TRL's formula
-    min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1) Â), both terms are then min(r, δ) Â. So the outer minimum, which
-    depends on the sign of Â, has no effect. Decoupled PPO is TRL's `dapo` with TRL's importance sampling correction,
-    whose ratio is π_prox/μ.
+def aipo(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, *, delta: float) -> Tensor:
+    """Return −min(π/μ, δ) Â of each token.
 
     Args:
-        loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
-        delta: δ of aipo, the upper bound of π/μ.
+        log_probs: [B, T], log π.
+        behaviour: [B, T], log μ; see `behaviour_log_probs`.
+        advantages: [B, 1] or [B, T].
+        delta: δ, the upper bound of π/μ.
     Returns:
-        Name of the attribute → value; empty for TRL's own losses. `delta` is an attribute of the trainer's `args`.
+        [B, T].
     """
-    if loss_type == "decoupled_ppo":
-        correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
-        return {"loss_type": "dapo", **correction}
-    if loss_type != "aipo":
-        return {}
-    bounds = {"epsilon_low": 1.0, "epsilon_high": delta - 1.0, "delta": delta}
-    return {"vllm_importance_sampling_correction": False, "loss_type": "dapo", **bounds}
+    return -(log_probs - behaviour).exp().clamp(max=delta) * advantages
+
+
+def with_token_loss(
+    inputs: dict[str, Any], log_probs: Tensor, mask: Tensor, per_token_loss: Callable[..., Tensor | None], args: Any
+) -> dict[str, Any]:
+    """Return the inputs of TRL's loss with which its loss of each token is `per_token_loss`.
+
+    TRL computes −min(r Â, clip(r) Â), r = π/π_old. If π_old is π itself, and Â is minus the loss, this is the loss, and
+    so is its gradient: those of π and π_old in r cancel.
+
+    Args:
+        inputs: the inputs of a pass.
+        log_probs: [B, T], log π in this pass.
+        mask: [B, T], 1 = a token that the loss counts.
+        per_token_loss: `DASHTrainer.per_token_loss`. If it returns `None`, the inputs stay as they are.
+        args: the settings of the run, of which `loss_type` determines over what TRL takes the mean.
+    Raises:
+        ValueError: if the function does not return one loss per token, if TRL's formula is another with `loss_type`, or
+            if TRL would multiply the KL term by r.
+    """
+    old = inputs.get("old_per_token_logps", log_probs.detach())
+    loss = per_token_loss(log_probs, old, inputs["advantages"].view(len(mask), -1), mask)
+    if loss is None:
+        return inputs
+    if loss.shape != log_probs.shape or args.loss_type not in CLIPPED_LOSSES:
+        raise ValueError(
+            f"per_token_loss returned a tensor of shape {[*loss.shape]} with loss_type={args.loss_type!r}. It must "
+            f"return one loss per token, {[*log_probs.shape]}, and loss_type must say how TRL takes their mean: use "
+            f"one of {', '.join(map(repr, CLIPPED_LOSSES))}."
+        )
+    if args.beta and args.use_bias_correction_kl:
+        raise ValueError(
+            f"beta={args.beta} with use_bias_correction_kl=True does not go with per_token_loss: TRL multiplies the KL "
+            "term by its own ratio, which a loss of your own does not have. Set use_bias_correction_kl=False."
+        )
+    return {**inputs, "old_per_token_logps": log_probs, "advantages": -loss}
 
 
 def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Tensor:
@@ -181,25 +219,3 @@ def regularizer_weight(tokens: int, segment: Segment) -> float:
         segment: the counts of the segment, over all ranks.
     """
     return tokens * segment.passes / max(segment.kept_tokens, 1)
-
-
-class ScaledCoefficient(float):
-    """Float whose products are `scale` times as large; sums, comparisons and logs use the plain value.
-
-    When TRL multiplies the entropy by its coefficient, the coefficient must be scaled (see `regularizer_weight`). The
-    same method of TRL also logs and adapts the coefficient (`use_adaptive_entropy`). There it must not be scaled.
-
-    Args:
-        value: the coefficient.
-        scale: factor that is applied when the coefficient is multiplied.
-    """
-
-    scale: float
-
-    def __new__(cls, value: float, scale: float) -> ScaledCoefficient:
-        coefficient = super().__new__(cls, value)
-        coefficient.scale = scale
-        return coefficient
-
-    def __mul__(self, other: Any) -> Any:
-        return float(self) * self.scale * other
