@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +165,12 @@ class Checkpoints:
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
-        own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
+        own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
-        states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
-        for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):
+        states = self._ranks.agree(load_states, checkpoint, main_only=True)
+        for name in self._ranks.agree(restore_states, self._callbacks(), states):
             self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")

@@ -162,9 +162,7 @@ class DASHTrainer(GRPOTrainer):
         names[:] = [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
         self.reward_funcs = [watch(func, name) for func, name in zip(self.reward_funcs, names, strict=True)]
         if (rollout_func := self.rollout_func) is not None:
-            self.rollout_func = lambda prompts, trainer: self.ranks.agree(
-                partial(checked_rollouts, rollout_func, prompts, trainer)
-            )
+            self.rollout_func = partial(self.ranks.agree, checked_rollouts, rollout_func)
         self._passes = new_passes(self)
         self._begin_run()
 
@@ -306,7 +304,7 @@ class DASHTrainer(GRPOTrainer):
         read = self._reader.read(epoch_iterator, num_batches, step=self._step, state=self.state)
         batches, num_items = super().get_batch_samples(read, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
-            self.ranks.agree(partial(check_first_step, len(batches), self.args))
+            self.ranks.agree(check_first_step, len(batches), self.args)
         self._micro_steps.begin_optimizer_step(self._step, len(batches), self.state.global_step)
         self._checkpoints.begin_optimizer_step(self._reader)
         return batches, num_items
@@ -470,7 +468,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         """Call TRL's method. An error on one rank is raised on all ranks."""
-        return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
+        return self.ranks.agree(super()._generate_single_turn, *args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """Call all reward functions, as TRL does, and wait for their rewards.

@@ -10,7 +10,6 @@ Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks,
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -176,8 +175,8 @@ class Collector:
 
     def _sample(self, prompts: Prompts, groups_of_step: Callable[[], int] | None = None) -> GenerationBatch:
         """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
-        sampled = self._ranks.agree(partial(self._sampler.sample, prompts))  # decoding may fail on one rank
-        self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
+        sampled = self._ranks.agree(self._sampler.sample, prompts)  # decoding may fail on one rank
+        self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         own = self._ranks.own(len(prompts.examples))
         rollouts = to_rollouts(
             sampled,

@@ -9,7 +9,6 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -235,7 +234,7 @@ class Rewards:
         self.team.join(group_size)
         with self.host.recorder.timed("reward", counts=training):
             rewards = call_functions()
-        self._ranks.agree(partial(raise_mistakes, self.functions))
+        self._ranks.agree(raise_mistakes, self.functions)
         rewards = self._failures.unscore(
             rewards, lambda rows: self._ranks.gather(rows).to(rows.device), counts=training
         )

@@ -166,7 +166,7 @@ class WeightSync:
                     pass
 
         try:
-            waiting = self.ranks.agree(lambda: self.pool.new_version(version))
+            waiting = self.ranks.agree(self.pool.new_version, version)
             self._snapshot, errors = self.ranks.agree(send, from_main=True)
         finally:
             missing = "the main process failed, or considers the server dead"

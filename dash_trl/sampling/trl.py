@@ -163,10 +163,10 @@ class ServerGeneration(ExactMerges):
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
             done = jobs = self._jobs(prompts, num_generations, max_tokens)
-            groups = self.ranks.agree(lambda: self.pool.run(jobs))
+            groups = self.ranks.agree(self.pool.run, jobs)
         else:
             with self.timed("rollouts"):
-                done, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
+                done, groups = self.ranks.agree(self._of_window, window, num_generations)
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[version] for version in job.versions] for job in done for _ in range(job.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
