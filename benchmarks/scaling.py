@@ -30,7 +30,7 @@ from dash_trl.update import (
     Schedule,
     filter_rows,
     group_advantages,
-    plan_segment,
+    plan_share,
     same_prompt,
 )
 
@@ -55,7 +55,7 @@ def seconds(rows: int, layout: dict) -> float:
     started = time.perf_counter()
     keep = filter_rows(advantages, mask, torch.ones(per_rank, dtype=torch.bool), 0.1).keep
     lengths = torch.stack([prompts, completions], dim=2) * keep[None, :, None]
-    plan = plan_segment(lengths, MICRO_STEPS, max_rows=max(per_rank // MICRO_STEPS, 1), **layout)
+    plan = plan_share(lengths, MICRO_STEPS, max_rows=max(per_rank // MICRO_STEPS, 1), **layout)
     elapsed = time.perf_counter() - started
     assert sum(len(mb.rows[0]) for step in plan for mb in step) == int(keep.sum())
     return elapsed
@@ -123,7 +123,7 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
         groups = (torch.arange(rows) // GROUP).expand(RANKS, -1)
         lengths = torch.stack([prompts, completions, completions, groups], dim=2)
         lengths[0] = own
-        plan = plan_segment(lengths, rows // 32, max_rows=32, max_tokens=8192, min_shared=MIN_SHARED)
+        plan = plan_share(lengths, rows // 32, max_rows=32, max_tokens=8192, min_shared=MIN_SHARED)
     with stage("micro-batches", stages):
         position = (own[:, 1] > 0).cumsum(0) - 1
         for micro_batch in (micro_batch for step in plan for micro_batch in step):
@@ -152,7 +152,7 @@ def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
         options = {"max_rows": 32, **layout, "min_shared": None if name == "padded" else MIN_SHARED}
 
         def pack(table: torch.Tensor, micro_steps: int, last: bool, options: dict = options) -> list:
-            return plan_segment(table, micro_steps, last, **options)
+            return plan_share(table, micro_steps, last, **options)
 
         schedule = Schedule(
             steps_per_generation=MICRO_STEPS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from dash_trl.host import Host
 from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import Part
-from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_segment, regularizer_weight
+from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_share, regularizer_weight
 
 
 class MicroBatches:
@@ -27,14 +27,14 @@ class MicroBatches:
         self._pad_token_id = host.processing_class.pad_token_id
 
     def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
-        """Plan the micro-batches of each micro-step; see `plan_segment`.
+        """Plan the micro-batches of each micro-step; see `plan_share`.
 
         Args:
             lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
             micro_steps: number of micro-steps.
             last_must_run: True = the last micro-step runs a pass even if there is no survivor.
         """
-        return plan_segment(
+        return plan_share(
             lengths,
             micro_steps,
             last_must_run,
@@ -75,12 +75,12 @@ class MicroBatches:
             one: the pass.
         """
         _, inputs = self._of(part, one.micro_batch)
-        tokens, segment = one.tokens[self._rank], one.segment
+        tokens, share = one.tokens[self._rank], one.share
         rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
         return {
             **inputs,
-            "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, segment=segment),
-            "regularizer_scale": regularizer_weight(tokens, segment),
+            "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
+            "regularizer_scale": regularizer_weight(tokens, share),
             "num_items_in_batch": part.num_items_in_batch,
             "pass": one,
         }

@@ -2,7 +2,7 @@
 
     Collector ──► a window, part by part ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
-The *share* of an optimizer step is the rows that it uses of a window: all of them, or some of them (Mini).
+A *share* is the rows of a window that one optimizer step uses: all of them, or some of them (Mini).
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class MicroSteps:
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
-            one_step = len(self.schedule.share(step)) == self.schedule.steps_per_generation
+            one_step = len(self.schedule.steps_of_share(step)) == self.schedule.steps_per_generation
             groups = self._groups_of_step if by_group else None
             self._window = self._collector.window(examples, step=step, groups_of_step=groups, serves_one_step=one_step)
             self.schedule.window_sampled(step)
@@ -69,14 +69,18 @@ class MicroSteps:
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
             yield self._inputs(window, passes, planned), True
-        elif step + 1 < self.schedule.share(step).stop:
+        elif step + 1 < self.schedule.steps_of_share(step).stop:
             yield [], True  # the passes of all parts run in the last micro-step of the share
         else:
             yield from self._inputs_of_parts(step, self._window)
 
     def _groups_of_step(self) -> int:
         """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
-        return len(self.schedule.share(self._step)) * self.schedule.rows_per_step // self._host.args.num_generations
+        return (
+            len(self.schedule.steps_of_share(self._step))
+            * self.schedule.rows_per_step
+            // self._host.args.num_generations
+        )
 
     def wait_for_rest(self) -> None:
         """Wait for all remaining parts of the window in use.

@@ -346,7 +346,7 @@ class DASHTrainer(GRPOTrainer):
                     leave_out_step(self.accelerator)
         if ends_step:
             self.recorder.end_step()
-            self.recorder.log(self._pass_metrics.of_step(schedule.segments.values()))
+            self.recorder.log(self._pass_metrics.of_step(schedule.shares.values()))
             self._collector.log_probs.log_step()
             if self.use_vllm or self.rollout_func is not None or one_ahead(self):
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
@@ -387,7 +387,7 @@ class DASHTrainer(GRPOTrainer):
         found = self._passes.run(run, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
         log_probs, entropies, aux_loss = found
         self._off_policy.see(inputs, log_probs, mask)
-        window = self._micro_steps.schedule.share(self._step).start
+        window = self._micro_steps.schedule.steps_of_share(self._step).start
         inputs = self._collector.log_probs.in_pass.corrected(inputs, log_probs, mask, window=window)
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
         regularizers = regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient

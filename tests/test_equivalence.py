@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.log_probs import CorrectionInPass, LogProbRules
-from dash_trl.update import MicroBatch, Pass, Segment
+from dash_trl.update import MicroBatch, Pass, Share
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -272,11 +272,11 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
 def test_what_a_training_pass_corrects():
     """Its own rows by their loss tokens; neither dummy rows, nor what a pass before has corrected."""
     correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
-    segment = Segment(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
+    share = Share(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
     in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
-        "pass": Pass(MicroBatch(((0, 1), (0,))), segment, tokens=(3, 1)),
+        "pass": Pass(MicroBatch(((0, 1), (0,))), share, tokens=(3, 1)),
     }
     log_probs, mask = torch.tensor([[0.5, 7.0], [0.0, 0.0]]), torch.tensor([[1, 0], [0, 0]])
     inputs = in_pass.corrected(inputs, log_probs, mask, window=0)

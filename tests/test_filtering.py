@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dash_trl.update import Segment, filter_rows, loss_scale
+from dash_trl.update import Share, filter_rows, loss_scale
 
 WHOLE, SCORED = [[1, 1, 1, 1]] * 5, [True] * 5
 
@@ -50,7 +50,7 @@ def test_which_rows_are_dropped_and_why():
 
 
 def test_loss_scale():
-    segment = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
+    share = Share(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
     for loss_type, denominator, expected in (
         ("grpo", "all", 3 * 8 / 32),
         ("grpo", "kept", 3 * 8 / 10),
@@ -63,5 +63,5 @@ def test_loss_scale():
         ("cispo", "all", 1.0),
         ("vespo", "kept", 4.0),
     ):
-        found = loss_scale(loss_type, denominator, rows=3, tokens=50, segment=segment)
+        found = loss_scale(loss_type, denominator, rows=3, tokens=50, share=share)
         assert found == pytest.approx(expected), (loss_type, denominator)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
-from dash_trl.update import MicroBatch, Pass, Segment, filter_rows
+from dash_trl.update import MicroBatch, Pass, Share, filter_rows
 from tests.test_rollouts import rollouts
 
 
@@ -54,9 +54,9 @@ def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
 
 def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     """One rank has two rows, the other has none: TRL's mean has two dummy rows, whose weight is 1."""
-    segment = Segment(micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
-    one = Pass(MicroBatch(((0, 1), ())), segment, tokens=(30, 0))
+    share = Share(micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
+    one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
         metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}
         metrics.take(logged, one, 1.0, per_token=per_token)
-        assert metrics.of_step([segment]) == {"vespo/phi_seq_mean": pytest.approx(0.5)}
+        assert metrics.of_step([share]) == {"vespo/phi_seq_mean": pytest.approx(0.5)}

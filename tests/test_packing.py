@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl.update import Schedule, plan_segment
+from dash_trl.update import Schedule, plan_share
 
 
 def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_
         "padding_free": layout != "padded",
         "last_must_run": last_must_run,
     }
-    plan = plan_segment(lengths, steps, min_shared=least, **options)
+    plan = plan_share(lengths, steps, min_shared=least, **options)
     assert len(plan) == steps
     flat = [micro_batch for step in plan for micro_batch in step]
     for rank in range(ranks):
@@ -67,13 +67,13 @@ def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_
     counts = [len(step) for step in plan]
     assert counts == sorted(counts) and counts[-1] - counts[0] <= 1  # empty micro-steps first, then even
     assert (counts[-1] > 0) == bool((lengths[..., 1] > 0).any() or last_must_run)
-    plain = sum(map(len, plan_segment(lengths, steps, **options)))
+    plain = sum(map(len, plan_share(lengths, steps, **options)))
     assert len(flat) == plain if tokens is None else len(flat) <= plain + steps
 
 
 def test_micro_batches_are_balanced_and_few():
     lengths = torch.tensor([[[0, length, length] for length in (100, 90, 60, 50, 40, 30, 20, 10)]])
-    plan = plan_segment(lengths[..., :2], 4, max_rows=4)
+    plan = plan_share(lengths[..., :2], 4, max_rows=4)
     assert [len(step) for step in plan] == [0, 0, 1, 1]
     loads = [sum(int(lengths[0, row, 1]) for row in step[0].rows[0]) for step in plan[2:]]
     assert loads == [200, 200]
@@ -81,7 +81,7 @@ def test_micro_batches_are_balanced_and_few():
 
 def test_padded_rows_are_sorted_by_length():
     lengths = torch.tensor([[[5, 10], [5, 100], [5, 12], [5, 90]]])
-    plan = plan_segment(lengths, 2, max_rows=2, padding_free=False)
+    plan = plan_share(lengths, 2, max_rows=2, padding_free=False)
     assert [set(step[0].rows[0]) for step in plan] == [{1, 3}, {0, 2}]
 
 
@@ -91,7 +91,7 @@ def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, 
         num_iterations=num_iterations,
         accumulation=accumulation,
         rows_per_step=rows,
-        pack=lambda lengths, steps, last: plan_segment(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
+        pack=lambda lengths, steps, last: plan_share(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
     )
 
 
@@ -106,10 +106,10 @@ def test_what_an_optimizer_step_takes_of_its_window():
     ):
         walk = schedule(per_generation, accumulation=accumulation)
         walk.begin_optimizer_step(begins, taken, 1)
-        assert walk.share(begins) == share and walk.has_whole_share(begins) == whole, said
+        assert walk.steps_of_share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
-def test_the_last_micro_step_runs_if_an_earlier_segment_did():
+def test_the_last_micro_step_runs_if_an_earlier_share_did():
     walk = schedule(steps_per_generation=2)
     walk.begin_optimizer_step(0, 4, 0)
     walk.window_sampled(0)
@@ -128,5 +128,5 @@ def test_an_epochs_short_last_step():
     lengths = table(1, 8, 1.0, seed=0)
     counts = [len(walk.passes(step, lengths, 1.0)[0]) for step in (4, 5)]
     assert counts == [1, 1]
-    segment = walk.passes(5, lengths, 1.0)[0][0].segment
-    assert segment.all_rows == 4 and segment.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token
+    share = walk.passes(5, lengths, 1.0)[0][0].share
+    assert share.all_rows == 4 and share.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token

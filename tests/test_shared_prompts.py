@@ -14,7 +14,7 @@ from dash_trl.update import (
     MicroBatch,
     TreeShape,
     has_dropout,
-    plan_segment,
+    plan_share,
     tree_attention,
 )
 from tests.test_padding_free import ARCHITECTURES, passes_of
@@ -162,7 +162,7 @@ def test_figures_of_packing():
     found = packing_metrics([MicroBatch(((0, 1, 2, 3),))], table, padding_free=True, min_shared=32)
     assert found["packing/max_tokens"] == 192 - 33 and found["packing/shared_tokens"] == pytest.approx(33 / 192)
     assert found["packing/padding_share"] == 0
-    (micro_batches,) = plan_segment(table[:, :2], 1, max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
+    (micro_batches,) = plan_share(table[:, :2], 1, max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
     assert [one.rows for one in micro_batches] == [((0, 1),)]
 
 
@@ -190,5 +190,5 @@ def test_where_rows_of_a_group_go():
         # Only prompts of more than 32 tokens are kept together.
         ([[*short, 0], [*long, 1], [*short, 0], [*long, 1]], 60, [(1, 3), (0,), (2,)]),
     ):
-        (found,) = plan_segment(torch.tensor([rows]), 1, max_rows=4, max_tokens=budget, min_shared=32)
+        (found,) = plan_share(torch.tensor([rows]), 1, max_rows=4, max_tokens=budget, min_shared=32)
         assert [one.rows[0] for one in found] == passes, rows

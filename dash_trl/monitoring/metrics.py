@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_sampling_ratio, unknown_log_probs
+from dash_trl.update import Filtered, MicroBatch, Pass, Share, importance_sampling_ratio, unknown_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def packing_metrics(
         micro_batches: the micro-batches, which contain indices of rows in the window.
         lengths: [R, B, 4] of the window; see `RolloutBatch.lengths`.
         padding_free: True = passes are padding-free.
-        min_shared: see `plan_segment`.
+        min_shared: see `plan_share`.
     """
     prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
     real = processed = saved = largest = 0
@@ -345,14 +345,14 @@ class PassMetrics:
             self._sums[name] += logged[name].pop() * count - dummies
             self._counts[name] += count - dummies
 
-    def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
+    def of_step(self, shares: Collection[Share]) -> dict[str, float]:
         """Return the figures of the optimizer step that ends, and set the sums back to 0.
 
         Args:
-            segments: the segments of the optimizer step.
+            shares: the shares of the optimizer step.
         """
-        clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
-        micro_steps = sum(one.micro_steps for one in segments)
+        clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in shares)
+        micro_steps = sum(one.micro_steps for one in shares)
         whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
         divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
         figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}

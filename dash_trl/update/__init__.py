@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         unknown_log_probs,
         with_token_loss,
     )
-    from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
+    from dash_trl.update.packing import MicroBatch, fitted_bins, plan_share
     from dash_trl.update.padding_free import (
         MIN_SHARED,
         ModelPasses,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         same_prompt,
         to_device,
     )
-    from dash_trl.update.schedule import Pass, Schedule, Segment
+    from dash_trl.update.schedule import Pass, Schedule, Share
     from dash_trl.update.skipped_steps import SkippedSteps
     from dash_trl.update.trees import TreeShape, tree_attention
     from dash_trl.update.zero3 import forget_plain_passes

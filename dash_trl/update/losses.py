@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.update.schedule import Segment
+from dash_trl.update.schedule import Share
 
 # These losses compare the policy with the sampler, so they need the sampler's log-probs. TRL computes each as `dapo`,
 # with these attributes of the trainer: aipo from the loss of each token that `aipo` returns, and decoupled PPO with its
@@ -176,8 +176,8 @@ def importance_sampling_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
-def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segment: Segment) -> float:
-    """Return the factor for a micro-batch's loss that makes the loss of a segment independent of packing.
+def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, share: Share) -> float:
+    """Return the factor for a micro-batch's loss that makes the loss of a share independent of packing.
 
     TRL averages the loss over the b rows of a micro-batch, over the `a` micro-steps and over the R ranks. So each row
     has the weight 1 / (b·a·R) = 1 / all_rows. After packing, micro-batches have different numbers of rows, and a row
@@ -186,36 +186,36 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
         all:   rows · passes / all_rows   (row means)      tokens · passes / all_tokens   (bnpo)      1 (token sums)
         kept:  rows · passes / kept_rows                   tokens · passes / kept_tokens      all_tokens / kept_tokens
 
-    With "all", the update is exactly GRPO's. With "kept", the loss is an average over the survivors of the segment.
+    With "all", the update is exactly GRPO's. With "kept", the loss is an average over the survivors of the share.
     Deviation: in TRL, bnpo divides by the number of tokens of each *local* micro-batch. Here it divides by the number
-    of tokens of the segment, which does not depend on packing.
+    of tokens of the share, which does not depend on packing.
 
     Args:
         loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
         denominator: "all" or "kept" (`filter_denominator`).
         rows: number of rows of this micro-batch, dummy rows included, because TRL's mean counts them, too.
         tokens: number of loss tokens of this micro-batch on this rank.
-        segment: the counts of the segment, over all ranks.
+        share: the counts of the share, over all ranks.
     """
-    divisor_rows, divisor_tokens = segment.all_rows, segment.all_tokens
+    divisor_rows, divisor_tokens = share.all_rows, share.all_tokens
     if denominator == "kept":
-        divisor_rows, divisor_tokens = segment.kept_rows, segment.kept_tokens
+        divisor_rows, divisor_tokens = share.kept_rows, share.kept_tokens
     if loss_type in ROW_MEAN_LOSSES:
-        return rows * segment.passes / max(divisor_rows, 1)
+        return rows * share.passes / max(divisor_rows, 1)
     if loss_type in TOKEN_MEAN_LOSSES:
-        return tokens * segment.passes / max(divisor_tokens, 1)
-    return max(segment.all_tokens, 1) / max(divisor_tokens, 1)
+        return tokens * share.passes / max(divisor_tokens, 1)
+    return max(share.all_tokens, 1) / max(divisor_tokens, 1)
 
 
-def regularizer_weight(tokens: int, segment: Segment) -> float:
+def regularizer_weight(tokens: int, share: Share) -> float:
     """Return the weight of the regularizers (entropy bonus, router loss) in a pass: tokens · passes / kept_tokens.
 
     The weight applies before the mean over micro-steps and ranks. In TRL, it is 1 in each micro-batch. Here, the
-    weights of all passes of a segment add up to `segment.passes` = micro-steps × ranks, which is the number of TRL's
+    weights of all passes of a share add up to `share.passes` = micro-steps × ranks, which is the number of TRL's
     micro-batches.
 
     Args:
         tokens: number of loss tokens of the pass on this rank; 0 for a pass over dummy rows, whose weight is then 0.
-        segment: the counts of the segment, over all ranks.
+        share: the counts of the share, over all ranks.
     """
-    return tokens * segment.passes / max(segment.kept_tokens, 1)
+    return tokens * share.passes / max(share.kept_tokens, 1)

@@ -31,7 +31,7 @@ class MicroBatch:
         return max(1, *(len(rows) for rows in self.rows))
 
 
-def plan_segment(
+def plan_share(
     lengths: Tensor,
     micro_steps: int,
     last_must_run: bool = False,
@@ -41,9 +41,9 @@ def plan_segment(
     padding_free: bool = True,
     min_shared: int | None = None,
 ) -> list[list[MicroBatch]]:
-    """Distribute the survivors of a segment over its micro-steps.
+    """Distribute the survivors of a share over its micro-steps.
 
-    A segment is the micro-steps within one optimizer step that use one window. All ranks get the same number of
+    A share is the micro-steps within one optimizer step that use one window. All ranks get the same number of
     micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
     collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
     gradients are synchronised in the last micro-step. If there are more micro-batches than micro-steps, a micro-step
@@ -54,8 +54,8 @@ def plan_segment(
         lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
             length 0.
         micro_steps: S, at least 1.
-        last_must_run: True = the last micro-step runs a pass even if this segment has no survivor (then with dummy
-            rows). Pass True if an earlier segment of the same optimizer step has run passes, because DDP synchronises
+        last_must_run: True = the last micro-step runs a pass even if this share has no survivor (then with dummy
+            rows). Pass True if an earlier share of the same optimizer step has run passes, because DDP synchronises
             gradients, and DeepSpeed steps the optimizer, in the last micro-step.
         max_rows: largest number of rows of a micro-batch, used if `max_tokens` is `None`.
         max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
@@ -90,16 +90,16 @@ def _pack(
     padding_free: bool,
     min_shared: int | None,
 ) -> list[list[int]]:
-    """Pack the rows of one rank into bins; see `plan_segment`.
+    """Pack the rows of one rank into bins; see `plan_share`.
 
     Args:
         prompts: number of prompt tokens of each row.
         completions: number of completion tokens of each row; 0 for a dropped row.
         same: checksum of each row's prompt; see `RolloutBatch.lengths`.
-        max_rows: see `plan_segment`.
-        max_tokens: see `plan_segment`.
-        padding_free: see `plan_segment`.
-        min_shared: see `plan_segment`.
+        max_rows: see `plan_share`.
+        max_tokens: see `plan_share`.
+        padding_free: see `plan_share`.
+        min_shared: see `plan_share`.
     Returns:
         Lists of row indices, one list per bin.
     """

@@ -1,13 +1,13 @@
 """Decides which model passes each micro-step runs, as a state machine without a clock, a model or a collective.
 
 Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (after fewer at the end of an epoch). A
-new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *segment* is a run of micro-steps
-within one optimizer step that use one window; its survivors are packed together::
+new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *share* is the rows of a
+window that one optimizer step uses, and the micro-steps in which they run; its survivors are packed together::
 
     steps_per_generation = 4, gradient_accumulation_steps = 2        steps_per_generation = 2, … = 4
     window     |---------------|---------------|                     |-------|-------|-------|-------|
     optimizer  |-------|-------|-------|-------|                     |---------------|---------------|
-    segments   |-------|-------|-------|-------|                     |-------|-------|-------|-------|
+    shares     |-------|-------|-------|-------|                     |-------|-------|-------|-------|
 
 Letters: R ranks, B rows of a rank in a window, M rows of a rank in a part.
 """
@@ -22,17 +22,17 @@ from dash_trl.update.packing import MicroBatch
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Counts of a segment over all ranks, from which `loss_scale` computes the weight of a pass.
+class Share:
+    """Counts of a share over all ranks, from which `loss_scale` computes the weight of a pass.
 
-    If the rewards of the segment's rows come in several parts, `kept_rows` and `kept_tokens` count only the rows of one
-    part, because the survivors of the whole segment are not known before the last part.
+    If the rewards of the share's rows come in several parts, `kept_rows` and `kept_tokens` count only the rows of one
+    part, because the survivors of the whole share are not known before the last part.
 
     Attributes:
-        micro_steps: number of micro-steps of the segment.
+        micro_steps: number of micro-steps of the share.
         passes: micro-steps × ranks.
         all_rows: number of rows, dropped rows included.
-        all_tokens: the segment's portion of the window's loss tokens, dropped rows included. It is not counted: each
+        all_tokens: the share's portion of the window's loss tokens, dropped rows included. It is not counted: each
             micro-step of the window is given the same number of tokens.
         kept_rows: number of survivors.
         kept_tokens: number of loss tokens of the survivors.
@@ -53,12 +53,12 @@ class Pass:
     Attributes:
         micro_batch: the rows of the pass, as positions in the window; for a pass of `Schedule.plan_part`, as positions
             in the part.
-        segment: the segment of the micro-batch; the weight of the pass in the loss depends on its counts.
+        share: the share of the micro-batch; the weight of the pass in the loss depends on its counts.
         tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
     """
 
     micro_batch: MicroBatch
-    segment: Segment
+    share: Share
     tokens: tuple[int, ...]
 
 
@@ -71,12 +71,12 @@ class Schedule:
         accumulation: `gradient_accumulation_steps`.
         rows_per_step: `per_device_train_batch_size`, the number of rows of a rank in a micro-step.
         pack: function that takes lengths [R, M, 4], a number of micro-steps, and a bool (True = the last micro-step
-            must run a pass), and returns a list of micro-batches for each micro-step; see `plan_segment`.
+            must run a pass), and returns a list of micro-batches for each micro-step; see `plan_share`.
     Attributes:
         generate_every: number of micro-steps from one window to the next.
         optimizer_step: range of the micro-steps of the running optimizer step.
         ran_model: True = this optimizer step has had at least one pass; set when the pass is planned.
-        segments: the segments of this optimizer step, also those without survivors, by their first micro-step.
+        shares: the shares of this optimizer step, also those without survivors, by their first micro-step.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Schedule:
         # left to run, the first micro-step of the earliest of these.
         self._uncut = 0
         self.ran_model = False
-        self.segments: dict[int, Segment] = {}
+        self.shares: dict[int, Share] = {}
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
@@ -127,7 +127,7 @@ class Schedule:
         if global_step != self._global_step:
             self._global_step, self._completed = global_step, step
             self.ran_model = False
-            self.segments = {}
+            self.shares = {}
         self.optimizer_step = range(step, step + micro_steps)
         self._planned.clear()
 
@@ -184,11 +184,11 @@ class Schedule:
             num_items_in_batch: number of loss tokens of the window, dropped rows included.
         Returns:
             The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
-            in a segment plans the micro-batches of all its remaining micro-steps. Later calls plan none.
+            in a share plans the micro-batches of all its remaining micro-steps. Later calls plan none.
         """
         planned: list[MicroBatch] = []
         if step not in self._planned:
-            share = self.share(step)
+            share = self.steps_of_share(step)
             steps = range(step, share.stop)
             left = self._left(step, lengths, micro_steps=len(steps))
             columns = self._columns_of_step(lengths)
@@ -224,9 +224,9 @@ class Schedule:
         At the end of a stream, an optimizer step runs fewer rows. If the previous optimizer step was cut short, an
         optimizer step also runs the rows that were left over.
         """
-        return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
+        return len(self.steps_of_share(step)) == min(self.accumulation, self.steps_per_generation)
 
-    def share(self, step: int) -> range:
+    def steps_of_share(self, step: int) -> range:
         """Return the micro-steps of this optimizer step that use the window of `step`; their rows are the step's share.
 
         If the previous optimizer step was cut short with micro-steps left to run, its micro-steps that use this window
@@ -244,8 +244,7 @@ class Schedule:
     ) -> tuple[list[Pass], list[MicroBatch]]:
         """Plan the passes over one part of a share, as soon as the rewards of the part have come.
 
-        A share is the rows that an optimizer step takes of a window. All passes over its parts run in the last
-        micro-step of the share.
+        All passes over the parts of a share run in its last micro-step.
 
         Args:
             step: the last micro-step of the share.
@@ -275,34 +274,34 @@ class Schedule:
             lengths: [R, M, 4] of the rows that are left to run.
             num_items_in_batch: see `passes`.
             micro_steps: number of micro-steps to plan.
-            whole: [R, ·, 4], lengths of all rows of the segment, also of rows that ran before the previous optimizer
+            whole: [R, ·, 4], lengths of all rows of the share, also of rows that ran before the previous optimizer
                 step was cut short. In `plan_part`: of all rows of the part.
             last: see `plan_part`.
         """
-        share, ranks = self.share(step), len(lengths)
-        segment = Segment(
-            micro_steps=len(share),
-            passes=len(share) * ranks,
-            all_rows=len(share) * ranks * self.rows_per_step,
-            all_tokens=num_items_in_batch * len(share) / self.steps_per_generation,
+        steps, ranks = self.steps_of_share(step), len(lengths)
+        share = Share(
+            micro_steps=len(steps),
+            passes=len(steps) * ranks,
+            all_rows=len(steps) * ranks * self.rows_per_step,
+            all_tokens=num_items_in_batch * len(steps) / self.steps_per_generation,
             kept_rows=int((whole[..., 1] > 0).sum()),
             kept_tokens=int(whole[..., 2].sum()),
         )
-        ends_step = last and share.stop == self.optimizer_step.stop
+        ends_step = last and steps.stop == self.optimizer_step.stop
         plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
         if last:
-            self.segments[share.start] = segment  # after a cut within the segment, this replaces the earlier entry
+            self.shares[steps.start] = share  # after a cut within the share, this replaces the earlier entry
         self.ran_model |= any(plan)
-        return [_passes(micro_batches, segment, lengths) for micro_batches in plan]
+        return [_passes(micro_batches, share, lengths) for micro_batches in plan]
 
 
-def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor) -> list[Pass]:
-    """Create the passes over micro-batches of a segment, and count the loss tokens of each pass."""
+def _passes(micro_batches: list[MicroBatch], share: Share, lengths: Tensor) -> list[Pass]:
+    """Create the passes over micro-batches of a share, and count the loss tokens of each pass."""
     table = lengths[..., 2].tolist()
     return [
         Pass(
             one,
-            segment,
+            share,
             tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(one.rows)),
         )
         for one in micro_batches
