@@ -55,7 +55,7 @@ def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor 
         entropies: [S, T], the policy's entropies in this pass.
         aux_loss: the router loss of this pass. `None`: the model has none.
     """
-    value = 0.0 if aux_loss is None else trainer.router_aux_loss_coef * aux_loss
+    value = trainer.router_aux_loss_coef * aux_loss if trainer.aux_loss_enabled else 0.0
     gated = trainer.use_adaptive_entropy and not trainer._last_world_entropy <= trainer.args.entropy_target
     if trainer._entropy_bonus_enabled and not gated:
         if trainer.top_entropy_quantile < 1.0:
