@@ -237,10 +237,12 @@ def test_runners_that_are_gone_leave_no_threads():
         runner = RewardRunner([score_async, lambda completion: 1.0], max_concurrency=4)
         scores(runner, 8)
     del runner
-    gc.collect()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive(), thread
+    for _ in range(600):  # a thread that is about to end may still keep the runner when garbage is collected
+        gc.collect()
+        if not (left := set(threading.enumerate()) - before):
+            return
+        left.pop().join(0.1)
+    pytest.fail(f"{left} are left")
 
 
 def test_the_same_completions_once_more():
