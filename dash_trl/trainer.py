@@ -257,7 +257,7 @@ class DASHTrainer(GRPOTrainer):
                 self._reader.load_state_dict(run.prompts)
             elif run.window is not None:
                 self._reader.has_sampled(run.step)
-        return start if skip else run.position  # Transformers' count is wrong in a stream that was read more than once
+        return start if skip else run.position  # Transformers miscounts in a stream that is read for several epochs
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
@@ -282,8 +282,8 @@ class DASHTrainer(GRPOTrainer):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:  # also after an interrupt: drop work that has not begun, and do not wait for running work
-            self._reader.close()
             self._collector.close()
+            self._reader.close()
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()

@@ -104,7 +104,8 @@ class Collector:
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
             step: the micro-step with which the window begins.
-            groups_of_step: see `Rewards.begin`. `None`: await rewards together, not group by group.
+            groups_of_step: function that returns how many of this rank's groups the running optimizer step takes; see
+                `Rewards.begin`. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
@@ -282,7 +283,7 @@ class Collector:
         return Credited(rows, credited, outcome)
 
     def _signal(self, rounds: Sequence[Credited]) -> Tensor:
-        """Return which groups of the last round have signal, and complete the columns that its functions have logged.
+        """Return which groups of the last round have signal, and fill up the columns that only some rounds have logged.
 
         Args:
             rounds: the rounds of the window so far.

@@ -142,32 +142,32 @@ class Rewards:
         self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}
         self._failures = FailureWatch(functions, names)
 
-    def announce(self, window: int, examples: Sequence[Mapping[str, Any]]) -> None:
+    def announce(self, number: int, examples: Sequence[Mapping[str, Any]]) -> None:
         """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
 
         Args:
-            window: number of the generation batch; see `Prompts.number`.
+            number: number of the generation batch; see `Prompts.number`.
             examples: B rows of the dataset.
         """
         if self.start_early:
-            self._early[window] = self.team.begin(len(examples), self.host.args.num_generations), examples
+            self._early[number] = self.team.begin(len(examples), self.host.args.num_generations), examples
 
     def start(
-        self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
+        self, number: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
     ) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
         Pass each row of a generation batch exactly once, in any order. Do nothing if the batch was not announced.
 
         Args:
-            window: number of the generation batch.
+            number: number of the generation batch.
             first: index of the first row within the batch.
             prompts: the prompts of the rows.
             completion_ids: the token ids of the rows' completions.
             completions: the decoded completions of the rows.
         """
-        if window in self._early:
-            request, examples = self._early[window]
+        if number in self._early:
+            request, examples = self._early[number]
             own = examples[first : first + len(completion_ids)]
             self.team.start(request, first, reward_rows(own, prompts, completions, completion_ids))
 
@@ -178,7 +178,7 @@ class Rewards:
         self._early.clear()
 
     def begin(
-        self, window: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
+        self, number: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
     ) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. It waits for their rewards.
 
@@ -187,13 +187,13 @@ class Rewards:
         `GenerationBatch.scored`.
 
         Args:
-            window: number of the generation batch; see `Prompts.number`.
+            number: number of the generation batch; see `Prompts.number`.
             sampled: the B rows, as they were sampled.
             rollouts: the B rows.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
                 from the window. `None`: await the rewards together, not group by group.
         """
-        request, _ = self._early.pop(window, (None, ()))
+        request, _ = self._early.pop(number, (None, ()))
         if request is None and (self.run_in_background or groups_of_step is not None):
 
             def started() -> Request:

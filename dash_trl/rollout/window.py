@@ -32,7 +32,7 @@ class Part:
         lengths: [R, B, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
         num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
-        ends_step: True = the running optimizer step needs no further part of the window.
+        ends_step: True = the last part that the running optimizer step uses.
     """
 
     rollouts: Survivors
@@ -87,8 +87,9 @@ class Window:
         parts: iterator over the parts; it may wait for rewards.
         step: number of the running optimizer step.
     Attributes:
-        rows: number of a rank's rows in the parts that have come.
-        whole: all parts joined; rows that earlier optimizer steps used count as dropped. `None` until `wait` is called.
+        rows: number of a rank's rows in the parts that were yielded.
+        whole: all parts joined, in which rows that earlier optimizer steps used count as dropped. `None`: they are not
+            joined yet, see `wait`.
     """
 
     def __init__(self, parts: Iterator[Part], step: int):
