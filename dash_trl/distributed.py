@@ -95,11 +95,13 @@ class Ranks:
         """
         value: Any = None
         error: Exception | None = None
+        before = _meetings[0]
         try:
             if self.rank == 0 or not main_only:
                 value = work(*arguments, **named)
         except Exception as caught:
-            if vars(caught).get("meeting") == _meetings[0]:  # all ranks got this error in a call of `agree` by `work`
+            # All ranks got this error in the last meeting, in a call of `agree` by `work`.
+            if vars(caught).get("meeting") == _meetings[0] > before:
                 raise
             error = caught
         if self.count > 1:

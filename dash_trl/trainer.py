@@ -38,6 +38,7 @@ from dash_trl.checks import (
     check_subclass,
     check_tied_adapter,
     check_tokenizer,
+    check_weighed,
     checked_rollouts,
     context_of,
     plain_prompt,
@@ -326,7 +327,9 @@ class DASHTrainer(GRPOTrainer):
         ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
+        run, seen = 0, self._pass_metrics.passes
         for passes, are_last in self._micro_steps.inputs(self._step, inputs):
+            run += len(passes)
             last_pass = passes.pop() if are_last and passes else None
             with self.recorder.timed("train"):
                 for one in passes:
@@ -337,6 +340,7 @@ class DASHTrainer(GRPOTrainer):
             count_pass_time(self, time.perf_counter() - started)
             if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
+        check_weighed(self, run, self._pass_metrics.passes - seen)
         self._collector.pass_on_sampled()
         if last_pass is None:
             self._step += 1
@@ -355,7 +359,7 @@ class DASHTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""
         if not self.model.training:
-            return {**super()._prepare_inputs(generation_batch), "regularizer_scale": 1.0}
+            return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def _compute_loss(self, model, inputs) -> Tensor:
@@ -391,11 +395,13 @@ class DASHTrainer(GRPOTrainer):
         inputs = self._collector.log_probs.in_pass.corrected(inputs, log_probs, mask, window=window)
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
         regularizers = regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
-        settings = loss_settings(self, training=True) | {run.__name__: lambda *_, **__: found}
+        settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found}
+        settings |= loss_settings(self, training=True)
+        before = {name: len(values) for name, values in self.recorder.metrics.items()}
         with with_settings(self, settings):
             loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
         per_token = inputs["advantages"].dim() == 2
-        self._pass_metrics.take(self.recorder.metrics, inputs["pass"], scale, per_token=per_token)
+        self._pass_metrics.take(self.recorder.metrics, before, inputs["pass"], scale, per_token=per_token)
         return loss
 
     def per_token_loss(

@@ -77,6 +77,7 @@ def test_truncated_is_what_did_not_end(model, tiny_model):
 
 
 def test_a_lora_adapter_is_merged(tiny_model):
+    """Unless the caller has it: its generation config is as before, which PEFT's generate writes into its model."""
     torch.manual_seed(0)
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tiny_model),
@@ -87,6 +88,13 @@ def test_a_lora_adapter_is_merged(tiny_model):
     with open_sampler(Path("lora").resolve()) as sampler:
         assert not any("lora" in name for name, _ in sampler.model.named_parameters())
         assert torch.allclose(sampler.model.cpu()(ids).logits, adapted(ids).logits, atol=1e-4)
+    ends = adapted.generation_config.eos_token_id = [1, 77]
+    list(
+        LocalSampler(adapted, AutoTokenizer.from_pretrained(tiny_model)).sample(
+            ["1"], num_samples=1, max_completion_length=3
+        )
+    )
+    assert adapted.generation_config.eos_token_id == adapted.base_model.model.generation_config.eos_token_id == ends
 
 
 # ------------------------------------------------------------------------------------------------------ the command

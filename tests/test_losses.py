@@ -189,7 +189,11 @@ def test_a_loss_of_ones_own(tiny_model, tmp_path, others):
     )
     assert trl.state.log_history[1]["clip_ratio/region_mean"] > 0.01
     assert_same_update(parameters(tiny_model), parameters(trl.model), parameters(own.model))
-    for wrong, said in (({"loss_type": "sapo"}, "loss_type='sapo'. It must"), ({"beta": 0.1}, "Set use_bias_correc")):
+    for wrong, said in (
+        ({"loss_type": "sapo"}, "loss_type='sapo'. It must"),
+        ({"beta": 0.1}, "Set use_bias_correc"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5 does not go"),
+    ):
         with pytest.raises(ValueError, match=said):
             run(ByHand, tiny_model, tmp_path, **wrong)
 

@@ -37,6 +37,16 @@ class Penalised(DASHTrainer):
         return super()._compute_loss(model, inputs) + term
 
 
+class Replaced(DASHTrainer):
+    def _compute_loss(self, model, inputs):
+        return token_log_probs(self, model, inputs).sum()
+
+
+def test_a_loss_without_the_weights_of_passes_is_refused(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="Replaced computes the loss without super"):
+        run(Replaced, tiny_model, tmp_path)
+
+
 def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean entropy and the mean log-prob of the survivors' tokens, row by row, with gradients."""
     entropies, log_probs = [], []

@@ -8,6 +8,7 @@ from dash_trl.checks.arguments import (
     check_pipeline,
     check_rounding,
     check_subclass,
+    check_weighed,
 )
 from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
 from dash_trl.checks.prompts import (

@@ -403,3 +403,21 @@ def check_subclass(kind: type, base: type) -> None:
                 "survivors. Add such a term in _compute_loss, and multiply it by inputs['regularizer_scale']. For "
                 "a loss of your own, override per_token_loss (docs/howto/extend.md)."
             )
+
+
+def check_weighed(trainer: Any, run: int, weighed: int) -> None:
+    """Checks that the loss of each pass has got the weight of the pass in the optimizer step.
+
+    Args:
+        trainer: the trainer.
+        run: number of passes of the micro-step.
+        weighed: number of calls of `DASHTrainer._compute_loss` in the micro-step.
+    Raises:
+        ValueError: if the numbers differ.
+    """
+    if run != weighed:
+        raise ValueError(
+            f"{type(trainer).__name__} computes the loss without super()._compute_loss, so the loss lacks the weight "
+            "of its pass in the optimizer step. Call it, and add your term times inputs['regularizer_scale']; or override "
+            "per_token_loss for a loss of your own (docs/howto/extend.md)."
+        )

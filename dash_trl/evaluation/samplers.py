@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dash_trl.checks import plain_prompt
@@ -162,7 +163,7 @@ class LocalSampler(Sampler):
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
         super().__init__(tokenizer, model.generation_config)
-        self.model = model
+        self.model, self._inner = model, model.get_base_model() if is_peft_model(model) else model
         self.batch_size = batch_size
 
     def _draw(
@@ -186,7 +187,7 @@ class LocalSampler(Sampler):
         with (
             evaluating(self.model),
             # generate() takes missing options from the model's generation_config.
-            with_settings(self.model, {"generation_config": GenerationConfig()}),
+            with_settings(self._inner, {"generation_config": GenerationConfig()}),
             # Saves the random state of all devices, since manual_seed changes all of them.
             torch.random.fork_rng(devices=range(torch.cuda.device_count())),
             torch.no_grad(),

@@ -316,27 +316,39 @@ class PassMetrics:
     Args:
         per_row: True = TRL clips whole rows (`importance_sampling_level="sequence"`). Then clipped rows are counted
             instead of clipped tokens, unless advantages are per token.
+    Attributes:
+        passes: number of passes so far.
     """
 
     def __init__(self, *, per_row: bool):
-        self.per_row = per_row
+        self.per_row, self.passes = per_row, 0
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, float] = defaultdict(float)
 
-    def take(self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool) -> None:
+    def take(
+        self,
+        logged: dict[str, list[float]],
+        before: dict[str, int],
+        one: Pass,
+        loss_scale: float,
+        *,
+        per_token: bool,
+    ) -> None:
         """Move the figures of a pass out of `logged`, after TRL has computed the loss of the pass.
 
         Args:
-            logged: TRL's metrics, name → values since the last log. The last value is the pass's.
+            logged: TRL's metrics, name → values since the last log.
+            before: name → number of values before TRL's loss was computed.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.
         """
+        self.passes += 1
         self.per_row &= not per_token
         tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
         kept = sum(map(len, one.micro_batch.rows))
         for name in (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP):
-            if not logged.get(name):
+            if len(logged.get(name, ())) == before.get(name, 0):
                 continue  # TRL logs it only with other settings
             of_rows = name == "vespo/phi_seq_mean" and not per_token
             per_row = of_rows or (self.per_row and name in CLIPPED)

@@ -173,7 +173,7 @@ class ServerPool:
         self._last_answers = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._refitting: set[str] = set()  # URLs of servers whose check has got beyond the probe
+        self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = self._usable = -math.inf  # when the last weight sync ended; when a server was last usable
         self.refit: Callable[[Server], Awaitable[int | None]] | None = None
@@ -623,6 +623,7 @@ class ServerPool:
             doubtful = known.version is None or known.failures > 0
             self.fleet.answered(url)
             version = self.fleet.version if self.refit is None else await self.refit(server)
+            self._refitting.discard(url)  # the rest may be cancelled
             if version is None:
                 return
             # If the server has jobs, its next answer shows whether the engine works; a test would wait for the jobs.

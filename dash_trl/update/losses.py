@@ -89,7 +89,7 @@ def with_token_loss(
         args: the settings of the run, of which `loss_type` determines over what TRL takes the mean.
     Raises:
         ValueError: if the function does not return one loss per token, if TRL's formula is another with `loss_type`, or
-            if TRL would multiply the KL term by r.
+            if TRL would use r for its mask or its KL term.
     """
     old = inputs.get("old_per_token_logps", log_probs.detach())
     loss = per_token_loss(log_probs, old, inputs["advantages"].view(len(mask), -1), mask)
@@ -100,6 +100,11 @@ def with_token_loss(
             f"per_token_loss returned a tensor of shape {[*loss.shape]} with loss_type={args.loss_type!r}. It must "
             f"return one loss per token, {[*log_probs.shape]}, and loss_type must say how TRL takes their mean: use "
             f"one of {', '.join(map(repr, CLIPPED_LOSSES))}."
+        )
+    if args.off_policy_mask_threshold is not None:
+        raise ValueError(
+            f"off_policy_mask_threshold={args.off_policy_mask_threshold} does not go with per_token_loss: TRL computes "
+            "the mask from its own ratio and advantages, which a loss of your own does not have. Leave it out."
         )
     if args.beta and args.use_bias_correction_kl:
         raise ValueError(
