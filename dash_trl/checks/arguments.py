@@ -418,6 +418,6 @@ def check_weighed(trainer: Any, run: int, weighed: int) -> None:
     if run != weighed:
         raise ValueError(
             f"{type(trainer).__name__} computes the loss without super()._compute_loss, so the loss lacks the weight "
-            "of its pass in the optimizer step. Call it, and add your term times inputs['regularizer_scale']; or, for a "
-            "loss of your own, override per_token_loss (docs/howto/extend.md)."
+            "of its pass in the optimizer step. Call it, and add your term times inputs['regularizer_scale']; or, for"
+            " a loss of your own, override per_token_loss (docs/howto/extend.md)."
         )
