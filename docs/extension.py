@@ -162,7 +162,9 @@ class Door(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         room = import_module(self.arguments[0])
-        lines = {name: (inspect.getdoc(getattr(room, name)) or "").partition("\n")[0] for name in room.__all__}
+        plain = [name for name, value in vars(room).items() if name[0] != "_" and not inspect.ismodule(value)]
+        names = getattr(room, "__all__", sorted(plain))
+        lines = {name: (inspect.getdoc(getattr(room, name)) or "").partition("\n")[0] for name in names}
         values = (int, float, str, bytes, tuple, list, dict, set)  # their docstring is their type's
         described = {name: "" if isinstance(getattr(room, name), values) else line for name, line in lines.items()}
         return [nodes.bullet_list("", *(item(name, line.replace("`", "")) for name, line in described.items()))]
