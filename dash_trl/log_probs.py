@@ -24,8 +24,8 @@ from dash_trl.micro_batches import MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, Part, RolloutBatch, Survivors
 from dash_trl.update import (
+    NO_LOG_PROB,
     OFF_POLICY_LOSSES,
-    behaviour_log_probs,
     has_dropout,
     importance_sampling_ratio,
     to_device,
@@ -158,7 +158,8 @@ class LogProbs:
         with self._host.recorder.timed("logprobs"):
             known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
-            known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
+            # A token whose log-prob the sampler did not report has the ratio π/μ = 1 at the beginning of the window.
+            known["old_per_token_logps"] = torch.where(sampled > NO_LOG_PROB, sampled, known["old_per_token_logps"])
         if rules.correction is not None and "old_per_token_logps" in known:
             log_probs = known["old_per_token_logps"], sampled, survivors.loss_mask
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         NO_LOG_PROB,
         OFF_POLICY_LOSSES,
         aipo,
-        behaviour_log_probs,
         importance_sampling_ratio,
         loss_scale,
         regularizer_weight,

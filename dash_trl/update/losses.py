@@ -64,7 +64,7 @@ def aipo(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, *, delta: flo
 
     Args:
         log_probs: [B, T], log π.
-        behaviour: [B, T], log μ; see `behaviour_log_probs`.
+        behaviour: [B, T], log μ.
         advantages: [B, 1] or [B, T].
         delta: δ, the upper bound of π/μ.
     Returns:
@@ -124,21 +124,6 @@ def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Te
         [B, T] bool, True = a loss token whose log-prob is unknown.
     """
     return ~(sampling_per_token_logps > NO_LOG_PROB) & loss_mask.bool()
-
-
-def behaviour_log_probs(sampling_per_token_logps: Tensor, old_per_token_logps: Tensor) -> Tensor:
-    """Return the sampler's log-probs, with the old log-prob in place of each log-prob that the sampler did not report.
-
-    A token whose log-prob the sampler did not report thus has the ratio π/μ = 1 at the beginning of the window.
-
-    Args:
-        sampling_per_token_logps: [B, T].
-        old_per_token_logps: [B, T], log-probs by the weights at the beginning of the window. Only the log-probs of
-            tokens that the sampler did not report are used; the others may be NaN.
-    Returns:
-        [B, T].
-    """
-    return torch.where(sampling_per_token_logps > NO_LOG_PROB, sampling_per_token_logps, old_per_token_logps)
 
 
 def importance_sampling_ratio(
