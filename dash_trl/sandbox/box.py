@@ -260,6 +260,8 @@ class Sandbox:
                 process.stdout.readline()  # type: ignore[union-attr]  # "ready": the start does not count as wall time
                 output, errors = process.communicate(json.dumps(job).encode(), self.wall_seconds)
             except subprocess.TimeoutExpired:
+                if process.poll() is not None:  # killed before its child asked to end with it
+                    raise SandboxError("the program could not be run: bwrap was killed, but not its child") from None
                 reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
                 if waited(process.pid) < IDLE * self.wall_seconds:
                     return Verdict(0, len(tests), f"{reason}: they wait for something", math.nan)
