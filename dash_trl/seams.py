@@ -31,7 +31,8 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
     Args:
         trainer: a `GRPOTrainer`, its arguments, or a model.
-        settings: name of an attribute → value.
+        settings: name of an attribute → value. The attribute must not be a property, nor come from `__getattr__` as a
+            `PeftModel`'s attributes do: it would be hidden or changed elsewhere.
     """
     attributes = vars(trainer)
     before = {name: attributes[name] for name in settings if name in attributes}  # without methods of the class

@@ -283,7 +283,7 @@ class Collector:
         return Credited(rows, credited, outcome)
 
     def _signal(self, rounds: Sequence[Credited]) -> Tensor:
-        """Return which groups of the last round have signal, and fill up the columns that only some rounds have logged.
+        """Return which groups of the last round have signal. Also end the round in the log, which fills up its columns.
 
         Args:
             rounds: the rounds of the window so far.

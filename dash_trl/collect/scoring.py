@@ -180,7 +180,7 @@ class Rewards:
     def begin(
         self, number: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
     ) -> GenerationBatch:
-        """Return the generation batch of rows that are all sampled. It waits for their rewards.
+        """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
         if the rewards are awaited by group or `run_in_background` is True, and otherwise when the caller iterates over

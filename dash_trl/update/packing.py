@@ -43,7 +43,7 @@ def plan_share(
 ) -> list[list[MicroBatch]]:
     """Distribute the survivors of a share over its micro-steps.
 
-    A share is the micro-steps within one optimizer step that use one window. All ranks get the same number of
+    A share is the rows of a window that one optimizer step uses. All ranks get the same number of
     micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
     collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
     gradients are synchronised in the last micro-step. If there are more micro-batches than micro-steps, a micro-step
