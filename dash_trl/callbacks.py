@@ -143,6 +143,11 @@ class DASHCallback(TrainerCallback):
         """
 
 
+def dash_callbacks(handler: Any) -> list[DASHCallback]:
+    """Return the `DASHCallback`s of Transformers' callback handler, in the order in which they are called."""
+    return [callback for callback in handler.callbacks if isinstance(callback, DASHCallback)]
+
+
 def dispatch(
     event: str,
     rollouts: RolloutBatch,

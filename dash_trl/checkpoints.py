@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from dash_trl.callbacks import DASHCallback, restore_states, states_of
-from dash_trl.host import Host
+from dash_trl.callbacks import dash_callbacks, restore_states, states_of
+from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
 from dash_trl.rollout import (
     STATES,
     Part,
     PromptQueue,
-    PromptReader,
     SavedRun,
     Shapes,
     load_states,
@@ -89,7 +87,7 @@ class Checkpoints:
         host: the trainer.
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
-        callbacks: function that returns the callbacks that may have a state.
+        handler: Transformers' callback handler, whose callbacks may have a state.
     """
 
     def __init__(
@@ -97,56 +95,58 @@ class Checkpoints:
         host: Host,
         rules: LogProbRules,
         prompts: int | None,
-        callbacks: Callable[[], list[DASHCallback]],
+        handler: Any,
     ):
-        self._ranks, self._callbacks = host.ranks, callbacks
+        self._host, self._ranks, self._handler = host, host.ranks, handler
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
             prompts=prompts,
             corrected=rules.correction is not None,
             sampler_is_old=rules.sampler_is_old,
+            samples_ahead=windows_ahead(host) > 0,
         )
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
-    def begin_optimizer_step(self, reader: PromptReader | PromptQueue) -> None:
+    def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
         """Store the states of the callbacks and the position in the prompts from before the optimizer step.
 
         `save` writes them if a resumed run has to sample the window in use again.
 
         Args:
-            reader: the reader of the prompts.
+            queue: hands out the prompts. `None`: Transformers reads them.
         """
-        self._before = states_of(self._callbacks()), reader.state_dict()
+        self._before = self._states(queue)
+
+    def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        prompts = queue.state_dict() if queue is not None and self._shapes.queues_prompts else None
+        return states_of(dash_callbacks(self._handler)), prompts
 
     def save(
         self,
         folder: str,
         *,
-        epoch: float,
-        max_steps: int,
         step: int,
         skipped_steps: int,
         window: Part | None,
         samples_again: bool,
-        reader: PromptReader | PromptQueue,
+        queue: PromptQueue | None,
     ) -> None:
         """Save this rank's file of a checkpoint and, on the first rank, the states of the callbacks.
 
         Args:
             folder: folder of the checkpoint.
-            epoch: `TrainerState.epoch`.
-            max_steps: `TrainerState.max_steps`.
             step: number of the micro-step at which a resumed run continues; see `SavedRun`.
             skipped_steps: number of optimizer steps skipped so far because their gradient was not finite.
             window: the window in use. `None`: a resumed run does not need this window.
             samples_again: True = a resumed run samples the window in use again. Then the states from before the running
                 optimizer step are saved, because they belong to the time before this window was sampled.
-            reader: the reader of the prompts.
+            queue: hands out the prompts. `None`: Transformers reads them.
         """
-        states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
-        run = SavedRun(self._shapes, self._shapes.position(epoch, max_steps), step, skipped_steps, window, prompts)
+        states, prompts = self._before if samples_again else self._states(queue)
+        position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
+        run = SavedRun(self._shapes, position, step, skipped_steps, window, prompts)
         run.save(self._file(folder))
         if states and self._ranks.rank == 0:
             torch.save(states, os.path.join(folder, STATES))
@@ -170,7 +170,7 @@ class Checkpoints:
         saved = one_run(found, self._ranks.count, checkpoint)
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
         states = self._ranks.agree(load_states, checkpoint, main_only=True)
-        for name in self._ranks.agree(restore_states, self._callbacks(), states):
+        for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
             self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")

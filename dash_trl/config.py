@@ -76,7 +76,7 @@ class DASHConfig(GRPOConfig):
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`. The other estimators do not use these two options: `"rloo"`,
-            `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"` (see
+            `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"grpo_passk"` (see
             `dash_trl.update.advantages`).
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
@@ -152,7 +152,7 @@ class DASHConfig(GRPOConfig):
         default="grpo",
         metadata={
             "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-            "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'opo' and 'grpo_passk', or "
+            "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
             "one of your own in `dash_trl.update.ESTIMATORS`."
         },
     )

@@ -51,8 +51,8 @@ class Host(Protocol):
     def _calculate_rewards(self, *rows: Any) -> Tensor:
         """Call all reward functions on B rows, as TRL does; return [N, F]."""
 
-    def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Return the advantages by outcome, [N], of rewards [N, F] and numbers of loss tokens [N]."""
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Return the advantages by outcome, [N], of rewards [N, F]."""
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts."""
@@ -69,6 +69,11 @@ def on_servers(host: Host) -> bool:
 def one_ahead(host: Host) -> bool:
     """Whether this process samples the next window while it waits for rewards (`async_level=1` without servers)."""
     return host.args.async_level > 0 and not on_servers(host) and host.rollout_func is None
+
+
+def windows_ahead(host: Host) -> int:
+    """Return how many windows are sampled before training needs them, at most."""
+    return host.args.async_level if looks_ahead(host) else 0
 
 
 def looks_ahead(host: Host) -> bool:

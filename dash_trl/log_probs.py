@@ -26,6 +26,7 @@ from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, Part, RolloutBat
 from dash_trl.update import (
     NO_LOG_PROB,
     OFF_POLICY_LOSSES,
+    Pass,
     has_dropout,
     importance_sampling_ratio,
     to_device,
@@ -287,22 +288,22 @@ class CorrectionInPass:
         self._rules, self._rank = rules, rank
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
-    def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor, *, window: int) -> Inputs:
+    def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor) -> Inputs:
         """Return the inputs of the loss, with the ratios of a training pass if the pass needs them.
 
         Args:
             inputs: the inputs of the pass.
             log_probs: [S, T], the policy's log-probs in this pass.
             mask: [S, T], 1 = a token that the loss counts.
-            window: number that identifies the window of the rows within the optimizer step.
         """
         correction = self._rules.correction
         if correction is None or "importance_sampling_ratio" in inputs:
             return inputs
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
-        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows after these are dummy rows
-        self._tables[window].append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+        one: Pass = inputs["pass"]
+        rows = len(one.micro_batch.rows[self._rank])  # the rows after these are dummy rows
+        self._tables[one.share.first].append(tuple(table[:rows].cpu() for table in (old, sampled, mask, ratio)))
         return {**inputs, "importance_sampling_ratio": ratio}
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:

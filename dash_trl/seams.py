@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.integrations import TrackioCallback
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
-from trl.trainer.utils import shuffle_sequence_dict
+from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl.update import ModelPasses
 
@@ -81,6 +81,34 @@ def new_passes(trainer: Any) -> ModelPasses:
         share_prompts=trainer.args.share_prompts,
         router_losses=trainer.aux_loss_enabled,
     )
+
+
+@contextmanager
+def reference(trainer: Any) -> Iterator[Any]:
+    """Yield the reference model.
+
+    With PEFT, it is the policy with the adapter "ref", a copy of the adapter with which training began. Without "ref",
+    it is the base model.
+    """
+    if trainer.ref_model is not None:
+        yield trainer.ref_model
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        yield trainer.model
+
+
+def use_own_generator(dataloader: Any, seed: int) -> None:
+    """Let a dataloader draw the seeds of its workers from a generator of its own.
+
+    Each epoch draws a seed when it is opened. How early that happens depends on how far prompts are read ahead. Drawn
+    from the common generator, it would change the other random numbers, which a resumed run must repeat.
+
+    Args:
+        dataloader: accelerate's dataloader.
+        seed: seed of the generator.
+    """
+    getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
 
 def without_index(args: Any) -> None:
@@ -325,22 +353,16 @@ def leave_out_step(accelerator: Any) -> None:
     accelerator.gradient_state._set_sync_gradients(False)
 
 
-def forget_overflow(accelerator: Any) -> None:
-    """Clear the overflow flags of the optimizers, because the current optimizer step is left out.
+def begin_without_gradient(accelerator: Any) -> None:
+    """Prepare an optimizer step that is left out: clear overflow flags, and advance DeepSpeed's learning-rate schedule.
 
-    Otherwise accelerate would report an overflow of the previous step again.
+    Otherwise accelerate would report an overflow of the previous step again. DeepSpeed's engine advances the schedule
+    of its configuration only together with the optimizer.
     """
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
         if optimizer.step_was_skipped:  # still True: DeepSpeed's wrapper reads its own optimizer's flag
             optimizer.optimizer.overflow = False
-
-
-def step_schedule(accelerator: Any) -> None:
-    """Advance the learning-rate schedule, if DeepSpeed's configuration defines it.
-
-    DeepSpeed's engine advances the schedule only together with the optimizer.
-    """
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()

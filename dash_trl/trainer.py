@@ -5,13 +5,11 @@ get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_n
     MicroSteps: the passes of a micro-step ◄── Collector: prompts → the parts of a window
 """
 
-import logging
 import math
 import time
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,71 +19,24 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
-from trl.trainer.utils import use_adapter
 
-from dash_trl.callbacks import DASHCallback, dispatch
-from dash_trl.checkpoints import Checkpoints, check_weights
-from dash_trl.checks import (
-    check_arguments,
-    check_callbacks,
-    check_first_step,
-    check_generate,
-    check_per_group,
-    check_pipeline,
-    check_prompt_lengths,
-    check_rewards,
-    check_rounding,
-    check_subclass,
-    check_tied_adapter,
-    check_tokenizer,
-    check_weighed,
-    checked_rollouts,
-    context_of,
-    plain_prompt,
-)
-from dash_trl.collect import Collector, DynamicSampling, Rewards, Rounds, new_sampler
+from dash_trl import checks, seams
+from dash_trl.callbacks import dash_callbacks, dispatch
+from dash_trl.checkpoints import check_weights
+from dash_trl.collect import Rounds
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
-from dash_trl.host import looks_ahead, on_servers, one_ahead
-from dash_trl.log_probs import LogProbs, loss_settings
-from dash_trl.micro_batches import MicroBatches
-from dash_trl.micro_steps import MicroSteps
-from dash_trl.monitoring import OffPolicyMetrics, PassMetrics, Recorder
-from dash_trl.rewards import unpack, watch
-from dash_trl.rollout import EpochOrder, PromptQueue, RolloutBatch, new_reader
+from dash_trl.host import on_servers, one_ahead, windows_ahead
+from dash_trl.log_probs import loss_settings
+from dash_trl.monitoring import Recorder
+from dash_trl.rewards import distinct, unpack, watch
+from dash_trl.rollout import EpochOrder, RolloutBatch
+from dash_trl.run import Run
 from dash_trl.sampling import install
-from dash_trl.seams import (
-    Logs,
-    add_end_tokens,
-    begin_anew,
-    begin_trackio,
-    count_pass_time,
-    evaluated_rewards,
-    forget_overflow,
-    leave_out_step,
-    log_step_time,
-    new_passes,
-    regularizer,
-    step_schedule,
-    to_training_mode,
-    vllm_is_behind,
-    with_settings,
-    without_index,
-)
 from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
-from dash_trl.update import (
-    SkippedSteps,
-    aipo,
-    checked_advantages,
-    group_advantages,
-    outcome_advantages,
-    to_device,
-    with_token_loss,
-)
-
-logger = logging.getLogger(__name__)
+from dash_trl.update import aipo, checked_advantages, outcome_advantages, to_device, with_token_loss
 
 
 class DASHTrainer(GRPOTrainer):
@@ -125,7 +76,7 @@ class DASHTrainer(GRPOTrainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_subclass(cls, DASHTrainer)
+        checks.check_subclass(cls, DASHTrainer)
 
     def __init__(
         self,
@@ -139,32 +90,30 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
-        check_arguments(model, args, train_dataset, eval_dataset, kwargs)
+        checks.check_arguments(model, args, train_dataset, eval_dataset, kwargs)
         if tools := kwargs.get("tools"):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
-        check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
-        without_index(args)
+        checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
+        seams.without_index(args)
         # TRL's own client for servers needs CUDA, so `install` gives the trainer ours.
-        with with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
+        with seams.with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        check_tokenizer(self._tokenizer)
-        check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        checks.check_tokenizer(self._tokenizer)
+        checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
-            check_tied_adapter(self.model)
-            add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
+            checks.check_tied_adapter(self.model)
+            seams.add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
         elif not own_rollouts:
-            check_generate(self.model, self.generation_config, exact=one_ahead(self))
+            checks.check_generate(self.model, self.generation_config, exact=one_ahead(self))
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
-        # TRL logs functions of one name (lambdas, partials of one function) as one. Here the second f is f#2.
-        names = self.reward_func_names
-        names[:] = [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
-        self.reward_funcs = [watch(func, name) for func, name in zip(self.reward_funcs, names, strict=True)]
+        self.reward_func_names = distinct(self.reward_func_names)
+        self.reward_funcs = [watch(*one) for one in zip(self.reward_funcs, self.reward_func_names, strict=True)]
         if (rollout_func := self.rollout_func) is not None:
-            self.rollout_func = partial(self.ranks.agree, checked_rollouts, rollout_func)
-        self._passes = new_passes(self)
+            self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, rollout_func)
+        self._passes = seams.new_passes(self)
         self._begin_run()
 
     # ------------------------------------------------------------------ a run begins and ends
@@ -176,89 +125,27 @@ class DASHTrainer(GRPOTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if self.args.reward_pipeline:
-            check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
+            checks.check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
         elif self.args.max_num_gen_batches > 1:
-            check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
+            checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
-        if resume_from_checkpoint is not None:
-            start = self._resume(resume_from_checkpoint, start)
-        self._reader.epoch = start[0]
+        self._step, start = self._run.begin(resume_from_checkpoint, start)
         return start
 
     def _begin_run(self) -> None:
-        """Build the objects of a run.
-
-        Each `train()` gets new objects, because an earlier run may have left an incomplete optimizer step (after an
-        interrupt) or unused rows of a window (because of `max_steps`).
-        """
-        begin_anew(self)
-        args = self.args
-        prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
-        self.recorder = Recorder(args, self.state, Logs.of(self))
-        ahead, dynamic = args.async_level if looks_ahead(self) else 0, None
-        if args.queues_prompts:
-            most = args.max_num_gen_batches
-            dynamic = DynamicSampling(args.groups_of_rank, self.ranks.count, most=most, ahead=ahead > 0)
-        first = None if dynamic is None else dynamic.first
-        self._reader = new_reader(args, self.callback_handler, sized=prompts is not None, ahead=ahead, first=first)
-        self._rewards = Rewards(
-            self, self.reward_funcs, self.reward_func_names, in_background=self._rewards_run_in_background()
-        )
-        micro_batches = MicroBatches(self, self._passes)
-        log_probs = LogProbs(self, micro_batches)
-        sampler = new_sampler(
+        seams.begin_anew(self)
+        self.recorder = Recorder(self.args, self.state, seams.Logs.of(self))
+        self._run = Run(
             self,
-            self._rewards,
-            log_probs,
+            self._passes,
+            self.reward_funcs,
+            self.reward_func_names,
+            early_rewards=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,
+            handler=self.callback_handler,
+            prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
             pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,
         )
-        self._collector = Collector(self, self._reader, sampler, self._rewards, log_probs, dynamic)
-        self._micro_steps = MicroSteps(self, micro_batches, self._collector)
-        self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
-        self._off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
-        self._skipped = SkippedSteps(loss_scaling=args.fp16)
-        self._checkpoints = Checkpoints(self, log_probs.rules, prompts, self._dash_callbacks)
-
-    def _rewards_run_in_background(self) -> bool:
-        """Return whether rewards begin before `_calculate_rewards` and before callbacks get the rows.
-
-        They do if the trainer has other work meanwhile: later windows, or the work of a callback.
-        But an override of `_calculate_rewards` may change the rows.
-        """
-        overridden = type(self)._calculate_rewards is not DASHTrainer._calculate_rewards
-        if overridden and looks_ahead(self) and self.accelerator.is_main_process:
-            logger.warning(
-                f"{type(self).__name__} overrides _calculate_rewards. The override may change rows before they are "
-                "scored, so rewards begin only when it is called, not while rows are sampled. If you only change "
-                "rewards, use a DASHCallback (on_rewards) instead: rewards then begin early."
-            )
-        work = any(callback.overlaps_rewards for callback in self._dash_callbacks())
-        return not overridden and (work or looks_ahead(self))
-
-    def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
-        """Continue in the generation window of the checkpoint, if it has a window that this run can use.
-
-        Args:
-            checkpoint: path of the checkpoint.
-            start: the position in the dataset as Transformers counts it: the number of epochs, and the number of
-                micro-batches of a rank in the epoch that follows.
-        Returns:
-            The position from which the run goes on: the one saved in the checkpoint, if the run continues in the window
-            and `ignore_data_skip` is off; otherwise `start`.
-        """
-        skip = self.args.ignore_data_skip
-        run, self._skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
-        if run is None:
-            return start
-        self._step = run.step
-        self._micro_steps.resume(run.window)
-        if isinstance(self._reader, PromptQueue):
-            if not skip:
-                self._reader.load_state_dict(run.prompts)
-            elif run.window is not None:
-                self._reader.has_sampled(run.step)
-        return start if skip else run.position  # Transformers miscounts in a stream that is read for several epochs
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
@@ -267,7 +154,7 @@ class DASHTrainer(GRPOTrainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
         prepared = super()._prepare_for_training(*args, **kwargs)
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-        begin_trackio(self)
+        seams.begin_trackio(self)
         with self.accelerator.autocast():
             self._passes.prepare(
                 self.model_wrapped,
@@ -282,18 +169,13 @@ class DASHTrainer(GRPOTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        finally:  # also after an interrupt: drop work that has not begun, and do not wait for running work
-            self._collector.close()
-            self._reader.close()
+        finally:
+            self._run.close()
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
-        if self.args.async_level or self.args.queues_prompts:
-            # Each epoch draws a seed for the workers of the dataloader when the epoch is opened. How early that happens
-            # depends on how far prompts are read ahead. With a generator of its own, this seed does not change the
-            # other random numbers, which a resumed run must repeat.
-            generator = torch.Generator().manual_seed(self.args.seed)
-            getattr(dataloader, "base_dataloader", dataloader).generator = generator
+        if windows_ahead(self) or self.args.queues_prompts:
+            seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
@@ -302,12 +184,11 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ an optimizer step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        read = self._reader.read(epoch_iterator, num_batches, step=self._step, state=self.state)
-        batches, num_items = super().get_batch_samples(read, num_batches, device)
+        rows = self._run.micro_batches(epoch_iterator, num_batches, self._step)
+        batches, num_items = super().get_batch_samples(rows, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
-            self.ranks.agree(check_first_step, len(batches), self.args)
-        self._micro_steps.begin_optimizer_step(self._step, len(batches), self.state.global_step)
-        self._checkpoints.begin_optimizer_step(self._reader)
+            self.ranks.agree(checks.check_first_step, len(batches), self.args)
+        self._run.begin_optimizer_step(self._step, len(batches))
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
@@ -322,38 +203,34 @@ class DASHTrainer(GRPOTrainer):
             Scalar tensor, the sum of the losses of the passes; 0 if there is no pass.
         """
         started = time.perf_counter()
-        to_training_mode(self)
-        schedule = self._micro_steps.schedule
+        seams.to_training_mode(self)
+        run, ran = self._run, 0
         ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
-        run, seen = 0, self._pass_metrics.passes
-        for passes, are_last in self._micro_steps.inputs(self._step, inputs):
-            run += len(passes)
+        weighed = run.pass_metrics.passes
+        for passes, are_last in run.micro_steps.inputs(self._step, inputs):
+            ran += len(passes)
             last_pass = passes.pop() if are_last and passes else None
             with self.recorder.timed("train"):
                 for one in passes:
                     with accumulating(self.accelerator, model):
                         loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-                    self._collector.pass_on_sampled()
+                    run.collector.pass_on_sampled()
         with self.recorder.timed("train"):
-            count_pass_time(self, time.perf_counter() - started)
+            seams.count_pass_time(self, time.perf_counter() - started)
             if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
-        check_weighed(self, run, self._pass_metrics.passes - seen)
-        self._collector.pass_on_sampled()
+        checks.check_weighed(self, ran, run.pass_metrics.passes - weighed)
+        run.collector.pass_on_sampled()
         if last_pass is None:
             self._step += 1
             if ends_step:
-                log_step_time(self)
-                if not schedule.ran_model:
-                    leave_out_step(self.accelerator)
+                seams.log_step_time(self)
+                if not run.micro_steps.schedule.ran_model:
+                    seams.leave_out_step(self.accelerator)
         if ends_step:
-            self.recorder.end_step()
-            self.recorder.log(self._pass_metrics.of_step(schedule.shares.values()))
-            self._collector.log_probs.log_step()
-            if self.use_vllm or self.rollout_func is not None or one_ahead(self):
-                self.recorder.log(self._off_policy.of_step(self.ranks.sum))
+            run.end_optimizer_step()
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -387,21 +264,20 @@ class DASHTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         scale, regularizer_scale = inputs["loss_scale"], inputs["regularizer_scale"]
-        run = self._get_per_token_logps_and_entropies
-        found = self._passes.run(run, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        compute = self._get_per_token_logps_and_entropies
+        found = self._passes.run(compute, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
         log_probs, entropies, aux_loss = found
-        self._off_policy.see(inputs, log_probs, mask)
-        window = self._micro_steps.schedule.steps_of_share(self._step).start
-        inputs = self._collector.log_probs.in_pass.corrected(inputs, log_probs, mask, window=window)
+        self._run.off_policy.see(inputs, log_probs, mask)
+        inputs = self._run.collector.log_probs.in_pass.corrected(inputs, log_probs, mask)
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
-        regularizers = regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
+        regularizers = seams.regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
         settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found}
         settings |= loss_settings(self, training=True)
         before = {name: len(values) for name, values in self.recorder.metrics.items()}
-        with with_settings(self, settings):
+        with seams.with_settings(self, settings):
             loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
         per_token = inputs["advantages"].dim() == 2
-        self._pass_metrics.take(self.recorder.metrics, before, inputs["pass"], scale, per_token=per_token)
+        self._run.pass_metrics.take(self.recorder.metrics, before, inputs["pass"], scale, per_token=per_token)
         return loss
 
     def per_token_loss(
@@ -436,22 +312,20 @@ class DASHTrainer(GRPOTrainer):
 
     def _clip_grad_norm(self, model):
         # Without a model pass there are no gradients to clip, and a GradScaler (fp16) would raise an error.
-        return super()._clip_grad_norm(model) if self._micro_steps.schedule.ran_model else None
+        return super()._clip_grad_norm(model) if self._run.micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if not self._micro_steps.schedule.ran_model:
-            forget_overflow(self.accelerator)
-            step_schedule(self.accelerator)
+        if not self._run.micro_steps.schedule.ran_model:
+            seams.begin_without_gradient(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
-        step = self.state.global_step + 1
+        by_deepspeed = None
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already made the step
-            skipped = self.accelerator.optimizer_step_was_skipped
-            self._skipped.check_applied(norm, skipped, step)
-        elif skipped := not math.isfinite(norm):
+            by_deepspeed = self.accelerator.optimizer_step_was_skipped
+        elif not math.isfinite(norm):
             model.zero_grad()  # without gradients, the optimizer changes neither parameters nor its own state
-        self._skipped.count(skipped, step)
-        self.recorder.total("skipped_steps", self._skipped.total)
+        self._run.skipped.count(norm, self.state.global_step + 1, by_deepspeed=by_deepspeed)
+        self.recorder.total("skipped_steps", self._run.skipped.total)
         return norm
 
     # ------------------------------------------------------------------ sampling, rewards and advantages
@@ -461,8 +335,8 @@ class DASHTrainer(GRPOTrainer):
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
-            tokenized = tokenize([plain_prompt(prompt, "A row") for prompt in prompts])
-            check_prompt_lengths(tokenized[0], self.context_length)
+            tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
+            checks.check_prompt_lengths(tokenized[0], self.context_length)
             return tokenized
 
         return self.ranks.agree(checked)
@@ -470,7 +344,7 @@ class DASHTrainer(GRPOTrainer):
     @property
     def context_length(self) -> int | None:
         """The number of tokens of the model's context; `None` if the model's configuration does not have it."""
-        return context_of(self.model.config)
+        return checks.context_of(self.model.config)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         """Call TRL's method. An error on one rank is raised on all ranks."""
@@ -487,9 +361,9 @@ class DASHTrainer(GRPOTrainer):
         training, failed = self.model.training, None
         if not training and self._conversations is not None:  # in training, the collector knows the failed rows
             failed = torch.tensor(self._conversations.failed(len(inputs)))
-        return self._rewards.of_all(ask, training=training, failed=failed)
+        return self._run.rewards.of_all(ask, training=training, failed=failed)
 
-    def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Compute advantages by the estimator `advantage_estimator`. Override this method for your own estimator.
 
         `dash_trl.update.weighted_rewards` turns the columns of `rewards` into one reward per row.
@@ -497,32 +371,20 @@ class DASHTrainer(GRPOTrainer):
         Args:
             rewards: [N, F], the rewards by F functions of the rows of all ranks. Groups are complete, and the rows of a
                 group are adjacent. NaN = the function does not apply to the row. A row with F NaN is unscored.
-            lengths: [N], the number of loss tokens of each row. Only "opo" needs it, so an override may leave the
-                parameter out.
         Returns:
             [N] floats, finite for scored rows.
-        Raises:
-            ValueError: if `advantage_estimator` is "opo" and `lengths` is missing.
         """
-        weights, estimator = self.reward_weights, self.args.advantage_estimator
-        if estimator == "opo" and lengths is None:
-            raise ValueError(
-                "advantage_estimator='opo' weights rewards by the tokens of their rows, but compute_advantages was "
-                "called without `lengths`. An override must take the argument and pass it on: "
-                "def compute_advantages(self, rewards, lengths=None), super().compute_advantages(rewards, lengths)."
-            )
-        if estimator != "grpo":
-            return outcome_advantages(estimator, rewards, weights, self.num_generations, lengths=lengths)
-        scale, aggregation = self.scale_rewards, self.multi_objective_aggregation
-        return group_advantages(
-            rewards, weights, self.num_generations, scale_rewards=scale, multi_objective_aggregation=aggregation
+        return outcome_advantages(
+            self.args.advantage_estimator,
+            rewards,
+            self.reward_weights,
+            self.num_generations,
+            scale_rewards=self.scale_rewards,
+            multi_objective_aggregation=self.multi_objective_aggregation,
         )
 
-    def _dash_callbacks(self) -> list[DASHCallback]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, DASHCallback)]
-
     def add_callback(self, callback: Any) -> None:
-        check_callbacks([callback])
+        checks.check_callbacks([callback])
         super().add_callback(callback)
 
     # ------------------------------------------------------------------ what the objects of a run ask, see `Host`
@@ -536,31 +398,22 @@ class DASHTrainer(GRPOTrainer):
             return ()
         return self._tokenize_prompts([row["prompt"] for row in examples])
 
-    def advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Call `compute_advantages`, and check the result."""
         rewards = rewards.to(self.accelerator.device)
-        takes_lengths = "lengths" in signature(self.compute_advantages).parameters
-        advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))
+        advantages = self.compute_advantages(rewards)
         return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts."""
         arguments = self.args, self.state, self.control
         others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
-        dispatch(event, rollouts, self._dash_callbacks(), self.ranks, arguments, others)
+        dispatch(event, rollouts, dash_callbacks(self.callback_handler), self.ranks, arguments, others)
 
     def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """Run a pass without gradient of the policy or the reference model; return log-probs and entropies."""
-        run = partial(self._passes.run, self._get_per_token_logps_and_entropies)
-        if not reference:
-            return run(self.model, inputs, **kwargs)
-        if self.ref_model is not None:
-            return run(self.ref_model, inputs)
-        # With PEFT, the reference is the adapter "ref", a copy of the adapter with which training began. Without "ref",
-        # the reference is the base model.
-        model = self.accelerator.unwrap_model(self.model)
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            return run(self.model, inputs)
+        with seams.reference(self) if reference else nullcontext(self.model) as model:
+            return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs, **kwargs)
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
@@ -577,11 +430,11 @@ class DASHTrainer(GRPOTrainer):
         """
         evaluate = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         devices = [self.args.device] if self.args.device.type == "cuda" else []
-        settings = with_settings(self, loss_settings(self, training=False))
+        settings = seams.with_settings(self, loss_settings(self, training=False))
         if self.args.eval_k is None:
             with settings:
                 return evaluate()
-        with settings, evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
+        with settings, seams.evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
             output = evaluate()
         samples = self.num_generations_eval
         if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
@@ -592,7 +445,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Call TRL's method. Only evaluations use it, because the collector samples in training."""
-        begin_trackio(self)
+        seams.begin_trackio(self)
         with nullcontext() if self._conversations is None else self._conversations.lent():
             return super()._generate_and_score_completions(inputs)
 
@@ -605,45 +458,19 @@ class DASHTrainer(GRPOTrainer):
         environments = self.environments
         names = self._batch_environments if environments else None
         rows = self._conversations.begun(prompt_ids, environments, names)
-        Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
-        turns = [row.turns for row in rows if row.turns is not None]
-        return (
-            [one.own for one in turns],
-            [one.messages for one in turns],
-            [one.completion_ids for one in turns],
-            None if logprobs is None else [one.log_probs for one in turns],
-            [row.calls for row in rows],  # TRL adds them up when they are gathered
-            [row.failed_calls for row in rows],
-            [[] for _ in rows],  # images
-        )
+        return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        vllm_is_behind(self)
+        seams.vllm_is_behind(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
-            self._micro_steps.wait_for_rest()
+            self._run.micro_steps.wait_for_rest()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save each rank's random state, its survivors with their log-probs, and the position in the window.
-
-        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
-        a resumed run samples them again.
-        """
         super()._save_rng_state(output_dir)
-        schedule = self._micro_steps.schedule
-        step = schedule.completed(self._step, self.state.global_step)
-        self._checkpoints.save(
-            output_dir,
-            epoch=self.state.epoch or 0,
-            max_steps=self.state.max_steps,
-            step=step,
-            skipped_steps=self._skipped.total,
-            window=self._micro_steps.window_to_save(step),
-            samples_again=schedule.samples_again(step),
-            reader=self._reader,
-        )
+        self._run.save(output_dir, self._step)

@@ -441,14 +441,15 @@ def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_prompts_that_are_read_ahead(tiny_model, output, is_stream):
     """Of each rank, also from a checkpoint in the second epoch."""
-    from tests.test_prompts import Walk, check
+    from tests.test_prompts import check, walked
 
     dataset = prompts(13).to_iterable_dataset() if is_stream else prompts(13)
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
     settings |= {"num_generations": 2, "max_steps": 5, "dataset": dataset}
-    check(tiny_model, output, **settings)
-    ended = run(Walk, tiny_model, output, save_strategy="steps", save_steps=3, async_level=2, **settings)
-    rest = run(Walk, tiny_model, output, resume=str(output / "checkpoint-3"), async_level=2, **settings)
+    if not is_stream:
+        check(tiny_model, output, **settings)
+    ended = walked(tiny_model, output, save_strategy="steps", save_steps=3, level=2, **settings)
+    rest = walked(tiny_model, output, resume=str(output / "checkpoint-3"), level=2, **settings)
     assert rest.seen == ended.seen[-len(rest.seen) :]
 
 

@@ -270,7 +270,6 @@ def trl(arguments: Settings, model: str, folder: Path) -> str:
     stream=st.booleans(),
     filter_denominator=st.sampled_from(["all", "kept"]),
     max_tokens_per_microbatch=st.sampled_from([None, 60]),
-    async_level=st.sampled_from([0, 1, 2]),
     at=st.integers(0, 29),
     within=st.booleans(),
 )
@@ -353,7 +352,7 @@ class Watch(DASHCallback):
     beta=st.sampled_from([0.0, 0.1]),
     gradient_filter_threshold=st.sampled_from([0.1, 0.0, None]),
     max_tokens_per_microbatch=st.sampled_from([None, 40]),
-    advantage_estimator=st.sampled_from(["grpo", "rloo", "opo"]),
+    advantage_estimator=st.sampled_from(["grpo", "rloo", "grpo_passk"]),
     masked=st.booleans(),
 )
 def pipeline(arguments: Settings, model: str, folder: Path) -> str:
@@ -378,7 +377,7 @@ def pipeline(arguments: Settings, model: str, folder: Path) -> str:
     at=st.integers(0, 29),
 )
 def ahead(arguments: Settings, model: str, folder: Path) -> str:
-    at = arguments.pop("at")
+    at, arguments["cuts"] = arguments.pop("at"), []  # a queue goes on with the rest of an epoch that was cut
     if arguments.pop("evaluates"):
         arguments |= EVALUATION
     arguments |= {"in_process": True, "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 1}

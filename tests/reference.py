@@ -55,25 +55,11 @@ def group_advantages(
     return [value or 0.0 for group in each_row(totals, advantage) for value in group]
 
 
-def rloo(groups, lengths):
+def rloo(groups):
     return each_row(groups, lambda group, i: group[i] - mean(others(group, i)) if others(group, i) else 0.0)
 
 
-def opo(groups, lengths):
-    def advantage(group, i, lengths):
-        if not others(group, i):
-            return 0.0
-        tokens = math.fsum(length for r, length in zip(group, lengths, strict=True) if r is not None)
-        weighted = math.fsum(length * r for r, length in zip(group, lengths, strict=True) if r is not None)
-        return group[i] - weighted / tokens if tokens else 0.0  # no row has a token to teach
-
-    return [
-        [None if r is None else advantage(group, i, its) for i, r in enumerate(group)]
-        for group, its in zip(groups, lengths, strict=True)
-    ]
-
-
-def grpo_passk(groups, lengths):
+def grpo_passk(groups):
     def advantage(group, i):
         best, *rest = sorted((r for r in group if r is not None), reverse=True)
         if not rest or best == rest[0] or group[i] != best:
@@ -83,18 +69,18 @@ def grpo_passk(groups, lengths):
     return each_row(groups, advantage)
 
 
-def single_path(groups, lengths):
+def single_path(groups):
     known = [r for group in groups for r in group if r is not None]
     return each_row(groups, lambda group, i: group[i] - mean(known))
 
 
-def reinforce_plus_plus(groups, lengths):
+def reinforce_plus_plus(groups):
     known = [r for group in groups for r in group if r is not None]
     scale = std(known) + EPSILON if len(known) > 1 else 1.0
-    return each_row(single_path(groups, lengths), lambda group, i: group[i] / scale)
+    return each_row(single_path(groups), lambda group, i: group[i] / scale)
 
 
-def reinforce_plus_plus_baseline(groups, lengths):
+def reinforce_plus_plus_baseline(groups):
     centred = each_row(groups, lambda group, i: group[i] - mean([r for r in group if r is not None]))
     known = [c for group in centred for c in group if c is not None]
     scale = std(known) + EPSILON if len(known) > 1 else 1.0

@@ -1,7 +1,6 @@
 """Advantages against the definition in floats, and the properties that must hold for any input."""
 
 import math
-import random
 from functools import partial
 from itertools import product
 
@@ -86,10 +85,8 @@ def test_named_estimators_are_their_definitions(name):
     for seed, (count, size) in product(range(12), [(1, 2), (3, 4), (6, 5), (1, 8)]):
         rewards, weights = random_rewards(seed, count, size, 2), [1.0, 0.5]
         totals = in_groups([reference.total(row, weights) for row in rewards], size)
-        lengths = random.Random(seed).choices(range(10), k=count * size)
-        expected = getattr(reference, name)(totals, in_groups(lengths, size))
-        options = {"lengths": torch.tensor(lengths)}
-        ours = outcome_advantages(name, to_tensor(rewards), torch.tensor(weights), size, **options).tolist()
+        expected = getattr(reference, name)(totals)
+        ours = outcome_advantages(name, to_tensor(rewards), torch.tensor(weights), size).tolist()
         for found, group, total in zip(in_groups(ours, size), expected, totals, strict=True):
             assert found == pytest.approx([a or 0.0 for a in group], abs=1e-5), (seed, count, size)
             if name not in OF_ALL_ROWS and len(set(total) - {None}) <= 1:
@@ -97,10 +94,10 @@ def test_named_estimators_are_their_definitions(name):
 
 
 def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Computes advantages with a `scale_rewards`, or with an advantage estimator for rollouts of different lengths."""
+    """Computes advantages with a `scale_rewards`, or with an advantage estimator."""
     if name in SCALES:
         return group_advantages(rewards, weights, size, scale_rewards=name)
-    return outcome_advantages(name, rewards, weights, size, lengths=torch.arange(len(rewards)) % 3 + 1)
+    return outcome_advantages(name, rewards, weights, size)
 
 
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES + NAMES))
@@ -115,19 +112,18 @@ def test_a_constant_group_has_a_signal_if_the_baseline_is_the_mean_of_all_rows(v
 
 
 def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):
-    """With weights, a failed reward, and the lengths of the rollouts."""
+    """With weights and a failed reward."""
 
     def graded(completion_ids, **kwargs):
         return [NAN if i == 5 else len(set(ids)) / 8 for i, ids in enumerate(completion_ids)]
 
     seen = Seen()
-    settings = {"reward": [graded], "reward_weights": [2.0], "callbacks": [seen], "advantage_estimator": "opo"}
+    settings = {"reward": [graded], "reward_weights": [2.0], "callbacks": [seen], "advantage_estimator": "rloo"}
     run(DASHTrainer, tiny_model, tmp_path, **settings)
     scored = [
         [None if math.isnan(r) else 2.0 * r for r in group] for group in seen.rollouts.rewards.view(-1, 4).tolist()
     ]
-    lengths = seen.rollouts.completion_mask.sum(dim=1).view(-1, 4).tolist()
-    expected = [0.0 if a is None else a for group in reference.opo(scored, lengths) for a in group]
+    expected = [0.0 if a is None else a for group in reference.rloo(scored) for a in group]
     assert any(expected) and seen.rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -149,15 +145,6 @@ def test_advantages_that_cannot_be_used_name_the_estimator():
 def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
     one = checked_advantages(torch.tensor([1.0, -1.0, float("nan"), 0.5], dtype=torch.float64), REWARDS, "it")
     assert one.dtype == torch.float32 and one.tolist() == [1.0, -1.0, 0.0, 0.5]
-
-
-def test_opo_does_not_take_rows_for_equally_long(tiny_model, tmp_path):
-    class Halved(DASHTrainer):
-        def compute_advantages(self, rewards):
-            return super().compute_advantages(rewards) / 2
-
-    with pytest.raises(ValueError, match="advantage_estimator='opo' weights rewards by the tokens of their rows"):
-        run(Halved, tiny_model, tmp_path, advantage_estimator="opo")
 
 
 def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model, tmp_path):

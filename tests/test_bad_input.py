@@ -129,8 +129,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "scale_rewards='none' does not go with advantage_estimator='rloo': the estimator has a scale of its own",
     ),
     "another sum beside an estimator": (
-        {"advantage_estimator": "opo", "multi_objective_aggregation": "normalize_then_sum"},
-        "multi_objective_aggregation='normalize_then_sum' does not go with advantage_estimator='opo'",
+        {"advantage_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
+        "multi_objective_aggregation='normalize_then_sum' does not go with advantage_estimator='rloo'",
     ),
 }
 

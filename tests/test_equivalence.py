@@ -272,15 +272,15 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
 def test_what_a_training_pass_corrects():
     """Its own rows by their loss tokens; neither dummy rows, nor what a pass before has corrected."""
     correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
-    share = Share(micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
+    share = Share(first=0, micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
     in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
         "pass": Pass(MicroBatch(((0, 1), (0,))), share, tokens=(3, 1)),
     }
     log_probs, mask = torch.tensor([[0.5, 7.0], [0.0, 0.0]]), torch.tensor([[1, 0], [0, 0]])
-    inputs = in_pass.corrected(inputs, log_probs, mask, window=0)
-    assert in_pass.corrected(inputs, log_probs + 1, mask, window=0) is inputs
+    inputs = in_pass.corrected(inputs, log_probs, mask)
+    assert in_pass.corrected(inputs, log_probs + 1, mask) is inputs
     assert inputs["importance_sampling_ratio"].flatten().tolist() == pytest.approx([math.exp(0.5), 1.0])
     ((old, _, _, ratio),) = in_pass.of_step()
     assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]

@@ -50,7 +50,7 @@ def test_which_rows_are_dropped_and_why():
 
 
 def test_loss_scale():
-    share = Share(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
+    share = Share(first=0, micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
     for loss_type, denominator, expected in (
         ("grpo", "all", 3 * 8 / 32),
         ("grpo", "kept", 3 * 8 / 10),

@@ -54,7 +54,7 @@ def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
 
 def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     """One rank has two rows, the other has none: TRL's mean has two dummy rows, whose weight is 1."""
-    share = Share(micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
+    share = Share(first=0, micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
     one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
         metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}

@@ -268,7 +268,7 @@ MISTAKES = [
         dict(estimator="ppo"),
         r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
     ),
-    (dict(estimator="opo"), "'opo' is unknown"),  # for outcomes only
+    (dict(estimator="grpo_passk"), "'grpo_passk' is unknown"),  # for outcomes only
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .* is unknown"),
     *(
         (dict(estimator=name), rf"'{name}' compares .* pass value=AnswerLogProbValue\(space='probability'\)")
@@ -338,7 +338,7 @@ def test_values_are_numbers_one_per_boundary():
 def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_made(monkeypatch, tiny_model, tmp_path):
     """And not before: the registry may change after the modules have been imported."""
 
-    def half(rewards, lengths):
+    def half(rewards):
         return rewards / 2
 
     options = {"reward": ScriptedReward(constant=0.0), "advantage_estimator": "mine", "scale_rewards": "group"}

@@ -70,12 +70,9 @@ class SaveEarly(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def saved(tiny_model, tmp_path_factory):
-    """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end.
-
-    It has read two windows ahead.
-    """
+    """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end."""
     output, early = tmp_path_factory.mktemp("saved"), SaveEarly()
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "async_level": 2}
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
     settings |= {"callbacks": [early], "prepare": lambda trainer: setattr(early, "trainer", trainer)}
     windows, whole = recorded(tiny_model, output, **settings)
     assert len(windows) == 3 and len(windows[0]) == 8
@@ -105,18 +102,18 @@ STREAM = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7}
 
 
 @pytest.mark.parametrize(
-    ("settings", "levels", "windows_left"),
-    [(EPOCHS, (2, 3), {3: 2, 4: 2, 5: 1}), (STREAM, (0, 0), {5: 1})],
+    ("settings", "windows_left"),
+    [(EPOCHS, {3: 2, 4: 2, 5: 1}), (STREAM, {5: 1})],
     ids=["epochs", "stream"],
 )
-def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, levels, windows_left):
-    """From between two uses of a window, the last one of an epoch too, and from an epoch's end; read ahead or not."""
-    saves = {"save_strategy": "steps", "save_steps": 1, "async_level": levels[0]}
+def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, windows_left):
+    """From between two uses of a window, the last one of an epoch too, and from an epoch's end."""
+    saves = {"save_strategy": "steps", "save_steps": 1}
     windows, whole = recorded(tiny_model, tmp_path / "whole", **settings, **saves)
     assert whole.state.epoch > 1
     for at, left in windows_left.items():
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{at}")
-        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
+        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings)
         assert seen == windows[-left:] and resumed.state.global_step == whole.state.global_step
         same(whole, resumed)
 

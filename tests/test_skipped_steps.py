@@ -84,19 +84,19 @@ def test_what_counts_as_a_row():
     ):
         steps = SkippedSteps(loss_scaling=loss_scaling)
         for step, one in enumerate(skipped, 1):
-            steps.count(one, step)
+            steps.count(math.nan if one else 1.0, step)
         assert steps.total == sum(skipped)
         with pytest.raises(RuntimeError, match=said):
-            steps.count(True, len(skipped) + 1)
+            steps.count(math.inf, len(skipped) + 1)
 
 
 def test_deepspeed_must_not_apply_it():
     for norm in (math.nan, math.inf, -1.0):
         with pytest.raises(RuntimeError, match=r"step 3: the parameters are lost.*check_grad_overflow"):
-            SkippedSteps.check_applied(norm, False, 3)
-        SkippedSteps.check_applied(norm, True, 3)
+            SkippedSteps(loss_scaling=False).count(norm, 3, by_deepspeed=False)
+        SkippedSteps(loss_scaling=False).count(norm, 3, by_deepspeed=True)
     for usable in (0.0, 1.5, None):
-        SkippedSteps.check_applied(usable, False, 3)
+        SkippedSteps(loss_scaling=False).count(usable, 3, by_deepspeed=False)
 
 
 def test_a_resumed_run_goes_on_counting(tiny_model, tmp_path):

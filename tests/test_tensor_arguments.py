@@ -14,16 +14,10 @@ def floats(*shape: int) -> torch.Tensor:
     return torch.zeros(shape)
 
 
-def integers(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long)
-
-
 # what is called → its arguments as they should be
 RIGHT = {
     group_advantages: dict(rewards=floats(N, F), weights=floats(F), group_size=2),
-    outcome_advantages: dict(
-        estimator="opo", rewards=floats(N, F), weights=floats(F), group_size=2, lengths=integers(N)
-    ),
+    outcome_advantages: dict(estimator="rloo", rewards=floats(N, F), weights=floats(F), group_size=2),
     weighted_rewards: dict(rewards=floats(N, F), weights=floats(F)),
 }
 
@@ -33,7 +27,6 @@ WRONG = [
     (group_advantages, dict(group_size=3), "4 rewards do not split into groups of 3"),
     (outcome_advantages, dict(group_size=3), "4 rewards do not split into groups of 3"),
     (outcome_advantages, dict(rewards=floats(N)), r"rewards has the shape \[4\], which is not \[N, F\]"),
-    (outcome_advantages, dict(lengths=integers(N, T)), r"lengths has the shape \[4, 3\], which is not \[N=4\]"),
     (weighted_rewards, dict(rewards=floats(N)), r"rewards has the shape \[4\]"),
     (weighted_rewards, dict(weights=[1.0, 1.0]), r"weights is a list. Pass a tensor \[F=2\]"),
     (weighted_rewards, dict(weights=floats(N, 1)), r"weights has the shape \[4, 1\], which is not \[F=2\]"),

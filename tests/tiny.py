@@ -344,8 +344,6 @@ def run(
         defaults["tf32"] = False  # otherwise, transformers turns it on with torch.compile, for all later runs, too
     if config is DASHConfig:
         defaults["share_prompts"] = True  # the prompts here are short
-    # Without servers, sampling ahead is refused; but the prompts can be read ahead.
-    read_ahead = 0 if "vllm_server_urls" in settings or in_process else settings.pop("async_level", 0)
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
         rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
@@ -361,8 +359,6 @@ def run(
         callbacks=callbacks,
     )
     trainer = trainer_class(**{**arguments, **(more or {})})
-    if read_ahead:
-        args.async_level = read_ahead
     if prepare is not None:
         prepare(trainer)
     trainer.train(resume_from_checkpoint=resume)

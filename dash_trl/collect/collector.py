@@ -7,7 +7,6 @@
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -21,14 +20,13 @@ from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
 from dash_trl.collect.log import WindowLog
 from dash_trl.collect.samplers import Sampler
 from dash_trl.collect.scoring import GenerationBatch, Rewards
-from dash_trl.host import Host, looks_ahead
+from dash_trl.host import Host, looks_ahead, windows_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.monitoring import EmptyWindows, UnfilledWindows, filter_metrics, staleness_metrics
 from dash_trl.rollout import (
     CreditedRollouts,
     Part,
     PromptQueue,
-    PromptReader,
     RunAhead,
     ScoredRollouts,
     Survivors,
@@ -38,8 +36,6 @@ from dash_trl.rollout import (
 )
 from dash_trl.seams import shuffled
 from dash_trl.update import Filtered, filter_rows
-
-logger = logging.getLogger(__name__)
 
 
 class Credited(NamedTuple):
@@ -63,7 +59,8 @@ class Collector:
 
     Args:
         host: the trainer.
-        prompts: reads the prompts of later windows and, with dynamic sampling, of further rounds.
+        queue: hands out the prompts of later windows and, with dynamic sampling, of further rounds. `None`: no window
+            is sampled ahead, and there is no dynamic sampling.
         sampler: samples completions.
         rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
@@ -76,17 +73,17 @@ class Collector:
     def __init__(
         self,
         host: Host,
-        prompts: PromptReader | PromptQueue,
+        queue: PromptQueue | None,
         sampler: Sampler,
         rewards: Rewards,
         log_probs: LogProbs,
         dynamic: DynamicSampling | None = None,
     ):
-        self._host, self._reader, self._sampler, self._rewards = host, prompts, sampler, rewards
+        self._host, self._queue, self._sampler, self._rewards = host, queue, sampler, rewards
         self.log_probs, self._dynamic, self._log = log_probs, dynamic, WindowLog(host, rewards.names)
         self._args, self._ranks, self._recorder = host.args, host.ranks, host.recorder
         self._pad_token_id = host.processing_class.pad_token_id
-        self._ahead = RunAhead(self._args.async_level if looks_ahead(host) else 0)
+        self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
         self._empty_windows, self._unfilled_windows = EmptyWindows(), UnfilledWindows()
@@ -132,8 +129,9 @@ class Collector:
 
     def close(self) -> None:
         """Drop everything that was sampled or scored ahead, because the run is over or interrupted."""
-        self._forget()
+        self._announced.clear()
         self._rewards.cancel()
+        self._sampler.forget()
 
     # ------------------------------------------------------------------ from prompts to rows
 
@@ -142,19 +140,11 @@ class Collector:
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        number, windows = self._ahead.window + 1, [examples, *self._reader.upcoming(step)]
-        # The dataset reader returns the same list objects that it announced, so it is enough to compare identity.
-        has_changed = number in self._announced and self._announced[number].examples is not examples
-        if has_changed:
-            if self._ranks.rank == 0:
-                logger.warning(
-                    f"Window {number} has other prompts than were read ahead for it, for example because a callback "
-                    "ended an epoch. The samples for the prompts that were read ahead are thrown away."
-                )
-            self._forget()
+        number, windows = self._ahead.window + 1, [examples]
+        if self._queue is not None:
+            windows += self._queue.upcoming(step)
         new = []
-        not_announced = self._ahead.begin(self._host.state.global_step, known=len(windows) - 1, anew=has_changed)
-        for window in not_announced:
+        for window in self._ahead.begin(self._host.state.global_step, known=len(windows) - 1):
             self._announced[window] = self._prompts(windows[window - number])
             new.append(self._announced[window])
         prompts = self._announced.pop(number)
@@ -167,12 +157,6 @@ class Collector:
         prompts = Prompts(next(self._numbers), examples, tokenized)
         self._rewards.announce(prompts.number, examples)
         return prompts
-
-    def _forget(self) -> None:
-        """Drop all prompts, samples and rewards of windows ahead."""
-        self._announced.clear()
-        self._rewards.forget()
-        self._sampler.forget()
 
     def _sample(self, prompts: Prompts, groups_of_step: Callable[[], int] | None = None) -> GenerationBatch:
         """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
@@ -225,8 +209,8 @@ class Collector:
                 signal.append(self._signal(credited))
                 if not (groups := self._dynamic.next(signal)):
                     break
-                assert isinstance(self._reader, PromptQueue), "dynamic sampling reads from a queue"
-                prompts = self._prompts(self._reader.take(groups))
+                assert self._queue is not None, "dynamic sampling has a queue"
+                prompts = self._prompts(self._queue.take(groups))
                 self._sampler.begin(prompts.number, [prompts])
         self._log_sampled(batches)
         rollouts = joined(widened([one.rollouts for one in credited], self._pad_token_id))
@@ -276,8 +260,7 @@ class Collector:
         self._host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
-        outcome = self._host.advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
-        outcome = outcome[self._ranks.own(len(rollouts))]
+        outcome = self._host.advantages(rewards)[self._ranks.own(len(rollouts))]
         credited = rollouts.with_advantages(outcome.clone())
         self._host.dispatch("on_advantages", credited)
         return Credited(rows, credited, outcome)
@@ -351,8 +334,8 @@ class Collector:
         filtered = self._filtered(rollouts)
         metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
-        if isinstance(self._reader, PromptQueue):
-            self._recorder.total("prompts/epoch", self._reader.epochs)
+        if self._dynamic is not None and self._queue is not None:
+            self._recorder.total("prompts/epoch", self._queue.epochs)
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics, self._args.gradient_filter_threshold)
         self.log_probs.log(survivors)

@@ -46,15 +46,29 @@ class Rounds:
         begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
         self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
-    def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
-        """Sample the remaining turns of rows whose first turn is sampled already.
+    def go_on(
+        self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
+    ) -> tuple[Any, ...]:
+        """Sample the remaining turns of rows whose first turn is sampled already, for TRL's evaluation.
 
         Args:
             rows: the rows.
             ids: token ids of each first turn.
             log_probs: the sampler's log-probs of each first turn. `None`: unknown.
+        Returns:
+            The tuple of TRL's `_tool_call_loop`.
         """
         self._sample_rounds(self._answered(rows, ids, log_probs), first=False)
+        turns = [row.turns for row in rows if row.turns is not None]
+        return (
+            [one.own for one in turns],
+            [one.messages for one in turns],
+            [one.completion_ids for one in turns],
+            None if log_probs is None else [one.log_probs for one in turns],
+            [row.calls for row in rows],  # TRL adds them up when they are gathered
+            [row.failed_calls for row in rows],
+            [[] for _ in rows],  # images
+        )
 
     def _sample_rounds(self, waiting: list[Conversation], *, first: bool) -> None:
         while self._ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows

@@ -147,7 +147,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         """Computes the values of all rows while reward functions run in the background."""
         trainer, started = kwargs["trainer"], time.perf_counter()
-        if self.overlaps_rewards and trainer._rewards.run_in_background:
+        if self.overlaps_rewards and trainer._run.rewards.run_in_background:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
             self._seconds += time.perf_counter() - started

@@ -195,4 +195,4 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     # What reward functions log here is dropped, because it would distort the figures of training.
     dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
     with with_settings(trainer, dropped):
-        return trainer._rewards.of_all(ask, training=False, group_size=group_size)
+        return trainer._run.rewards.of_all(ask, training=False, group_size=group_size)

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.rewards.answers import plain_answer
-    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, unscored, watch
+    from dash_trl.rewards.failures import (
+        FailureWatch,
+        WatchedReward,
+        distinct,
+        failed_rows,
+        raise_mistakes,
+        unscored,
+        watch,
+    )
     from dash_trl.rewards.forms import DEFAULT_NAME, ROW, RewardForm, Score, form_of, load_from_file, read_score
     from dash_trl.rewards.runner import RewardTeam, is_reward_model, unpack
     from dash_trl.rewards.runner_reward import RunnerReward, scores_alone

@@ -153,6 +153,14 @@ class WatchedAsyncReward(WatchedReward):
         return self._observe(output, rows)
 
 
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return the names with a number after a name that occurs again: f, f#2, f#3.
+
+    TRL would log functions with the same name (lambdas, partials of one function) as one.
+    """
+    return [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
+
+
 def watch(func: Any, name: str) -> Any:
     """Wraps a reward function in a `WatchedReward`, which records its failures.
 

@@ -1,13 +1,13 @@
-"""`PromptQueue` hands out any number of prompts at a time, epoch after epoch::
+"""`PromptQueue` hands out prompts in the order of the epochs, ahead of training and in any number::
 
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-With dynamic sampling, a window begins with its first prompts, and takes more prompts in each further round. A
-`PromptReader` gives every window the prompts of one generation batch. A queue replaces the reader if a window's number
-of prompts depends on the samples (`max_num_gen_batches`).
+A run has a queue if windows are sampled ahead (`async_level`), or if a window's number of prompts depends on the
+samples (`max_num_gen_batches`): a window then begins with its first prompts, and takes more in each further round.
+Without a queue, Transformers reads the prompts itself.
 
-Letters: G rows of a group.
+Letters: G rows that belong together: the rows of a group; without dynamic sampling, the rows of a generation batch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ class PromptQueue:
     is read from its iterators. All ranks call the same methods in the same order, with the same numbers of prompts.
     Each rank reads its own prompts of each epoch.
 
+    Without dynamic sampling, the groups of a generation batch are handed out together and count as one prompt, because
+    a group may have rows on two ranks.
+
     Args:
-        num_generations: G, rows of a group.
+        rows: G, see above.
         prompts: number of this rank's prompts in a generation batch.
         window_batches: number of micro-steps of a window.
         accumulation: number of micro-steps of an optimizer step.
@@ -52,15 +55,12 @@ class PromptQueue:
             epoch without its first k generation batches, which yields each generation batch `window_batches` times.
     Attributes:
         place: place of the next prompt, see `Place`.
-        epoch: set by the trainer as for a `PromptReader`; a queue does not use it.
     """
-
-    epoch = 0
 
     def __init__(
         self,
         *,
-        num_generations: int,
+        rows: int,
         prompts: int,
         window_batches: int,
         accumulation: int,
@@ -69,7 +69,7 @@ class PromptQueue:
         open_epoch: Callable[[int, int], Iterator[Rows]],
     ):
         self.place: Place = (0, 0)
-        self._num_generations, self._prompts = num_generations, prompts
+        self._rows, self._prompts = rows, prompts
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
         self._windows: dict[int, QueuedRows] = {}  # window → its first rows, from the window in use on
@@ -77,11 +77,10 @@ class PromptQueue:
         self._source: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
-    def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
+    def read(self, count: int, *, step: int, state: Any) -> Iterator[Rows]:
         """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
 
         Args:
-            epoch_iterator: Transformers' iterator, which is not read.
             count: number of micro-steps of the optimizer step.
             step: number of micro-steps before this optimizer step.
             state: the `TrainerState`.
@@ -89,7 +88,8 @@ class PromptQueue:
         if self._to_read_again:
             self._read_again()
         now, last = step // self._window_batches, (step + count - 1) // self._window_batches
-        end = (step + (state.max_steps - state.global_step) * self._accumulation - 1) // self._window_batches
+        later = (state.max_steps - state.global_step - 1) * self._accumulation  # micro-steps of later optimizer steps
+        end = (step + count + later - 1) // self._window_batches
         self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
         for window in range(now, max(last, min(last + self._ahead, end)) + 1):
             if window not in self._windows:
@@ -97,7 +97,7 @@ class PromptQueue:
         return iter([self._windows[one // self._window_batches] for one in range(step, step + count)])
 
     def upcoming(self, step: int) -> list[QueuedRows]:
-        """Return the first rows of each of the next windows; see `PromptReader.upcoming`."""
+        """Return the first rows of each window that may be sampled ahead, at a micro-step of the last `read`."""
         now = step // self._window_batches
         return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
 
@@ -129,6 +129,15 @@ class PromptQueue:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the next place, and the places of the windows' prompts."""
         return {"place": self.place, "windows": {window: rows.places for window, rows in self._windows.items()}}
+
+    def begin(self, epoch: int, batches: int) -> None:
+        """Begin at a position in the dataset. Do not call this after `read`.
+
+        Args:
+            epoch: number of completed epochs.
+            batches: number of micro-batches that a rank has taken from the epoch after these.
+        """
+        self.place = epoch, batches // self._window_batches * self._prompts
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the state of a checkpoint.
@@ -176,12 +185,12 @@ class PromptQueue:
         opened = 0
         while not self._read:
             if self._source is None:
-                self._source = self._open_epoch(self.place[0], 0)
+                self._source = self._open_epoch(self.place[0], self.place[1] // self._prompts)
             batch = next(self._source, None)
             if batch is not None:
                 # Skip the repetitions of the same rows.
                 next(islice(self._source, self._window_batches - 1, self._window_batches - 1), None)
-                size = self._num_generations
+                size = self._rows
                 self._read.extend(batch[first : first + size] for first in range(0, len(batch), size))
             elif opened:
                 raise ValueError(

@@ -32,7 +32,7 @@ class Shapes:
         beta_above_0: True = a window has reference log-probs.
         vllm_importance_sampling: True = a window has importance-sampling ratios.
         sampler_is_old: True = the old log-probs of a window are the sampler's.
-        queues_prompts: True = a `PromptQueue` hands out the prompts.
+        queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
     """
 
     processes: int
@@ -49,7 +49,16 @@ class Shapes:
     queues_prompts: bool = False  # the default is for checkpoints that are older than `PromptQueue`
 
     @classmethod
-    def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
+    def of(
+        cls,
+        args: Any,
+        *,
+        processes: int,
+        prompts: int | None,
+        corrected: bool,
+        sampler_is_old: bool,
+        samples_ahead: bool,
+    ) -> Shapes:
         """Read the shapes from the settings of a run.
 
         Args:
@@ -58,6 +67,7 @@ class Shapes:
             prompts: number of rows of the training set; `None` for a stream.
             corrected: True = a window has importance-sampling ratios.
             sampler_is_old: True = the old log-probs of a window are the sampler's.
+            samples_ahead: True = windows are sampled before training needs them.
         """
         own = {
             "processes": processes,
@@ -66,6 +76,7 @@ class Shapes:
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": corrected,
             "sampler_is_old": sampler_is_old,
+            "queues_prompts": args.queues_prompts or (samples_ahead and prompts is None),
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 

@@ -72,7 +72,7 @@ def group_advantages(
 # Unscored rows are left out of every mean and standard deviation.
 
 
-def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
+def rloo(rewards: Tensor) -> Tensor:
     """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as in TRL's RLOOTrainer.
 
     The baseline does not depend on row i, so the gradient is unbiased. Deviation from RLOOTrainer: no KL term is added
@@ -80,7 +80,6 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row; not used here.
     Returns:
         [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
@@ -88,24 +87,7 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
 
 
-def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = r_i − Σ_j l_j·r_j / Σ_j l_j (OPO, arXiv 2505.23585), where l_j is the number of loss tokens of row j.
-
-    This baseline has the least variance if the gradients of all tokens have the same norm.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row.
-    Returns:
-        [M, G]; 0 for unscored rows, and for the only scored row of a group.
-    """
-    centred = _from_mean(rewards)
-    weights = lengths * ~rewards.isnan()
-    baseline = (weights * centred).nansum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
-    return (centred - baseline).nan_to_num(nan=0.0)
-
-
-def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
+def grpo_passk(rewards: Tensor) -> Tensor:
     """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for all other rows (pass@k: arXiv 2503.19595, as in verl).
 
     Without the best row, the best reward of the group would be r_second. So r_best − r_second is the contribution of
@@ -114,7 +96,6 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row; not used here.
     Returns:
         [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
@@ -124,7 +105,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     return (advantages / (_std(rewards, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
-def single_path(rewards: Tensor, lengths: Tensor) -> Tensor:
+def single_path(rewards: Tensor) -> Tensor:
     """A_i = r_i − mean r over all N rows: the single-path method (DASH, eq. 3).
 
     The mean is over all rows, not over a group. So a group whose rewards are all equal can have advantages other than
@@ -132,14 +113,13 @@ def single_path(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row; not used here.
     Returns:
         [M, G]; 0 for unscored rows.
     """
     return _from_mean(rewards.view(1, -1)).nan_to_num(nan=0.0).view_as(rewards)
 
 
-def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
+def reinforce_plus_plus(rewards: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
     It divides the advantages of `single_path` by the standard deviation of all rewards. Deviation from verl: in verl's
@@ -147,14 +127,13 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row; not used here.
     Returns:
         [M, G]; 0 for unscored rows.
     """
-    return (single_path(rewards, lengths) / (_std(rewards.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
+    return (single_path(rewards) / (_std(rewards.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(rewards: Tensor) -> Tensor:
     """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r ("REINFORCE++ w/ baseline", arXiv 2501.03262).
 
     σ(c) is over all N rows. `group_advantages` with `scale_rewards="batch"` divides by the standard deviation of r
@@ -163,7 +142,6 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
-        lengths: [M, G], the number of loss tokens of each row; not used here.
     Returns:
         [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
@@ -178,37 +156,41 @@ ESTIMATORS.update(
     single_path=Estimator(single_path),
     reinforce_plus_plus=Estimator(reinforce_plus_plus),
     reinforce_plus_plus_baseline=Estimator(reinforce_plus_plus_baseline),
-    opo=Estimator(opo, per_group=True),
     grpo_passk=Estimator(grpo_passk, per_group=True),
 )
 
 
 def outcome_advantages(
-    estimator: str, rewards: Tensor, weights: Tensor, group_size: int, *, lengths: Tensor | None = None
+    estimator: str,
+    rewards: Tensor,
+    weights: Tensor,
+    group_size: int,
+    *,
+    scale_rewards: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
 ) -> Tensor:
     """Compute advantages with the outcome form of an estimator.
 
     Rewards of a group that differ only by rounding errors count as equal.
 
     Args:
-        estimator: name of an estimator of `ESTIMATORS`, other than "grpo".
+        estimator: name of an estimator of `ESTIMATORS`; "grpo" stands for `group_advantages`.
         rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function.
         group_size: G >= 2, which divides N.
-        lengths: [N], the number of loss tokens of each row. `None`: all rows have the same number.
+        scale_rewards: see `group_advantages`; other estimators ignore it.
+        multi_objective_aggregation: see `group_advantages`; other estimators ignore it.
     Returns:
         [N] float32 on the CPU, in the order of the rows; 0 for unscored rows.
     Raises:
         ValueError: if a tensor has another shape, or if the rows do not split into whole groups.
     """
-    rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
-    total, centred = _in_groups(rewards, weights, group_size)
-    lengths = torch.ones(len(rewards)) if lengths is None else lengths.cpu()
-    check_tensor("lengths", lengths, N=len(rewards))
-    exact = total.nanmean(dim=1, keepdim=True) + centred
     outcome = registered(estimator, "outcome", "estimator").outcome
-    assert outcome is not None, "group_advantages computes the advantages of 'grpo'"
-    return outcome(exact.squeeze(2), lengths.double().view(-1, group_size)).flatten().float()
+    if outcome is None:
+        options = {"scale_rewards": scale_rewards, "multi_objective_aggregation": multi_objective_aggregation}
+        return group_advantages(rewards, weights, group_size, **options)
+    total, centred = _in_groups(rewards.cpu().double(), weights.cpu().double(), group_size)  # MPS has no float64
+    return outcome((total.nanmean(dim=1, keepdim=True) + centred).squeeze(2)).flatten().float()
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:

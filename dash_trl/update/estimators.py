@@ -19,8 +19,8 @@ class Estimator:
         ESTIMATORS["mine"] = Estimator(credit=function)
 
     Args:
-        outcome: function (rewards [M, G], lengths [M, G]) → advantages [M, G], for M groups of G rows; NaN = the row is
-            unscored; `lengths` are the numbers of loss tokens. None = `DASHConfig` refuses the name.
+        outcome: function (rewards [M, G]) → advantages [M, G], for M groups of G rows; NaN = the row is unscored. None
+            = `DASHConfig` refuses the name.
         credit: function (`Rewards`, `CreditSettings`) → advantages [N, T]. None = `ProcessRewardCallback` refuses the
             name.
         settings: the fields of `CreditSettings` that `credit` uses. None = any.
@@ -28,7 +28,7 @@ class Estimator:
             `max_num_gen_batches` need this.
     """
 
-    outcome: Callable[[Tensor, Tensor], Tensor] | None = None
+    outcome: Callable[[Tensor], Tensor] | None = None
     credit: Callable[[Any, Any], Tensor] | None = None
     settings: frozenset[str] | None = None
     per_group: bool = False

@@ -29,6 +29,7 @@ class Share:
     part, because the survivors of the whole share are not known before the last part.
 
     Attributes:
+        first: the first micro-step of the share.
         micro_steps: number of micro-steps of the share.
         passes: micro-steps × ranks.
         all_rows: number of rows, dropped rows included.
@@ -38,6 +39,7 @@ class Share:
         kept_tokens: number of loss tokens of the survivors.
     """
 
+    first: int
     micro_steps: int
     passes: int
     all_rows: int
@@ -280,6 +282,7 @@ class Schedule:
         """
         steps, ranks = self.steps_of_share(step), len(lengths)
         share = Share(
+            first=steps.start,
             micro_steps=len(steps),
             passes=len(steps) * ranks,
             all_rows=len(steps) * ranks * self.rows_per_step,

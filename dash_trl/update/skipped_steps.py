@@ -28,15 +28,26 @@ class SkippedSteps:
         self.total = self.in_a_row = 0
         self.most_in_a_row = MOST_IN_A_ROW + (LOSS_SCALE_HALVINGS if loss_scaling else 0)
 
-    def count(self, skipped: bool, step: int) -> None:
+    def count(self, norm: float | None, step: int, *, by_deepspeed: bool | None = None) -> None:
         """Count an optimizer step as skipped or not.
 
         Args:
-            skipped: True = the step was skipped.
+            norm: the gradient norm. DeepSpeed's is −1 if it could not be computed, and `None` if it computes none.
             step: number of the optimizer step, from 1.
+            by_deepspeed: True = DeepSpeed has skipped the step. `None`: there is no DeepSpeed, and a step is skipped if
+                its norm is not finite.
         Raises:
-            RuntimeError: if too many steps in a row were skipped.
+            RuntimeError: if too many steps in a row were skipped, or if DeepSpeed has applied a gradient that is not
+                finite, because its check of gradients is turned off.
         """
+        finite = norm is None or 0 <= norm < math.inf
+        if by_deepspeed is False and not finite:
+            raise RuntimeError(
+                f"DeepSpeed applied a gradient that is not finite (norm {norm}) in optimizer step {step}: the "
+                'parameters are lost. Turn DeepSpeed\'s check of gradients on (`"bf16": {"check_grad_overflow": '
+                "true}` in its configuration, which is the default), and resume from the last checkpoint."
+            )
+        skipped = not finite if by_deepspeed is None else by_deepspeed
         self.total += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row >= self.most_in_a_row:
@@ -46,24 +57,4 @@ class SkippedSteps:
                 "model that was loaded, or after a learning_rate that is too high), rewards or advantages of a huge "
                 "scale (`advantage/abs_mean` in the log), or an overflow in fp16 (use bf16). The skipped steps changed "
                 "no parameter; the last checkpoint can be resumed with other settings."
-            )
-
-    @staticmethod
-    def check_applied(norm: float | None, skipped: bool, step: int) -> None:
-        """Raise an error if DeepSpeed has applied a gradient that is not finite.
-
-        DeepSpeed skips a step whose gradient is not finite, unless its check of gradients is turned off.
-
-        Args:
-            norm: DeepSpeed's gradient norm; −1 if it could not be computed, `None` if DeepSpeed computes no norm.
-            skipped: True = DeepSpeed has skipped the step.
-            step: number of the optimizer step, from 1.
-        Raises:
-            RuntimeError: if the gradient was not finite and was applied.
-        """
-        if norm is not None and not skipped and not 0 <= norm < math.inf:
-            raise RuntimeError(
-                f"DeepSpeed applied a gradient that is not finite (norm {norm}) in optimizer step {step}: the "
-                'parameters are lost. Turn DeepSpeed\'s check of gradients on (`"bf16": {"check_grad_overflow": '
-                "true}` in its configuration, which is the default), and resume from the last checkpoint."
             )

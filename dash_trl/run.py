@@ -1,0 +1,163 @@
+"""`Run`: the objects of one `train()`, and how it begins, continues from a checkpoint, is saved and ends.
+
+PromptQueue ──► Collector (Sampler, Rewards, LogProbs) ──► MicroSteps (MicroBatches) ──► PassMetrics, OffPolicyMetrics
+     └─────────────────── Checkpoints ──────────────────────────┘
+"""
+
+from typing import Any
+
+from dash_trl.callbacks import dash_callbacks
+from dash_trl.checkpoints import Checkpoints
+from dash_trl.collect import Collector, DynamicSampling, Rewards, new_sampler
+from dash_trl.host import Host, looks_ahead, one_ahead, windows_ahead
+from dash_trl.log_probs import LogProbs
+from dash_trl.micro_batches import MicroBatches
+from dash_trl.micro_steps import MicroSteps
+from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
+from dash_trl.rollout import new_queue
+from dash_trl.tools import Conversations
+from dash_trl.update import ModelPasses, SkippedSteps
+
+Position = tuple[int, int]  # in the dataset: number of completed epochs, micro-batches that a rank has taken after them
+
+
+class Run:
+    """The objects of one `train()`.
+
+    Each `train()` gets new objects, because an earlier run may have left an incomplete optimizer step (after an
+    interrupt) or unused rows of a window (because of `max_steps`).
+
+    Args:
+        host: the trainer.
+        passes: runs the model passes.
+        functions: the watched reward functions.
+        names: their names.
+        early_rewards: False = `_calculate_rewards` may change rows before they are scored, so rewards must not begin
+            before it is called.
+        handler: Transformers' callback handler.
+        prompts: number of rows of the training set; `None` for a stream.
+        pool: the vLLM servers; used only if they sample.
+        conversations: runs tools and environments. `None`: rows have one turn.
+    Attributes:
+        rewards: scores the completions.
+        collector: collects the windows.
+        micro_steps: decides which passes run in a micro-step.
+        pass_metrics: combines TRL's figures of the passes of an optimizer step.
+        off_policy: measures how far the policy is from the sampler.
+        skipped: counts optimizer steps whose gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        passes: ModelPasses,
+        functions: list[Any],
+        names: list[str],
+        *,
+        early_rewards: bool,
+        handler: Any,
+        prompts: int | None,
+        pool: Any,
+        conversations: Conversations | None,
+    ):
+        args, ahead, dynamic = host.args, windows_ahead(host), None
+        if args.queues_prompts:
+            most = args.max_num_gen_batches
+            dynamic = DynamicSampling(args.groups_of_rank, host.ranks.count, most=most, ahead=ahead > 0)
+        self._host, self._queue = (
+            host,
+            new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first),
+        )
+        # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
+        work = looks_ahead(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
+        self.rewards = Rewards(host, functions, names, in_background=early_rewards and work)
+        micro_batches = MicroBatches(host, passes)
+        log_probs = LogProbs(host, micro_batches)
+        sampler = new_sampler(host, self.rewards, log_probs, pool=pool, conversations=conversations)
+        self.collector = Collector(host, self._queue, sampler, self.rewards, log_probs, dynamic)
+        self.micro_steps = MicroSteps(host, micro_batches, self.collector)
+        self.pass_metrics = PassMetrics(per_row=args.importance_sampling_level == "sequence")
+        self.off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
+        self.skipped = SkippedSteps(loss_scaling=args.fp16)
+        self._checkpoints = Checkpoints(host, log_probs.rules, prompts, handler)
+
+    def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
+        """Begin the run, if possible within the generation window of a checkpoint.
+
+        Args:
+            checkpoint: path of the checkpoint. `None`: a new run.
+            start: the position at which Transformers would begin.
+        Returns:
+            The micro-step with which the run begins, and the position at which it begins: that of the checkpoint, if
+            the run continues in its window and `ignore_data_skip` is off, otherwise `start`.
+        """
+        saved, skip = None, self._host.args.ignore_data_skip
+        if checkpoint is not None:
+            saved, self.skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
+        if saved is not None:
+            self.micro_steps.resume(saved.window)
+            # Transformers miscounts in a stream that is read for several epochs.
+            start = start if skip else saved.position
+        if self._queue is not None:
+            self._queue.begin(*start)
+            if saved is not None and skip and saved.window is not None:
+                self._queue.has_sampled(saved.step)
+            elif saved is not None and not skip and saved.prompts is not None:
+                self._queue.load_state_dict(saved.prompts)
+        return 0 if saved is None else saved.step, start
+
+    def begin_optimizer_step(self, step: int, micro_steps: int) -> None:
+        """Begin an optimizer step.
+
+        Args:
+            step: its first micro-step.
+            micro_steps: number of its micro-steps.
+        """
+        self.micro_steps.begin_optimizer_step(step, micro_steps, self._host.state.global_step)
+        self._checkpoints.begin_optimizer_step(self._queue)
+
+    def micro_batches(self, given: Any, count: int, step: int) -> Any:
+        """Return an iterator over the dataset rows of an optimizer step's micro-steps.
+
+        Args:
+            given: Transformers' iterator over the micro-batches of the epoch.
+            count: number of micro-steps.
+            step: the first micro-step.
+        """
+        return given if self._queue is None else self._queue.read(count, step=step, state=self._host.state)
+
+    def end_optimizer_step(self) -> None:
+        """Log the figures of an optimizer step."""
+        host = self._host
+        host.recorder.end_step()
+        host.recorder.log(self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()))
+        self.collector.log_probs.log_step()
+        if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):
+            host.recorder.log(self.off_policy.of_step(host.ranks.sum))
+
+    def save(self, folder: str, step: int) -> None:
+        """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
+
+        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
+        a resumed run samples them again.
+
+        Args:
+            folder: folder of the checkpoint.
+            step: number of micro-steps that have run.
+        """
+        schedule = self.micro_steps.schedule
+        step = schedule.completed(step, self._host.state.global_step)
+        self._checkpoints.save(
+            folder,
+            step=step,
+            skipped_steps=self.skipped.total,
+            window=self.micro_steps.window_to_save(step),
+            samples_again=schedule.samples_again(step),
+            queue=self._queue,
+        )
+
+    def close(self) -> None:
+        """End the run, also after an interrupt: drop work that has not begun, and do not wait for running work."""
+        self.collector.close()
+        if self._queue is not None:
+            self._queue.close()
