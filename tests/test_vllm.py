@@ -473,7 +473,7 @@ def test_a_run_two_windows_ahead_is_killed_and_resumed(launched):
     """On two ranks, with a window finished and a window in flight. Each prompt comes once in an epoch."""
     windows: list[list[str]] = [[] for _ in range(6)]
     for before, after in zip(launched["killed"], launched["resumed"], strict=True):
-        assert (before["step"], before["running"]) == (3, 4)
+        assert (before["step"], before["in_flight"]) == (3, 4)
         assert len(before["windows"]) == 2 and len(after["windows"]) == 4
         assert within_bound(before["windows"], 2) and within_bound(after["windows"], 2)
         assert not within_bound(after["windows"], 1)

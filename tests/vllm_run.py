@@ -107,10 +107,14 @@ class KilledAtItsCheckpoint(Watch):
             trainer.accelerator.wait_for_everyone()
             self.hold.touch()
         elif len(self.windows) == 2:
-            wait_until(lambda: len(self.backlog.running) == GROUPS)
+            wait_until(lambda: self.in_flight() == GROUPS)
+
+    def in_flight(self) -> int:
+        """Groups that servers sample or are going to: a server that is tested with a token does not answer now."""
+        return len(self.backlog.running) + len(self.backlog.waiting)
 
     def on_save(self, args, state, control, **kwargs):
-        say("killed", {"windows": self.windows, "running": len(self.backlog.running), "step": state.global_step})
+        say("killed", {"windows": self.windows, "in_flight": self.in_flight(), "step": state.global_step})
         self.trainer.accelerator.wait_for_everyone()
         os.kill(os.getpid(), signal.SIGKILL)
 
