@@ -73,9 +73,12 @@ def one_ahead(host: Host) -> bool:
 
 def windows_ahead(host: Host) -> int:
     """Return how many windows are sampled before training needs them, at most."""
-    return host.args.async_level if looks_ahead(host) else 0
+    return host.args.async_level if rows_come_early(host) else 0
 
 
-def looks_ahead(host: Host) -> bool:
-    """Whether the sampler can sample a window before training needs it."""
+def rows_come_early(host: Host) -> bool:
+    """Whether a window's rows are sampled one after the other, or before training needs the window.
+
+    Servers return each group when it is done, with `async_level=0`, too.
+    """
     return on_servers(host) or one_ahead(host)

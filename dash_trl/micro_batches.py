@@ -23,7 +23,7 @@ class MicroBatches:
     """
 
     def __init__(self, host: Host, passes: ModelPasses):
-        self._args, self._rank, self.passes = host.args, host.ranks.rank, passes
+        self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
         self._pad_token_id = host.processing_class.pad_token_id
 
     def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
@@ -44,17 +44,6 @@ class MicroBatches:
             min_shared=self.passes.min_shared,
         )
 
-    def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """Return figures about the packing of micro-batches; see `packing_metrics`.
-
-        Args:
-            planned: the micro-batches.
-            lengths: [R, M, 4] of the window.
-        """
-        return packing_metrics(
-            planned, lengths, padding_free=self.passes.padding_free, min_shared=self.passes.min_shared
-        )
-
     def without_gradient(self, part: Part, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
 
@@ -67,23 +56,32 @@ class MicroBatches:
         for micro_batch in self.plan(lengths, 1)[0]:
             yield self._of(part, micro_batch)
 
-    def with_gradient(self, part: Part, one: Pass) -> dict[str, Any]:
-        """Make the inputs of a training pass on the CPU, including the weights of its loss in the optimizer step.
+    def with_gradient(self, part: Part, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
+        """Make the inputs of training passes on the CPU, including the weights of their losses in the optimizer step.
 
         Args:
             part: the window of the rows, or a part of it.
-            one: the pass.
+            passes: the passes.
+            planned: micro-batches that were planned just now, whose figures are logged.
         """
-        _, inputs = self._of(part, one.micro_batch)
-        tokens, share = one.tokens[self._rank], one.share
-        rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
-        return {
-            **inputs,
-            "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
-            "regularizer_scale": regularizer_weight(tokens, share),
-            "num_items_in_batch": part.num_items_in_batch,
-            "pass": one,
-        }
+        if planned:
+            padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
+            metrics = packing_metrics(planned, part.lengths, padding_free=padding_free, min_shared=min_shared)
+            self._recorder.log(metrics)
+        inputs = []
+        for one in passes:
+            tokens, share = one.tokens[self._rank], one.share
+            rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
+            inputs.append(
+                {
+                    **self._of(part, one.micro_batch)[1],
+                    "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
+                    "regularizer_scale": regularizer_weight(tokens, share),
+                    "num_items_in_batch": part.num_items_in_batch,
+                    "pass": one,
+                }
+            )
+        return inputs
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""

@@ -12,7 +12,7 @@ from dash_trl.collect import Collector
 from dash_trl.host import Host
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.rollout import Part, Window
-from dash_trl.update import MicroBatch, Pass, Schedule
+from dash_trl.update import Schedule
 
 
 class MicroSteps:
@@ -68,7 +68,7 @@ class MicroSteps:
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
-            yield self._inputs(window, passes, planned), True
+            yield self._micro_batches.with_gradient(window, passes, planned), True
         elif step + 1 < self.schedule.steps_of_share(step).stop:
             yield [], True  # the passes of all parts run in the last micro-step of the share
         else:
@@ -121,13 +121,8 @@ class MicroSteps:
         for part in window:
             items = part.num_items_in_batch.item()
             passes, planned = self.schedule.plan_part(step, part.lengths, items, last=part.ends_step)
-            yield self._inputs(part, passes, planned), part.ends_step
+            yield self._micro_batches.with_gradient(part, passes, planned), part.ends_step
             if part.ends_step:
                 break
         if self.schedule.ends_window(step):
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
-
-    def _inputs(self, part: Part, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
-        if planned:
-            self._host.recorder.log(self._micro_batches.metrics(planned, part.lengths))
-        return [self._micro_batches.with_gradient(part, one) for one in passes]

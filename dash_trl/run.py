@@ -9,7 +9,7 @@ from typing import Any
 from dash_trl.callbacks import dash_callbacks
 from dash_trl.checkpoints import Checkpoints
 from dash_trl.collect import Collector, DynamicSampling, Rewards, new_sampler
-from dash_trl.host import Host, looks_ahead, one_ahead, windows_ahead
+from dash_trl.host import Host, one_ahead, rows_come_early, windows_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.micro_steps import MicroSteps
@@ -39,6 +39,7 @@ class Run:
         pool: the vLLM servers; used only if they sample.
         conversations: runs tools and environments. `None`: rows have one turn.
     Attributes:
+        queue: hands out the prompts. `None`: Transformers reads them.
         rewards: scores the completions.
         collector: collects the windows.
         micro_steps: decides which passes run in a micro-step.
@@ -64,17 +65,17 @@ class Run:
         if args.queues_prompts:
             most = args.max_num_gen_batches
             dynamic = DynamicSampling(args.groups_of_rank, host.ranks.count, most=most, ahead=ahead > 0)
-        self._host, self._queue = (
+        self._host, self.queue = (
             host,
             new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first),
         )
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
-        work = looks_ahead(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
+        work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
         self.rewards = Rewards(host, functions, names, in_background=early_rewards and work)
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
         sampler = new_sampler(host, self.rewards, log_probs, pool=pool, conversations=conversations)
-        self.collector = Collector(host, self._queue, sampler, self.rewards, log_probs, dynamic)
+        self.collector = Collector(host, self.queue, sampler, self.rewards, log_probs, dynamic)
         self.micro_steps = MicroSteps(host, micro_batches, self.collector)
         self.pass_metrics = PassMetrics(per_row=args.importance_sampling_level == "sequence")
         self.off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
@@ -98,12 +99,12 @@ class Run:
             self.micro_steps.resume(saved.window)
             # Transformers miscounts in a stream that is read for several epochs.
             start = start if skip else saved.position
-        if self._queue is not None:
-            self._queue.begin(*start)
+        if self.queue is not None:
+            self.queue.begin(*start)
             if saved is not None and skip and saved.window is not None:
-                self._queue.has_sampled(saved.step)
+                self.queue.has_sampled(saved.step)
             elif saved is not None and not skip and saved.prompts is not None:
-                self._queue.load_state_dict(saved.prompts)
+                self.queue.load_state_dict(saved.prompts)
         return 0 if saved is None else saved.step, start
 
     def begin_optimizer_step(self, step: int, micro_steps: int) -> None:
@@ -114,17 +115,7 @@ class Run:
             micro_steps: number of its micro-steps.
         """
         self.micro_steps.begin_optimizer_step(step, micro_steps, self._host.state.global_step)
-        self._checkpoints.begin_optimizer_step(self._queue)
-
-    def micro_batches(self, given: Any, count: int, step: int) -> Any:
-        """Return an iterator over the dataset rows of an optimizer step's micro-steps.
-
-        Args:
-            given: Transformers' iterator over the micro-batches of the epoch.
-            count: number of micro-steps.
-            step: the first micro-step.
-        """
-        return given if self._queue is None else self._queue.read(count, step=step, state=self._host.state)
+        self._checkpoints.begin_optimizer_step(self.queue)
 
     def end_optimizer_step(self) -> None:
         """Log the figures of an optimizer step."""
@@ -153,11 +144,11 @@ class Run:
             skipped_steps=self.skipped.total,
             window=self.micro_steps.window_to_save(step),
             samples_again=schedule.samples_again(step),
-            queue=self._queue,
+            queue=self.queue,
         )
 
     def close(self) -> None:
         """End the run, also after an interrupt: drop work that has not begun, and do not wait for running work."""
         self.collector.close()
-        if self._queue is not None:
-            self._queue.close()
+        if self.queue is not None:
+            self.queue.close()

@@ -184,8 +184,9 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ an optimizer step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        rows = self._run.micro_batches(epoch_iterator, num_batches, self._step)
-        batches, num_items = super().get_batch_samples(rows, num_batches, device)
+        if (queue := self._run.queue) is not None:
+            epoch_iterator = queue.read(num_batches, step=self._step, state=self.state)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(checks.check_first_step, len(batches), self.args)
         self._run.begin_optimizer_step(self._step, len(batches))
@@ -205,7 +206,7 @@ class DASHTrainer(GRPOTrainer):
         started = time.perf_counter()
         seams.to_training_mode(self)
         run, ran = self._run, 0
-        ends_step = self.accelerator.sync_gradients  # False at the end of a stream, where the next micro-steps join
+        ends_step = self.accelerator.sync_gradients  # False if the step goes on, as at the end of a stream
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
         weighed = run.pass_metrics.passes

@@ -20,7 +20,7 @@ from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
 from dash_trl.collect.log import WindowLog
 from dash_trl.collect.samplers import Sampler
 from dash_trl.collect.scoring import GenerationBatch, Rewards
-from dash_trl.host import Host, looks_ahead, windows_ahead
+from dash_trl.host import Host, rows_come_early, windows_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.monitoring import EmptyWindows, UnfilledWindows, filter_metrics, staleness_metrics
 from dash_trl.rollout import (
@@ -42,14 +42,12 @@ class Credited(NamedTuple):
     """Rows of this rank whose credit is computed.
 
     Attributes:
-        rows: [M] int64, indices of the rows in their generation batch.
         rollouts: the rows, after callbacks may have changed their advantages.
-        outcome: [M], their advantages before callbacks change them.
+        outcome_advantages: [M], their advantages before callbacks change them.
     """
 
-    rows: Tensor
     rollouts: CreditedRollouts
-    outcome: Tensor
+    outcome_advantages: Tensor
 
 
 class Collector:
@@ -101,8 +99,7 @@ class Collector:
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
             step: the micro-step with which the window begins.
-            groups_of_step: function that returns how many of this rank's groups the running optimizer step takes; see
-                `Rewards.begin`. `None`: await rewards together, not group by group.
+            groups_of_step: see `GenerationBatch.scored_groups`. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
@@ -110,7 +107,7 @@ class Collector:
         prompts = self._announce(examples, step)
         if groups_of_step is None:
             return Window.of(self._whole(prompts, serves_one_step=serves_one_step))
-        batch = self._sample(prompts, groups_of_step)
+        batch = self._sample(prompts, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
@@ -121,7 +118,8 @@ class Collector:
             # Old log-probs belong to the weights before the first of these steps, so they are computed now, for all
             # rows.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        return Window(self._by_group(batch, num_items, serves_one_step=serves_one_step), self._host.state.global_step)
+        parts = self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step)
+        return Window(parts, self._host.state.global_step)
 
     def pass_on_sampled(self) -> None:
         """Start the rewards of later windows' rows that were sampled since the last call. Called between passes."""
@@ -140,14 +138,12 @@ class Collector:
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        number, windows = self._ahead.window + 1, [examples]
-        if self._queue is not None:
-            windows += self._queue.upcoming(step)
+        window, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(step)
         new = []
-        for window in self._ahead.begin(self._host.state.global_step, known=len(windows) - 1):
-            self._announced[window] = self._prompts(windows[window - number])
-            new.append(self._announced[window])
-        prompts = self._announced.pop(number)
+        for later in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
+            self._announced[later] = self._prompts([examples, *upcoming][later - window])
+            new.append(self._announced[later])
+        prompts = self._announced.pop(window)
         self._sampler.begin(prompts.number, new)
         return prompts
 
@@ -158,7 +154,7 @@ class Collector:
         self._rewards.announce(prompts.number, examples)
         return prompts
 
-    def _sample(self, prompts: Prompts, groups_of_step: Callable[[], int] | None = None) -> GenerationBatch:
+    def _sample(self, prompts: Prompts, *, by_group: bool = False) -> GenerationBatch:
         """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
         sampled = self._ranks.agree(self._sampler.sample, prompts)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
@@ -171,7 +167,7 @@ class Collector:
             masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
-        batch = self._rewards.begin(prompts.number, sampled, rollouts, groups_of_step)
+        batch = self._rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
         self._ranks.agree(self._sampler.sample_ahead)
         self._host.dispatch("on_rollouts_sampled", rollouts)
         return batch
@@ -180,7 +176,7 @@ class Collector:
         return is_truncated(sampled.completion_ids, {*self._host.eos_token_ids, self._pad_token_id})
 
     def _log_sampled(self, batches: Sequence[GenerationBatch]) -> None:
-        if looks_ahead(self._host):
+        if rows_come_early(self._host):
             versions, step = torch.cat([one.rollouts.policy_version for one in batches]), self._host.state.global_step
             self._recorder.log(staleness_metrics(versions, step, self._ranks.gather))
         sampled = [batch.sampled for batch in batches]
@@ -202,8 +198,7 @@ class Collector:
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():
                 batches.append(self._sample(prompts))
-                ((rows, scored, _),) = batches[-1].scored()
-                credited.append(self._credited(rows, scored))
+                credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
                 signal.append(self._signal(credited))
@@ -227,35 +222,38 @@ class Collector:
         order = order[shuffled(len(order))]
         part = Part(*self._survivors(rollouts, keep, order), self._ranks.sum(num_items))
         self.log_probs.of_window(part, serves_one_step=serves_one_step)
-        self._log_whole(batches, rollouts, torch.cat([one.outcome for one in credited]), part.rollouts)
+        self._log_whole(batches, rollouts, torch.cat([one.outcome_advantages for one in credited]), part.rollouts)
         return part
 
-    def _by_group(self, batch: GenerationBatch, num_items: Tensor, *, serves_one_step: bool) -> Iterator[Part]:
+    def _by_group(
+        self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], *, serves_one_step: bool
+    ) -> Iterator[Part]:
         """Yield the parts of a window as the rewards of its groups come.
 
         Args:
             batch: the rows of the window. If several optimizer steps use the window, they have their log-probs already.
             num_items: number of loss tokens of the window on all ranks, dropped rows included.
+            groups_of_step: see `window`.
             serves_one_step: see `window`.
         """
-        credited, survivors = [], []
-        for rows, scored, ends_step in batch.scored():
-            credited.append(self._credited(rows, scored))
+        known, credited, survivors = [], [], []
+        for rows, scored, ends_step in batch.scored_groups(groups_of_step):
+            known.append(rows)
+            credited.append(self._credited(scored))
             rollouts = credited[-1].rollouts
             kept = self._survivors(rollouts, self._filtered(rollouts).keep, torch.arange(len(rollouts)))
             part = Part(*kept, num_items, ends_step)
             if serves_one_step:
                 self.log_probs.of_window(part, serves_one_step=True)
             survivors.append(part.rollouts)
-            rows = torch.cat([one.rows for one in credited])
-            if len(rows) == len(batch.rollouts):
-                order = rows.argsort()
+            if sum(map(len, known)) == len(batch.rollouts):
+                order = torch.cat(known).argsort()
                 rollouts = joined([one.rollouts for one in credited]).rows(order)
-                outcome = torch.cat([one.outcome for one in credited])[order]
-                self._log_whole([batch], rollouts, outcome, joined(survivors))
+                outcome_advantages = torch.cat([one.outcome_advantages for one in credited])[order]
+                self._log_whole([batch], rollouts, outcome_advantages, joined(survivors))
             yield part
 
-    def _credited(self, rows: Tensor, rollouts: ScoredRollouts) -> Credited:
+    def _credited(self, rollouts: ScoredRollouts) -> Credited:
         """Compute the advantages of rows, and call the callbacks that may change rewards and advantages."""
         self._host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
@@ -263,7 +261,7 @@ class Collector:
         outcome = self._host.advantages(rewards)[self._ranks.own(len(rollouts))]
         credited = rollouts.with_advantages(outcome.clone())
         self._host.dispatch("on_advantages", credited)
-        return Credited(rows, credited, outcome)
+        return Credited(credited, outcome)
 
     def _signal(self, rounds: Sequence[Credited]) -> Tensor:
         """Return which groups of the last round have signal. Also end the round in the log, which fills up its columns.
@@ -314,7 +312,7 @@ class Collector:
         self,
         batches: Sequence[GenerationBatch],
         rollouts: CreditedRollouts,
-        outcome: Tensor,
+        outcome_advantages: Tensor,
         survivors: Survivors,
     ) -> None:
         """Log a window whose rewards have all come.
@@ -322,11 +320,11 @@ class Collector:
         Args:
             batches: the generation batches of the window.
             rollouts: all rows of these batches, in the same order.
-            outcome: [B], the advantages of the rows before callbacks changed them.
+            outcome_advantages: [B], the advantages of the rows before callbacks changed them.
             survivors: the rows that are trained on.
         """
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
-        silent = (self._ranks.gather(outcome).view(-1, self._args.num_generations) == 0).all(dim=1)
+        silent = (self._ranks.gather(outcome_advantages).view(-1, self._args.num_generations) == 0).all(dim=1)
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]

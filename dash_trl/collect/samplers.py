@@ -20,7 +20,7 @@ from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.seams import decoded, sync_weights
 
-# (window, first row, prompts, token ids, completions)
+# (number of the generation batch, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
 
 
@@ -45,11 +45,11 @@ class Sampler:
         """Return `Sampled.policy_version` of rows that the current weights have sampled, [rows, 2]."""
         return torch.full((rows, 2), self._host.state.global_step)
 
-    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+    def begin(self, number: int, new: Sequence[Prompts]) -> None:
         """Begin a generation batch: a window, or another round of a window. The next `sample` returns its rows.
 
         Args:
-            window: number of the generation batch that begins.
+            number: number of the generation batch that begins.
             new: generation batches that the sampler has not been given before, in the order of their numbers. It may
                 sample the later ones ahead.
         """
@@ -118,9 +118,9 @@ class InProcess(Sampler):
         self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
-    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+    def begin(self, number: int, new: Sequence[Prompts]) -> None:
         self._known |= {one.number: one for one in new}
-        self._known.pop(window, None)
+        self._known.pop(number, None)
 
     def sample(self, prompts: Prompts) -> Sampled:
         ahead = self._sampled.pop(prompts.number, None)
@@ -128,8 +128,8 @@ class InProcess(Sampler):
 
     def sample_ahead(self) -> None:
         """Sample the known windows with the current weights, and begin their rewards at once."""
-        for window in sorted(self._known):
-            self._sampled[window] = self._sample(self._known.pop(window))
+        for number in sorted(self._known):
+            self._sampled[number] = self._sample(self._known.pop(number))
 
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -143,13 +143,13 @@ class InProcess(Sampler):
         )
         return self._finished(prompts.number, sampled)
 
-    def _finished(self, window: int, sampled: Sampled) -> Sampled:
+    def _finished(self, number: int, sampled: Sampled) -> Sampled:
         """Add log-probs if they are needed, and pass the rows to `on_rows`, so that their rewards begin."""
         if sampled.log_probs is None and one_ahead(self._host):
             sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
         if self._on_rows is not None:
             completions = deepcopy(sampled.completions)
-            self._on_rows(window, 0, sampled.prompts, sampled.completion_ids, completions)
+            self._on_rows(number, 0, sampled.prompts, sampled.completion_ids, completions)
         return sampled
 
     def forget(self) -> None:
@@ -172,12 +172,12 @@ class OnServers(Sampler):
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
-    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+    def begin(self, number: int, new: Sequence[Prompts]) -> None:
         self._known |= {one.number: one for one in new}
         if self._on_rows is not None:
             self._completions |= {one.number: [None] * len(one.examples) for one in new}
         on_sampled = None if self._on_rows is None else self._pass_on
-        self._pool.expect(window, {one.number: one.ids for one in new}, on_sampled)
+        self._pool.expect(number, {one.number: one.ids for one in new}, on_sampled)
 
     def sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -193,13 +193,13 @@ class OnServers(Sampler):
         del self._known[prompts.number]
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
-    def _pass_on(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+    def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
         """Pass rows that have been sampled to `on_rows`. The pool calls it on the main thread."""
         assert self._on_rows is not None, "the pool calls this method only if rewards start early"
-        own, prompts = slice(first, first + len(completion_ids)), self._known[window]
+        own, prompts = slice(first, first + len(completion_ids)), self._known[number]
         completions = self._decoded(prompts.prompts[own], prompts.ids[own], completion_ids)
-        self._completions[window][own] = completions
-        self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
+        self._completions[number][own] = completions
+        self._on_rows(number, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
     def pass_on_sampled(self) -> None:
         if self._on_rows is not None:

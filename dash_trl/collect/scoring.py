@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.collect.decode import Sampled
-from dash_trl.host import Host, looks_ahead
+from dash_trl.host import Host, rows_come_early
 from dash_trl.rewards import (
     ROW,
     FailureWatch,
@@ -40,7 +40,6 @@ class GenerationBatch:
         sampled: the B rows, as they were sampled.
         rollouts: the B rows.
         request: the results of the reward functions. `None`: the functions are called when `scored` waits for them.
-        groups_of_step: see `Rewards.begin`.
     Attributes:
         sampled: as above.
         rollouts: as above; a callback or the collector may add to them before the rewards are awaited.
@@ -52,28 +51,32 @@ class GenerationBatch:
         sampled: Sampled,
         rollouts: RolloutBatch,
         request: Request | None,
-        groups_of_step: Callable[[], int] | None,
     ):
         self.sampled, self.rollouts = sampled, rollouts
-        self._rewards, self._request, self._groups_of_step = rewards, request, groups_of_step
+        self._rewards, self._request = rewards, request
         self._failed = None if sampled.turns is None else sampled.turns.failed
         self._known: Tensor | None = None
 
-    def scored(self) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
-        """Wait for the rewards, and yield rows as their rewards come: whole groups, or all rows.
+    def scored(self) -> ScoredRollouts:
+        """Wait for all rewards, and return the rows."""
+        # A copy, because callbacks may change the rewards, and the log must show the original ones.
+        own = self.rewards()[self._rewards.host.ranks.own(len(self.rollouts))].to("cpu", copy=True)
+        return self.rollouts.with_rewards(own)
 
+    def scored_groups(self, groups_of_step: Callable[[], int]) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
+        """Wait for the rewards, and yield whole groups as their rewards come.
+
+        Args:
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+                from the window.
         Yields:
             The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
             of the window, else False (`Part.ends_step`).
         """
         rewards, host = self._rewards, self._rewards.host
-        if self._groups_of_step is None or self._request is None:
-            # A copy, because callbacks may change the rewards, and the log must show the original ones.
-            own = self.rewards()[host.ranks.own(len(self.rollouts))].to("cpu", copy=True)
-            yield torch.arange(len(own)), self.rollouts.with_rewards(own), True
-            return
+        assert self._request is not None, "`Rewards.begin` started the functions"
         groups = len(self.rollouts) // host.args.num_generations
-        waiting = arrivals(self._request, groups, rewards.least_of_ranks, self._groups_of_step)
+        waiting = arrivals(self._request, groups, rewards.least_of_ranks, groups_of_step)
         for phase in ("wait_for_rewards", "reward"):
             waiting = host.recorder.timed_each(phase, waiting)
         for rows, ends_step in waiting:
@@ -137,7 +140,7 @@ class Rewards:
         )
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
-        self.start_early = self.run_in_background and looks_ahead(host)
+        self.start_early = self.run_in_background and rows_come_early(host)
         # number of a generation batch → the request of its rewards, and its rows of the dataset
         self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}
         self._failures = FailureWatch(functions, names)
@@ -177,24 +180,20 @@ class Rewards:
             request.cancel()
         self._early.clear()
 
-    def begin(
-        self, number: int, sampled: Sampled, rollouts: RolloutBatch, groups_of_step: Callable[[], int] | None
-    ) -> GenerationBatch:
+    def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
-        if the rewards are awaited by group or `run_in_background` is True, and otherwise when the caller iterates over
-        `GenerationBatch.scored`.
+        if the rewards are awaited by group or `run_in_background` is True, and otherwise in `GenerationBatch.scored`.
 
         Args:
             number: number of the generation batch; see `Prompts.number`.
             sampled: the B rows, as they were sampled.
             rollouts: the B rows.
-            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-                from the window. `None`: await the rewards together, not group by group.
+            by_group: True = the rewards are awaited group by group, False = together.
         """
         request, _ = self._early.pop(number, (None, ()))
-        if request is None and (self.run_in_background or groups_of_step is not None):
+        if request is None and (self.run_in_background or by_group):
 
             def started() -> Request:
                 request = self.team.begin(len(rollouts), self.host.args.num_generations)
@@ -203,7 +202,7 @@ class Rewards:
                 return request
 
             request = self._ranks.agree(started)
-        return GenerationBatch(self, sampled, rollouts, request, groups_of_step)
+        return GenerationBatch(self, sampled, rollouts, request)
 
     def of_all(
         self,

@@ -105,8 +105,8 @@ class Rounds:
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
 
 
-class _Windows:
-    """Keeps the rows of each window until the rewards of the window have come.
+class _Batches:
+    """Keeps the rows of each generation batch until their rewards have come.
 
     Until then, reward functions may use the environments of the rows, so no other row may use these environments.
     """
@@ -116,30 +116,30 @@ class _Windows:
         self._rows: dict[int, list[Conversation]] = {}
         self._taken: set[int] = set()
 
-    def __getitem__(self, window: int) -> list[Conversation]:
-        return self._rows[window]
+    def __getitem__(self, number: int) -> list[Conversation]:
+        return self._rows[number]
 
     def add(self, prompts: Prompts) -> list[Conversation]:
         rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
         return rows
 
     def begin(self) -> None:
-        """Give back the environments of all windows for which `taken` was called.
+        """Give back the environments of all generation batches for which `taken` was called.
 
-        Called when the next generation batch begins: by then the rewards of these windows have come.
+        Called when the next generation batch begins: by then the rewards of these batches have come.
         """
         for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
         self._taken.clear()
 
-    def sampled(self, window: int, versions: Tensor) -> Sampled:
-        """Return the rows of a window. Call it only when all of them have ended.
+    def sampled(self, number: int, versions: Tensor) -> Sampled:
+        """Return the rows of a generation batch. Call it only when all of them have ended.
 
         Args:
-            window: number of the generation batch.
+            number: number of the generation batch.
             versions: [B, 2], policy versions of the rows.
         """
-        rows = self._rows[window]
+        rows = self._rows[number]
         turns = [row.turns for row in rows if row.turns is not None]
         known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
         return Sampled(
@@ -159,10 +159,10 @@ class _Windows:
             ),
         )
 
-    def taken(self, window: int) -> None:
-        """Give the rows of a window and their environments to the reward functions, which are called next."""
-        rows = self._rows[window]
-        self._taken.add(window)
+    def taken(self, number: int) -> None:
+        """Give the rows of a generation batch and their environments to the reward functions, which are called next."""
+        rows = self._rows[number]
+        self._taken.add(number)
         self._conversations.score(rows)
 
     def forget(self) -> None:
@@ -185,26 +185,26 @@ class TurnsInProcess(InProcess):
     def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs, conversations: Conversations):
         super().__init__(host, rewards, log_probs)
         self._rounds = Rounds(host, conversations)
-        self._windows = _Windows(conversations, knows_log_probs=host.args.use_vllm)
+        self._batches = _Batches(conversations, knows_log_probs=host.args.use_vllm)
 
-    def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        super().begin(window, new)
-        self._windows.begin()
+    def begin(self, number: int, new: Sequence[Prompts]) -> None:
+        super().begin(number, new)
+        self._batches.begin()
 
     def sample(self, prompts: Prompts) -> Sampled:
         sampled = super().sample(prompts)
-        self._windows.taken(prompts.number)
+        self._batches.taken(prompts.number)
         return sampled
 
     def _sample(self, prompts: Prompts) -> Sampled:
-        rows = self._windows.add(prompts)
+        rows = self._batches.add(prompts)
         with self._timed("generate"):
             self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        return self._finished(prompts.number, self._windows.sampled(prompts.number, self._versions(len(rows))))
+        return self._finished(prompts.number, self._batches.sampled(prompts.number, self._versions(len(rows))))
 
     def forget(self) -> None:
         super().forget()
-        self._windows.forget()
+        self._batches.forget()
 
 
 class TurnsOnServers(OnServers):
@@ -219,16 +219,16 @@ class TurnsOnServers(OnServers):
 
     def __init__(self, host: Host, rewards: Rewards, pool: Any, conversations: Conversations):
         super().__init__(host, rewards, pool)
-        self._conversations, self._windows = conversations, _Windows(conversations, knows_log_probs=True)
+        self._conversations, self._batches = conversations, _Batches(conversations, knows_log_probs=True)
 
-    def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        self._windows.begin()
+    def begin(self, number: int, new: Sequence[Prompts]) -> None:
+        self._batches.begin()
         chains = {}
         for one in new:
-            rows = self._windows.add(one)
+            rows = self._batches.add(one)
             prompt_ids = one.ids if one.tokenized else [None] * len(rows)
             chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
-        self._pool.expect(window, {}, None if self._on_rows is None else self._pass_on, chains=chains)
+        self._pool.expect(number, {}, None if self._on_rows is None else self._pass_on, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
         """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
@@ -241,17 +241,17 @@ class TurnsOnServers(OnServers):
         with self._timed("generate"):
             # Waits until all turns of the window's rows are sampled.
             self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
-        self._windows.taken(prompts.number)
-        return self._windows.sampled(prompts.number, self._pool.policy_version)
+        self._batches.taken(prompts.number)
+        return self._batches.sampled(prompts.number, self._pool.policy_version)
 
-    def _pass_on(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
-        row = self._windows[window][first]
+    def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
+        row = self._batches[number][first]
         assert self._on_rows is not None and row.turns is not None, "the row has ended, and `on_rows` asks for it"
-        self._on_rows(window, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
+        self._on_rows(number, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
 
     def forget(self) -> None:
         super().forget()  # first, because it ends the conversations that are running
-        self._windows.forget()
+        self._batches.forget()
 
 
 def new_sampler(

@@ -33,18 +33,18 @@ class RunAhead:
         self.submitted = 0
         self._begun: deque[int] = deque(maxlen=level + 1)  # optimizer steps at which the last k + 1 windows began
 
-    def begin(self, step: int, known: int) -> range:
+    def begin(self, global_step: int, known: int) -> range:
         """Begin the next window.
 
         Args:
-            step: number of optimizer steps taken so far. The windows to submit are sampled by the weights of this step
-                or by newer ones.
+            global_step: number of optimizer steps taken so far. The windows to submit are sampled by the weights of
+                this step or by newer ones.
             known: number of later windows whose prompts are known.
         Returns:
             The windows to submit now, in this order.
         """
         self.window += 1
-        self._begun.append(step)
+        self._begun.append(global_step)
         first = self.submitted
         self.submitted = max(first, self.window + min(known, self.level) + 1)
         return range(first, self.submitted)

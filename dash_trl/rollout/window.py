@@ -8,7 +8,7 @@ A window usually has one part with all of its rows. If rewards are awaited group
 come are a part, which is trained on while the other rewards are awaited. A checkpoint saves the window, joined into one
 part.
 
-Letters: B rows of a rank, R ranks.
+Letters: M rows of a rank in a part, R ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part:
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
-        lengths: [R, B, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
+        lengths: [R, M, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
         num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
@@ -41,7 +41,7 @@ class Part:
     ends_step: bool = True
 
     def rows(self, rank: int) -> Tensor:
-        """Return the index in `rollouts` of each row in `lengths[rank]`, [B] int64.
+        """Return the index in `rollouts` of each row in `lengths[rank]`, [M] int64.
 
         For a dropped row, the index has no meaning.
 
@@ -85,17 +85,17 @@ class Window:
 
     Args:
         parts: iterator over the parts; it may wait for rewards.
-        step: number of the running optimizer step.
+        global_step: number of the running optimizer step.
     Attributes:
         rows: number of a rank's rows in the parts that were yielded.
         whole: all parts joined, in which rows that earlier optimizer steps used count as dropped. `None`: they are not
             joined yet, see `wait`.
     """
 
-    def __init__(self, parts: Iterator[Part], step: int):
+    def __init__(self, parts: Iterator[Part], global_step: int):
         self.rows = 0
         self.whole: Part | None = None
-        self._parts, self._step = parts, step
+        self._parts, self._global_step = parts, global_step
         self._kept: list[Part] = []
 
     @classmethod
@@ -111,14 +111,14 @@ class Window:
             self.rows += part.lengths.shape[1]
             yield part
 
-    def begin_optimizer_step(self, step: int) -> None:
+    def begin_optimizer_step(self, global_step: int) -> None:
         """Drop the parts of the previous optimizer step, unless that step is still running.
 
         Args:
-            step: number of the optimizer step.
+            global_step: number of the optimizer step.
         """
-        if step != self._step and self.whole is None:
-            self._step, self._kept = step, []
+        if global_step != self._global_step and self.whole is None:
+            self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
         """Wait for all remaining parts, and return the whole window."""
