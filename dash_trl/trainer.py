@@ -195,13 +195,8 @@ class DASHTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """Run one micro-step: any number of forward and backward passes, or none if no row survived.
 
-        Args:
-            model: the wrapped model, as the training loop calls it.
-            inputs: the dataset rows of the micro-step.
-            num_items_in_batch: passed on to TRL and Transformers. The loss does not divide by it: the inputs of each
-                pass have the number of loss tokens to divide by.
-        Returns:
-            Scalar tensor, the sum of the losses of the passes; 0 if there is no pass.
+        `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes. The loss is
+        not divided by `num_items_in_batch`: the inputs of each pass have the number of loss tokens to divide by.
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
@@ -419,29 +414,18 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation; with `eval_k`, add accuracy and pass@k to its metrics.
-
-        Args:
-            dataloader: the dataloader of the evaluation.
-            args: the other arguments of Transformers' method.
-            metric_key_prefix: prefix of the names of all metrics.
-            kwargs: the other arguments of Transformers' method.
-        Returns:
-            Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
-        """
-        evaluate = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        """Run TRL's evaluation; with `eval_k`, add the figures of `metrics_of` to its metrics: accuracy and pass@k."""
         settings = seams.with_settings(self, loss_settings(self, training=False))
-        if self.args.eval_k is None:
-            with settings:
-                return evaluate()
-        with settings, seams.evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
-            output = evaluate()
-        samples = self.num_generations_eval
-        if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
-            del rewards[len(dataloader.dataset) * samples :]
-        figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        eval_k, devices = self.args.eval_k, [self.args.device] if self.args.device.type == "cuda" else []
+        random_state = nullcontext() if eval_k is None else torch.random.fork_rng(devices)
+        with settings, seams.evaluated_rewards(self) as rewards, random_state:
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if eval_k is not None:
+            samples = self.num_generations_eval
+            if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
+                del rewards[len(dataloader.dataset) * samples :]
+            figures = metrics_of(rewards, self.reward_func_names, eval_k, group_size=samples)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
