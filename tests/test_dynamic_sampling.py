@@ -11,7 +11,7 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.collect import DynamicSampling
+from dash_trl.collect import DynamicSampling, rows_of_window
 from dash_trl.monitoring import UnfilledWindows
 from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run, said
 
@@ -234,3 +234,15 @@ def test_a_warning_where_windows_stay_unfilled(caplog):
     assert not said(caplog)
     watch.note(poor)
     assert "12% of the sampled groups have signal" in said(caplog) and "50% full" in said(caplog)
+
+
+def test_the_groups_of_a_window_are_those_of_the_drawn_example():
+    """Two ranks with two groups each in two rounds; if F is silent, the first silent group has its room."""
+    for f, chosen, trained in (
+        (True, [[1, 0, 1, 1], [0, 1, 0, 0]], [[1, 0, 1, 1], [0, 1, 0, 0]]),
+        (False, [[1, 0, 1, 0], [1, 1, 0, 0]], [[1, 0, 1, 0], [0, 1, 0, 0]]),
+    ):
+        signal = [torch.tensor([[True, False], [False, True]]), torch.tensor([[True, f], [False, False]])]
+        for rank in (0, 1):
+            found = rows_of_window(signal, 4, rank, group_size=1)
+            assert [one.long().tolist() for one in found] == [chosen[rank], trained[rank]]
