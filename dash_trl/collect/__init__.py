@@ -7,7 +7,7 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.collect.collector import Collector
     from dash_trl.collect.decode import Prompts, Sampled, TurnCounts, is_truncated, to_rollouts
-    from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window, rows_of_window
+    from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
     from dash_trl.collect.log import WindowLog, length_figures, reward_figures
     from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
     from dash_trl.collect.scoring import Rewards
