@@ -51,7 +51,7 @@ FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 SOLUTION_COLUMNS = ("completion", "solution", "answer", "code")
-TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point", "starter_code")
+TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
@@ -141,7 +141,6 @@ def load_code_dataset(
         - `tests`: list of scripts that test the program. For programs that read standard input, the columns are
           `inputs` and `outputs` instead: lists of strings, one for each test. A dataset may have all three columns.
         - `entry_point`: the name of the function, or None.
-        - `starter_code`: the beginning of the program, which the completion continues; only if the dataset has it.
         - `completion`: the solution, as a text or a conversation like the prompt; only with `completion=True`.
     Raises:
         ValueError: as in `load_math_dataset`; also if a row has no tests, or an entry point that is not a name.

@@ -1,4 +1,4 @@
-"""`Ranks`: communication between the ranks of a run, which raise errors together, gather rows and add up numbers.
+"""`Ranks`: communication between the ranks of a run, which end together at an error, gather rows and add up numbers.
 
 A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for each other and exchange their errors::
 
@@ -16,8 +16,6 @@ one rank before that call, its error comes to the meeting for which the other ra
     rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
 """
 
-import json
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,7 +33,6 @@ TIMEOUT = 1800.0  # seconds for which a rank without an error waits; torch's def
 # A waiting rank polls the store. Its pauses are `LOOK_SHARE` × the time waited so far, but at least `FIRST_LOOK` and at
 # most `LAST_LOOK` seconds.
 FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
-WELL = b"well"  # a rank without an error writes this into the store
 
 T = TypeVar("T")
 
@@ -88,10 +85,8 @@ class Ranks:
         Returns:
             The value of `work`.
         Raises:
-            Exception: the error of `work` on this rank. If `work` succeeded here, the error of the first rank that
-                failed, with a `RankFailed` as its cause.
-            RankFailed: if another rank failed with an error that is neither built-in nor of this package, or if it did
-                not come to the meeting in time.
+            Exception: the error of `work` on this rank.
+            RankFailed: if another rank failed, or did not come to the meeting in time.
         """
         value: Any = None
         error: Exception | None = None
@@ -109,10 +104,8 @@ class Ranks:
             store = dist.distributed_c10d._get_default_store()
             others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout)
             if error is None and others:
-                rank, (text, relayed) = min(others.items())
+                rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
-                if relayed is not None:
-                    relayed.__cause__, error = error, relayed
         if error is not None:
             vars(error)["meeting"] = _meetings[0]
             raise error
@@ -191,7 +184,7 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
-) -> dict[int, tuple[str, Exception | None]]:
+) -> dict[int, str]:
     """Wait until all ranks have come to a meeting, and exchange their errors.
 
     Args:
@@ -203,9 +196,8 @@ def meet(
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
     Returns:
-        Failed rank → (text of its error, the error), where the error is `None` if it is neither built-in nor of this
-        package. The result is empty if no rank failed. It is the same on every rank, with one exception: if this rank
-        failed and the other ranks did not come in time, the result is only this rank's error.
+        Failed rank → text of its error; empty if no rank failed. It is the same on every rank, with one exception: if
+        this rank failed and the other ranks did not come in time, the result is only this rank's error.
     Raises:
         RankFailed: if some ranks did not come in time.
     """
@@ -213,12 +205,13 @@ def meet(
     failed = f"dash_trl/{number}/failed"
     if error is not None:  # set before this rank's key, because the others read failures once all keys are set
         store.set(failed, "")
-    store.set(keys[rank], WELL if error is None else _written(error))
+    said = "" if error is None else _described(error)
+    store.set(keys[rank], said)
     started = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - started
         if error is not None and waited > patience:
-            return {rank: _read(_written(error))}
+            return {rank: said}
         if waited > timeout:
             missing = [one for one, key in enumerate(keys) if not store.check([key])]
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
@@ -227,30 +220,9 @@ def meet(
     said_by_all = [store.get(key) for key in keys] if store.check([failed]) else []
     for name in (rank, "failed"):  # all ranks have come to this meeting, so none still reads the keys of the last one
         store.delete_key(f"dash_trl/{number - 1}/{name}")
-    return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
+    return {one: value.decode() for one, value in enumerate(said_by_all) if value}
 
 
-def _written(error: Exception) -> bytes:
-    """Return an error as JSON, for the store.
-
-    The error is not pickled, because anybody who can reach the store may write into it, and unpickling would run their
-    code.
-    """
-    said = traceback.TracebackException.from_exception(error)  # gives a text even if the error's own `__str__` fails
-    kind = type(error)
-    text = f"{kind.__name__}: {said}"
-    try:
-        return json.dumps([text, kind.__module__, kind.__name__, error.args]).encode()
-    except Exception:  # the arguments are not JSON, or nested too deeply
-        return json.dumps([text, kind.__module__, kind.__name__, [str(said)]]).encode()
-
-
-def _read(written: bytes) -> tuple[str, Exception | None]:
-    """Return the text of an error, and the error itself if it is built-in or of this package."""
-    text, module, name, arguments = json.loads(written)
-    known = module == "builtins" or module.startswith("dash_trl.")
-    kind = getattr(sys.modules.get(module), name, None) if known else None
-    try:
-        return text, kind(*arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
-    except Exception:  # some errors, such as UnicodeDecodeError, cannot be built from a text
-        return text, None
+def _described(error: Exception) -> str:
+    """Return the type and the text of an error, also if the error's own `__str__` fails."""
+    return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"

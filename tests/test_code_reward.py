@@ -29,7 +29,6 @@ def fenced(program: str, language: str = "python") -> str:
 
 
 F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
-STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
 
 
 class Given:
@@ -101,33 +100,13 @@ def test_the_program_of_a_completion():
         assert (text and text.strip()) == program, completion
 
 
-def test_a_body_continues_its_starter_code():
-    for completion in [
-        "    return x * pi\n",
-        "    return x * pi",
-        "return x * pi",
-        "    y = x * pi\n    return y\n",
-        "    return x * pi\n```",
-        "    return x * pi\n```\n\nThis works because",
-        "    return x * pi\n\n" + fenced("print(f(1))"),
-        "return x * pi\n```\n",
-        fenced("    return x * pi"),
-        fenced("return x * pi"),
-        fenced("def f(x):\n    return x * pi"),
-        fenced("from math import pi\ndef f(x):\n    return x * pi"),
-    ]:
-        names: dict = {}
-        exec(found(completion, "f", STARTER), names)
-        assert names["f"](2) == pytest.approx(6.2831853), completion
-
-
 def test_a_program_is_found_in_linear_time():
     """In quadratic time this would take minutes, beyond the CPU time that the suite allows a case."""
     for run in ("`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"):
         half = 60_000 // len(run)
         for text in (run * half, f"```python\n{run * half}" + " " * 60_000 + "`"):
             found(text)
-            found(text, "f", STARTER)
+            found(text, "f")
 
 
 # ------------------------------------------------------------------------------------------------- what it is scored

@@ -170,7 +170,6 @@ def test_trl_gets_a_flat_list():
 def test_runners_that_cannot_be():
     for functions, settings, message in (
         (Judge, {"backend": "threads"}, r"backend='threads' does not exist: choose one of \(None, 'thread', 'asyncio'"),
-        (Judge, {"on_error": "ignore"}, "on_error='ignore' does not exist"),
         (Judge, {"timeout": 0}, "timeout=0 would let no call finish"),
         (Judge, {"timeout": math.nan}, "timeout=nan would let no call"),
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),

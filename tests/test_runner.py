@@ -335,13 +335,6 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     assert gone() is None
 
 
-def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):
-    said = r"'flaky' failed on \d+ of 16.*judge is away \(on_error='raise'\)"
-    with pytest.raises(RuntimeError, match=said) as caught:
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardRunner(flaky, on_error="raise"))
-    assert isinstance(caught.value.__cause__, ConnectionError)
-
-
 def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tmp_path):
     misspelt = "asks for 'anwser', but the dataset has the columns"
     for reward, message in (

@@ -166,22 +166,27 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
     """Half of one would be what `resume_from_checkpoint=True` picks."""
     stepped = threading.Event()
 
-    def fails_late(completion, completion_ids, prompt):
+    def late(completion, completion_ids, prompt):
         if not prompt.startswith("0"):  # all groups but the one that the first optimizer step takes
             stepped.wait(60)
-            raise ValueError("a failure")
         return odd(completion, completion_ids)
 
-    class Steps(TrainerCallback):
+    class Steps(DASHCallback):
+        per_group = True
+
         def on_optimizer_step(self, *args, **kwargs):
             stepped.set()
 
-    with pytest.raises(RuntimeError, match="on_error='raise'"):
+        def on_rewards(self, *args, **kwargs):
+            if stepped.is_set():
+                raise RuntimeError("a failure")
+
+    with pytest.raises(RuntimeError, match="a failure"):
         run(
             DASHTrainer,
             tiny_model,
             tmp_path,
-            reward=RewardRunner(fails_late, on_error="raise"),
+            reward=RewardRunner(late),
             reward_pipeline=True,
             callbacks=[Steps()],
             shuffle_dataset=False,

@@ -53,7 +53,6 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         completion: Any,
         tests: str | Sequence[str] | None = None,
         entry_point: str | None = None,
-        starter_code: str | None = None,
         inputs: Sequence[str] | None = None,
         outputs: Sequence[str] | None = None,
     ) -> tuple[float, dict[str, float | str]]:
@@ -63,8 +62,6 @@ class CodeReward(AbstractContextManager["CodeReward"]):
             completion: a string, or a conversation whose last message has the program.
             tests: one test script, or a list of test scripts.
             entry_point: the name of the function that the tests call.
-            starter_code: the beginning of the program, as in HumanEval. If the completion does not define the function,
-                the completion is appended to this beginning.
             inputs: list of texts for further tests, each the standard input of the program.
             outputs: list of texts, the expected standard output for each of the inputs.
 
@@ -86,7 +83,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         scripts += zip(inputs or (), outputs or (), strict=True)
         if not any(one if isinstance(one, tuple) else one.strip() for one in scripts):
             raise ValueError("this row has no tests: remove it, or load the dataset with load_code_dataset")
-        program = find_program(completion_text(completion), entry_point, starter_code, reads=bool(inputs))
+        program = find_program(completion_text(completion), entry_point, reads=bool(inputs))
         if program is None:
             return 0.0, {"passed": 0.0, "explanation": "no program"}
         verdict = self.sandbox.run(program, scripts, entry_point)
@@ -112,9 +109,7 @@ _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
 
 
-def find_program(
-    completion: str, entry_point: str | None = None, starter_code: str | None = None, *, reads: bool = False
-) -> str | None:
+def find_program(completion: str, entry_point: str | None = None, *, reads: bool = False) -> str | None:
     """Finds the program in a completion.
 
     - The program is the last fenced block of Python that defines the entry point, because a block that only calls the
@@ -126,31 +121,18 @@ def find_program(
     Args:
         completion: the text of a completion.
         entry_point: the name of the function that the tests call. None = any function or class.
-        starter_code: the beginning of the program. A block that does not define the entry point is appended to it, like
-            the function bodies of HumanEval.
         reads: True = look for a block that reads standard input, instead of one that defines the entry point.
 
     Returns:
         The source of the program; None if the completion has none.
     """
     before, language, blocks = _split(final_text(completion))
-    continued = bool(starter_code and re.search(r"(?m)^[ \t]*return\b", before))
-    raw = continued and before.lstrip("\n").startswith((" ", "\t"))
-    unfenced = before if raw or not language and (continued or _STATEMENT.search(before)) else None
-    candidates = [one for one in (unfenced, *blocks) if one is not None]
+    unfenced = [before] if not language and _STATEMENT.search(before) else []
+    candidates = [*unfenced, *blocks]
     if not candidates:
         return None
-    whole = [
-        textwrap.dedent(one) for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))
-    ]
-    rest = blocks[-1] if unfenced is None else unfenced
-    if not starter_code:
-        return whole[-1] if whole else textwrap.dedent(rest)
-    if whole:  # the block defines the function again, but it may need the imports of the starter code
-        return f"{starter_code.rstrip()}\n    pass\n\n\n{whole[-1]}"
-    if not rest.lstrip("\n").startswith((" ", "\t")):  # chat models often leave out the indentation
-        rest = textwrap.indent(rest, "    ")
-    return f"{starter_code.rstrip()}\n{rest}"
+    whole = [one for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))]
+    return textwrap.dedent((whole or unfenced or blocks)[-1])
 
 
 def _split(text: str) -> tuple[str, str, list[str]]:

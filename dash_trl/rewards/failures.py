@@ -7,7 +7,7 @@ rows are left out of training: they do not count as 0, and their rewards by othe
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -94,15 +94,11 @@ class WatchedReward:
     def _observe(self, output: Any, rows: int) -> list[float | None]:
         self.error, self.failure, self.mistake, self.raised = None, "", None, [False] * rows
         try:
-            output = list(output) if isinstance(output, Iterable) else output
-        except Exception as error:  # the function may have returned a generator that raises
-            return self._unscore(error, rows)
-        try:
             rewards = [None if value is None else float(value) for value in output]
             wrong = "" if len(rewards) == rows else f"{len(rewards)} rewards for {rows} completions"
         except (TypeError, ValueError, OverflowError) as error:
             self.error, wrong = error, f"{output!r:.200}, not a list of numbers ({error})"
-        except (Exception, SystemExit) as error:  # the `__float__` of a value may raise anything
+        except Exception as error:  # a generator, or the `__float__` of a value, may raise anything
             return self._unscore(error, rows)
         if wrong:
             self.failed = [True] * rows

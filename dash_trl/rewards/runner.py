@@ -28,7 +28,6 @@ from dash_trl.rewards.runner_reward import RunnerReward, score_of
 from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, Request, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
-ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
 
 
@@ -61,8 +60,6 @@ class RewardRunner:
         rate_limit: number of calls that may start per second in the whole run. None = no limit.
         retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
         retries: number of further attempts. The pauses between them are random and grow exponentially.
-        on_error: "unscore" = if a function fails on a completion, the completion is left out of training; "raise" = the
-            first failure ends the run.
 
     Attributes:
         rewards: the reward functions that TRL calls, in the order of `functions`.
@@ -82,12 +79,11 @@ class RewardRunner:
         rate_limit: float | None = None,
         retry_on: type[Exception] | Sequence[type[Exception]] = (),
         retries: int = 2,
-        on_error: str = "unscore",
     ):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
-        _check(backend, timeout, max_concurrency, rate_limit, on_error)
-        self.backend, self.timeout, self.on_error = backend, timeout, on_error
+        _check(backend, timeout, max_concurrency, rate_limit)
+        self.backend, self.timeout = backend, timeout
         self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
         self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
         self.rewards: list[Any] = []
@@ -335,10 +331,9 @@ def is_reward_model(function: Any) -> bool:
     return isinstance(function, (nn.Module, str))
 
 
-def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit: float | None, on_error: str) -> None:
-    for name, value, known in (("backend", backend, (None, *BACKENDS)), ("on_error", on_error, ON_ERROR)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} does not exist: choose one of {known}.")
+def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit: float | None) -> None:
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend={backend!r} does not exist: choose one of {(None, *BACKENDS)}.")
     limits = {"timeout": timeout, "max_concurrency": max_concurrency, "rate_limit": rate_limit}
     for name, limit in limits.items():
         if limit is not None and not limit > 0:

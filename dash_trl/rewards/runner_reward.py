@@ -126,8 +126,6 @@ class RunnerReward(WatchedReward):
             return rewards
         rewards = self._observe_each(outcomes)
         self._log(outcomes, log_extra, log_metric)
-        if self.runner.on_error == "raise" and any(self.failed):  # raised later, on all ranks
-            self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")
         return rewards
 
     def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
