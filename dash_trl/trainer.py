@@ -19,7 +19,6 @@ from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
@@ -46,7 +45,6 @@ from dash_trl.checks import (
 from dash_trl.collect import Collector, DynamicSampling, Rewards, Rounds, new_sampler
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
-from dash_trl.evaluation import metrics_of
 from dash_trl.host import looks_ahead, on_servers, one_ahead
 from dash_trl.log_probs import LogProbs, loss_settings
 from dash_trl.micro_batches import MicroBatches
@@ -61,7 +59,6 @@ from dash_trl.seams import (
     begin_anew,
     begin_trackio,
     count_pass_time,
-    evaluated_rewards,
     forget_overflow,
     leave_out_step,
     log_step_time,
@@ -564,31 +561,9 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation; with `eval_k`, add accuracy and pass@k to its metrics.
-
-        Args:
-            dataloader: the dataloader of the evaluation.
-            args: the other arguments of Transformers' method.
-            metric_key_prefix: prefix of the names of all metrics.
-            kwargs: the other arguments of Transformers' method.
-        Returns:
-            Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
-        """
-        evaluate = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        settings = with_settings(self, loss_settings(self, training=False))
-        if self.args.eval_k is None:
-            with settings:
-                return evaluate()
-        with settings, evaluated_rewards(self) as rewards, torch.random.fork_rng(devices):
-            output = evaluate()
-        samples = self.num_generations_eval
-        if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
-            del rewards[len(dataloader.dataset) * samples :]
-        figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        return output
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with with_settings(self, loss_settings(self, training=False)):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Call TRL's method. Only evaluations use it, because the collector samples in training."""

@@ -11,7 +11,7 @@
 
     # A single file has only the split "train"; both parts are taken from it.
     accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl \\
-        --eval_strategy steps --eval_steps 50 --eval_k 1 8 \\
+        --eval_strategy steps --eval_steps 50 \\
         --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
@@ -211,10 +211,9 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             "options. Add these two, or remove them."
         )
     check_adapter(model_args)
-    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
-    if asked and not evaluates(args):
+    if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
         raise ValueError(
-            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
+            "do_eval and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
             "steps (or epoch), or remove them."
         )
 

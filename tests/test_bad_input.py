@@ -78,12 +78,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
     "a negative penalty": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
-    "more tries than completions": (
-        {"eval_k": [1, 8], "num_generations_eval": 2},
-        r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
-    ),
-    "no try": ({"eval_k": [0]}, r"eval_k=\[0\] with 4 completions"),
-    "no k": ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),

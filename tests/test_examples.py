@@ -316,7 +316,6 @@ MISTAKES: list[tuple[type, list[str], str]] = [
         r"\['lora_r', 'use_dora'\] have no effect without",
     ),
     (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
-    (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
     (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
     # the YAML file, by TRL
     (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),

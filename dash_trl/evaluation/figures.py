@@ -134,38 +134,6 @@ def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
     return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
 
 
-def metrics_of(
-    rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
-) -> dict[str, float]:
-    """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
-
-    Args:
-        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function does not apply, or
-            this or another function failed on the sample.
-        names: names of the F reward functions.
-        ks: values of k for pass@k; at most `group_size`.
-        group_size: number of samples of a problem.
-    Returns:
-        Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
-        `failed`: the share of samples with NaN, even if the function does not apply to them. Accuracy and pass@k have
-        an interval. Its ends are further figures, such as `accuracy_low` and `accuracy_high`. If there are several
-        reward functions, each function has its own figures, and their names begin with `rewards/<name>/`.
-    """
-    found: dict[str, float] = {}
-    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
-        scores = [None if math.isnan(one) else one for one in column]
-        groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
-        figures = figures_of_rewards(groups, ks)
-        place = f"rewards/{name}/" if len(names) > 1 else ""
-        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
-        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
-        for what, of_one in values.items():
-            for end, value in zip(("", "_low", "_high"), of_one, strict=True):
-                found[f"{place}{what}{end}"] = math.nan if value is None else value
-        found[f"{place}failed"] = figures["failed"]
-    return found
-
-
 def differences(
     rows: Sequence[Sequence[Mapping[str, Any]]],
     others: Sequence[Sequence[Mapping[str, Any]]],
