@@ -119,7 +119,7 @@ class DASHConfig(GRPOConfig):
             longer, the run stops waiting for it, and does not train on its row; see docs/howto/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. The command
-            `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. If no
+            `dash_trl serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. If no
             server can be used, the run waits for one, at most TRL's `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
             Seconds without an answer from a server that has requests, or for one weight update. Then other servers get

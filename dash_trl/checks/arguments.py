@@ -150,7 +150,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
     if not servers and not own_rollouts and (args.async_level > 1 or not rewards_come_later):
         raise ValueError(
             f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
-            "trainer's device here. Name servers (vllm_server_urls; `python -m dash_trl.serve MODEL` starts some), or "
+            "trainer's device here. Name servers (vllm_server_urls; `dash_trl serve MODEL` starts some), or "
             "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited. For this, all "
             "reward functions must score one completion: reward(completion, answer, ...), see dash_trl.RewardRunner."
         )
