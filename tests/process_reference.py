@@ -126,11 +126,7 @@ def discounted(rewards, discount):
 
 
 def reinforce(batch, s):
-    return [discounted(combined(row, s), s["gamma"]) for row in flat(batch)]
-
-
-def reinforce_plus_plus(batch, s):
-    return whitened(reinforce(batch, s), batch)
+    return [to_go(combined(row, s)) for row in flat(batch)]
 
 
 def gae(batch, s):
@@ -138,8 +134,8 @@ def gae(batch, s):
     results = []
     for row in flat(batch):
         values, rewards = [*row["values"], 0.0], combined(row, {"outcome": 1.0, "process": 0.0})
-        errors = [reward + s["gamma"] * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-        results.append(discounted(errors, s["gamma"] * s["lambda"]))
+        errors = [reward + values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+        results.append(discounted(errors, s["lambda"]))
     return results
 
 

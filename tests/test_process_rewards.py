@@ -23,6 +23,7 @@ from dash_trl.process_rewards import (
     Estimator,
     MonteCarloValue,
     Segmenter,
+    StepValue,
     ValueRequest,
     accepted_answers,
     checked_values,
@@ -245,7 +246,7 @@ def test_the_defaults_are_those_of_the_post():
     for part, expected in (
         (ProcessRewardCallback, {"estimator": "grpo_process", "skip_silent": True, **episodes}),
         (Segmenter, episodes),
-        (CreditSettings, {"outcome_weight": 1, "process_weight": 1, "scale_floor": 1e-4, "gamma": 1, "lam": 0.95}),
+        (CreditSettings, {"outcome_weight": 1, "process_weight": 1, "scale_floor": 1e-4, "lam": 0.95}),
         (AnswerLogProbValue, {"space": "log", "closing": ""}),
     ):
         defaults = inspect.signature(part).parameters
@@ -275,6 +276,7 @@ MISTAKES = [
         for name in ("gae", "vineppo")
     ),
     (dict(estimator="gae", value=lambda requests, trainer: []), "needs the attribute space = 'probability'"),
+    (dict(estimator="gae", value=StepValue(print)), "must have the same unit"),
     # the settings
     (
         dict(settings=CreditSettings(lam=0.5)),
@@ -291,7 +293,6 @@ OF_PARTS = [
             "scale_floor": (0,),
             "process_weight": (-1.0, NAN),
             "outcome_weight": (-0.5,),
-            "gamma": (1.5, -0.5),
             "lam": (1.5, -0.5),
         }.items()
         for value in values
@@ -301,7 +302,7 @@ OF_PARTS = [
 
 RIGHT = [
     (ProcessRewardCallback, (an_estimator,), dict(settings=CreditSettings(process_weight=0, scale_floor=1))),
-    (CreditSettings, (), dict(gamma=0, lam=0)),
+    (CreditSettings, (), dict(lam=0)),
     (Segmenter, (tiny_tokenizer(),), dict(markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")),
     (Segmenter, (tiny_tokenizer(),), dict(markers=lambda text: iter([]), final_answer="(?!)")),
     (AnswerLogProbValue, ("\\boxed{",), dict(closing="}")),

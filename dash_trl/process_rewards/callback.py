@@ -120,8 +120,8 @@ class ProcessRewardCallback(DASHCallback):
         if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):
             raise ValueError(
                 f"estimator={self.estimator!r} compares values with the outcome, so both must have the same unit: pass "
-                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or StepValue(..., rewards=False). A "
-                "value estimator of your own needs the attribute space = 'probability' or 'reward'."
+                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(). A value estimator of your own "
+                "needs the attribute space = 'probability' or 'reward'."
             )
 
     def on_train_begin(

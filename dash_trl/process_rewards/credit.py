@@ -7,9 +7,9 @@ The estimators are pure functions of whole groups. A user chooses an estimator b
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
 else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
-process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `reinforce` and `reinforce_plus_plus` weigh
-the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
-formula below leaves the weights out.
+process part, which has the weight w_p. `deepseek_process`, `prime_rloo` and `reinforce` weigh the rewards instead of
+such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a formula below leaves the weights
+out.
 
 `centered_return` keeps all of the following laws. The docstring of another estimator names the laws that it breaks.
 
@@ -79,7 +79,6 @@ class CreditSettings:
         scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
             is larger than the spread. The default is larger than the rounding errors of V in float32 (1e-5), and much
             smaller than the post's U (0.03). With a larger number, a V that hardly changes has less effect.
-        gamma: γ in [0, 1], the discount per token.
         lam: λ of `gae` in [0, 1], per token.
     Raises:
         ValueError: if a number is out of range.
@@ -88,15 +87,14 @@ class CreditSettings:
     outcome_weight: float = 1.0
     process_weight: float = 1.0
     scale_floor: float = 1e-4
-    gamma: float = 1.0
     lam: float = 0.95
 
     def __post_init__(self) -> None:
-        right = self.outcome_weight >= 0 and self.process_weight >= 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1
+        right = self.outcome_weight >= 0 and self.process_weight >= 0 and 0 <= self.lam <= 1
         if not right or not self.scale_floor > 0:
             raise ValueError(
-                f"{self} is out of range: weights are >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, gamma and "
-                "lam are from 0 to 1."
+                f"{self} is out of range: weights are >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, lam is from "
+                "0 to 1."
             )
 
 
@@ -212,37 +210,27 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = G_t = r_t + γ·G_{t+1} with the outcome on the last token.
+    """A_t = Σ_{s ≥ t} r_s with the outcome on the last token.
 
-    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", which shows no whitening. There is no baseline:
-    if all rewards are above 0, all advantages are. Breaks laws 1 (with γ < 1), 2, 5 and 6.
+    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", without a discount and, as there, without
+    whitening. There is no baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
     """
-    returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
-    return _or_outcome(returns, rewards, settings)
-
-
-def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A = W(G) with the G of `reinforce` (REINFORCE++, arXiv 2501.03262, as in verl).
-
-    W is the whitening over all tokens of the batch. Breaks law 1, because splitting an episode changes the mean over
-    tokens, and laws 2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
-    """
-    return _or_outcome(_whitened(reinforce(rewards, settings), rewards), rewards, settings)
+    return _or_outcome(_returns_to_go(_combined(rewards, settings)), rewards, settings)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438).
+    """A_t = δ_t + λ·A_{t+1}, δ_t = r_t + V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438, γ = 1).
 
     V_t is V at the last boundary at or before token t, and 0 after the last token. The reward r_t is the outcome on the
-    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: with γ = 1, δ at the last
-    token of episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the
-    advantage 0 if V is equal to its outcome at each boundary (with γ = 1). So choose `gradient_filter_threshold` in the
-    unit of the reward. `outcome_weight` and `process_weight` are not used, because the advantage cannot be divided into
-    an outcome part and a process part. Breaks laws 1 (with γλ < 1), 2 (the outcome is on the last token), 3 (V is
-    compared with the outcome), 5 and 6.
+    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: δ at the last token of
+    episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the advantage
+    0 if V is equal to its outcome at each boundary. So choose `gradient_filter_threshold` in the unit of the reward.
+    `outcome_weight` and `process_weight` are not used, because the advantage cannot be divided into an outcome part and
+    a process part. Breaks laws 1 (with λ < 1), 2 (the outcome is on the last token), 3 (V is compared with the
+    outcome), 5 and 6.
     """
-    discounts = torch.full_like(rewards.process, settings.gamma * settings.lam)
-    return _or_outcome(_discounted(_td_errors(rewards, settings.gamma), discounts), rewards, CreditSettings())
+    discounts = torch.full_like(rewards.process, settings.lam)
+    return _or_outcome(_discounted(_td_errors(rewards), discounts), rewards, CreditSettings())
 
 
 def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -252,7 +240,7 @@ def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     outcome − V_n. V must have the unit of the outcome; see `gae`, whose δ this adds up within each episode. Breaks
     laws 1, 2, 3, 5 and 6.
     """
-    return _or_outcome(_discounted(_td_errors(rewards, 1.0), (~rewards.ends).double()), rewards, CreditSettings())
+    return _or_outcome(_discounted(_td_errors(rewards), (~rewards.ends).double()), rewards, CreditSettings())
 
 
 _WEIGHTS = frozenset({"outcome_weight", "process_weight"})
@@ -263,11 +251,10 @@ for _credit, _settings, _flags in (
     (grpo_process, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
     (deepseek_process, _WEIGHTS, _IN_GROUP),
     (prime_rloo, _WEIGHTS, Estimator()),  # it whitens over the batch
-    (gae, frozenset({"gamma", "lam"}), _IN_GROUP),
+    (gae, frozenset({"lam"}), _IN_GROUP),
     (vineppo, frozenset[str](), _IN_GROUP),
     (grpo, frozenset[str](), _IN_GROUP),
-    (reinforce, _WEIGHTS | {"gamma"}, _IN_GROUP),
-    (reinforce_plus_plus, _WEIGHTS | {"gamma"}, Estimator()),
+    (reinforce, _WEIGHTS, _IN_GROUP),
 ):
     _known = ESTIMATORS.get(_credit.__name__, _flags)
     ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=_settings)
@@ -313,11 +300,11 @@ def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return combined
 
 
-def _td_errors(rewards: Rewards, gamma: float) -> Tensor:
-    """Returns [N, T]: δ_t = r_t + γ·V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
+def _td_errors(rewards: Rewards) -> Tensor:
+    """Returns [N, T]: δ_t = r_t + V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    return _combined(rewards, CreditSettings(process_weight=0.0)) + gamma * after - values
+    return _combined(rewards, CreditSettings(process_weight=0.0)) + after - values
 
 
 def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
