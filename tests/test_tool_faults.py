@@ -4,7 +4,6 @@ Every row is accounted for once, and what hangs is left alone after its time.
 """
 
 import asyncio
-import functools
 import gc
 import math
 import os
@@ -19,7 +18,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardRunner
+from dash_trl import DASHCallback, DASHTrainer, ProcessTool, RewardRunner
 from dash_trl.tools import ToolCalls
 from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
 from tests.test_tools_training import corrects
@@ -529,20 +528,3 @@ def test_names_that_cannot_be_written():
     made = [{"type": "function", "function": {"name": "\ud800", "arguments": {}}}]
     ((messages, failed),) = calls.run([calls.answer(made, {})])
     assert messages == answered(("?", error("Tool ? not found."))) and failed == 1
-
-
-# ---------------------------------------------------------------------- mistakes
-
-
-def undescribed(a: int) -> int:
-    return a
-
-
-def test_what_is_no_tool(model, tmp_path, unloadable):
-    mistakes = {
-        "undescribed .* no docstring": [undescribed],
-        "partial.*is not a module, class, method, or function": [functools.partial(act, fate="")],
-    }
-    for named, tools in mistakes.items():
-        with pytest.raises(ValueError, match=f"(?i){named}"):
-            DASHTrainer(model, [Judge()], DASHConfig(str(tmp_path), use_cpu=True, bf16=False), numbers(2), tools=tools)
