@@ -172,7 +172,7 @@ class AnswerLogProbValue:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
         with trainer.accelerator.autocast():
-            return self._valued(requests, trees, _base(trainer.model), trainer.model, most)
+            return self._valued(requests, trees, trainer.model, most)
 
     def score(
         self,
@@ -194,14 +194,13 @@ class AnswerLogProbValue:
             One list per request with one value per boundary; NaN = missing.
         """
         trees = self._trees(requests, tokenizer)
-        return self._valued(requests, trees, model, model, passes_on_all_ranks)
+        return self._valued(requests, trees, model, passes_on_all_ranks)
 
     @torch.no_grad()
     def _valued(
         self,
         requests: Sequence[ValueRequest],
         trees: Sequence[Tree],
-        model: Any,
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
@@ -209,6 +208,7 @@ class AnswerLogProbValue:
 
         The rank runs as many passes as `passes_on_all_ranks` returns. The passes beyond its own are over `DUMMY`.
         """
+        model = call.get_base_model() if is_peft_model(call) else call
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
@@ -288,10 +288,6 @@ class AnswerLogProbValue:
                 )
             self._flaws[model] = flaw
         return self._flaws[model] is None
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if is_peft_model(model) else model
 
 
 def _open_thoughts(ids: Sequence[int], prefixes: Sequence[int], tokenizer: Any) -> list[bool]:
