@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -140,7 +139,7 @@ class ToolCalls:
             Overdue: see `call`.
             GivenUp: see `call`.
         """
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, Any, bool]] = []  # name, content of the message, True = the call failed
         waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for one in calls:
             name = one.get("name", "unknown")
@@ -156,51 +155,39 @@ class ToolCalls:
                 elif (apart := getattr(tool, "process_tool", None)) is not None:
                     # Called without a thread, so that the timeout begins when a worker takes the call.
                     call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
-                    found.append((name, _value(call)))
+                    found.append((name, *_outcome(call)))
                 else:
-                    found.append((name, _value(await self._made(tool, arguments))))
+                    found.append((name, *_outcome(await self._made(_calls, {"tool": tool, "arguments": arguments}))))
             except HANGS:
                 for _, coroutine in waiting:
                     coroutine.close()
                 raise
             except Exception as error:
-                found.append((name, _Failed(error)))
+                found.append((name, *_failure(error)))
         made = await asyncio.gather(*(self._made(_awaits, {"coroutine": one}) for _, one in waiting))
-        found += [(name, _value(call)) for (name, _), call in zip(waiting, made, strict=True)]
-        failed = sum(isinstance(value, _Failed) for _, value in found)
-        return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
+        found += [(name, *_outcome(call)) for (name, _), call in zip(waiting, made, strict=True)]
+        messages = [{"role": "tool", "name": name, "content": content} for name, content, _ in found]
+        return messages, sum(failed for *_, failed in found)
 
-    async def _content(self, value: Any) -> str | list[dict[str, str]]:
-        """Returns a value as the content of a tool's message. A thread calls `__str__`, which may take long or hang."""
-        if type(value) is str:
-            return _written(value)
-        call = await self._made(_written, {"value": value})
-        if isinstance(call.error, HANGS):
-            raise call.error
-        if call.error is None:
-            return call.value
-        return str({"error": f"{type(value).__name__} cannot be written: {type(call.error).__name__}"})
+
+def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Returns what a tool answers, as text. `__str__` of a value may take long, too, and runs within the time limit."""
+    return _written(tool(**arguments))
 
 
 async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return await coroutine
+    return _written(await coroutine)
 
 
-def _value(call: Call) -> Any:
-    """Returns the value of a call, or its error as a value. Raises the errors of `HANGS`."""
+def _outcome(call: Call) -> tuple[Any, bool]:
+    """Returns the content of a message, and whether the call failed. Raises the errors of `HANGS`."""
     if isinstance(call.error, HANGS):
         raise call.error
-    return call.value if call.error is None else _Failed(call.error)
+    return (_written(call.value), False) if call.error is None else _failure(call.error)
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """The value of a failed call. Its text is the error."""
-
-    error: BaseException
-
-    def __str__(self) -> str:
-        return str({"error": str(self.error)})
+def _failure(error: BaseException) -> tuple[str, bool]:
+    return _encodable(str({"error": str(error)})), True
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:
