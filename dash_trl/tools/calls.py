@@ -23,7 +23,6 @@ from dash_trl.workers import (
     Overdue,
     ProcessCalls,
     ThreadCalls,
-    call_all,
     called,
     default_workers,
 )
@@ -40,8 +39,8 @@ class ProcessTool:
         trainer = DASHTrainer(..., tools=[ProcessTool(run_python, timeout=10)])
 
     If a call hangs or crashes, its process is killed and the policy gets an error as the answer. The function runs in
-    the workers, so it cannot change anything in the trainer's process. The tool has the name, signature and docstring
-    of the function.
+    the workers, so it cannot change anything in the trainer's process. The policy sees the name, signature and
+    docstring of the function.
 
     Args:
         function: the tool; neither a coroutine function nor a method of an environment.
@@ -52,27 +51,22 @@ class ProcessTool:
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
-        functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
         self.workers = ProcessCalls([function], max_concurrency or default_workers())
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:
-        """Returns the tool as a function, because TRL and Transformers accept only functions."""
+        """Returns a function that stands for the tool, because TRL and Transformers accept only functions.
+
+        `ToolCalls` finds this tool by the attribute `process_tool` of the function, and calls it in a worker process.
+        """
 
         @functools.wraps(self.function)
         def tool(**arguments: Any) -> Any:
-            return self(**arguments)
+            return self.function(**arguments)
 
         tool.process_tool = self  # type: ignore[attr-defined]
         return tool
-
-    def __call__(self, **arguments: Any) -> Any:
-        """Calls the function in a worker process; returns its value or raises its exception."""
-        (call,) = call_all(self.workers.submit, self.function, [arguments], timeout=self.timeout)
-        if call.error is not None:
-            raise call.error
-        return call.value
 
 
 class ToolCalls:
