@@ -180,7 +180,7 @@ class ProcessRewardCallback(DASHCallback):
         figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
         self._seconds += time.perf_counter() - started
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
-        self._diagnostics.check(figures, seconds=self._seconds, estimator=self.estimator)
+        self._diagnostics.check(figures, estimator=self.estimator)
         self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
