@@ -58,4 +58,4 @@ def test_a_function_that_scores_other_steps_is_named(tokenizer, trainer):
             return scores
 
         found = refusal(StepValue(mine), asked, trainer)
-        assert re.search(r"mine returned .* scores for completions of \[3\] steps", found), scores
+        assert re.search(r"mine.* returned .* scores for completions of \[3\] steps", found), scores

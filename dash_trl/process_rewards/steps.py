@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
-from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.values import ValueRequest
 
 
@@ -55,7 +54,7 @@ class StepValue:
         found, expected = list(map(len, known)), list(map(len, steps))
         if found != expected:
             raise ValueError(
-                f"{named(self.score)} returned {found} scores for completions of {expected} steps. Return for each "
+                f"{self.score!r:.100} returned {found} scores for completions of {expected} steps. Return for each "
                 "completion a list with one number per step, or None if it has no scores."
             )
         rows = [[math.nan if one is None else float(one) for one in row] for row in known]

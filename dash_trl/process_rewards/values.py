@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import is_peft_model
 
-from dash_trl.process_rewards.arguments import check_escapes, named
+from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, plain_causal_attention
 
@@ -110,7 +110,7 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
             return numbers
         reason = f"{found} values for requests that have {expected} boundaries"
     raise ValueError(
-        f"What the value estimator {named(estimator)} returned cannot be used: {reason}. Return a list with one list "
+        f"What the value estimator {estimator!r:.100} returned cannot be used: {reason}. Return a list with one list "
         "of numbers per request, one number per boundary, and math.nan for a value that is not known."
     )
 
