@@ -201,7 +201,7 @@ def test_mistakes_about_the_value():
     for arguments, message in (
         (["--value_model", "prm", "--value_space", "probability"], "value_space='probability' .* have no effect"),
         (["--value_model", "prm", "--force_prompt", "So: "], "force_prompt='So: ' have no effect with --value_model"),
-        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: weights are >= 0"),
+        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: process_weight is >= 0"),
     ):
         with pytest.raises(ValueError, match=message):
             process_callback(*arguments)
