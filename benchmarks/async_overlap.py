@@ -43,8 +43,8 @@ def length(prompt: list[int]) -> int:
 class LongTailed(ServerGeneration):
     """Server pool that samples completions of the `length` of their prompt."""
 
-    def _jobs(self, prompts: list[list[int]], num_generations: int, max_tokens: Any = None) -> Any:
-        return super()._jobs(prompts, num_generations, [length(prompt) for prompt in prompts])
+    def _room(self, prompts: list[list[int]]) -> list[int | None]:
+        return [length(prompt) for prompt in prompts]
 
 
 def random_reward(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -107,7 +107,7 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
             valued=valued,
             group_size=GROUP,
         )
-        credit = ESTIMATORS["centered_return"](seen, CreditSettings())
+        credit = ESTIMATORS["grpo_process"](seen, CreditSettings())
         batch_figures(seen, boundaries, values.double(), credit, skipped=~valued)
         credited.advantages = credit.float()
         credited.validate(like=credited.tensors(), culprit="nobody")

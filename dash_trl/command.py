@@ -3,8 +3,8 @@
     dash_trl doctor                     shows what works on this machine
     dash_trl train                      runs examples/train_math.py; without flags, it trains a tiny model offline
     dash_trl sft                        runs examples/sft.py
-    dash_trl serve MODEL --servers 2    runs python -m dash_trl.serve
-    dash_trl eval MODEL                 runs python -m dash_trl.evaluation
+    dash_trl serve MODEL --servers 2    starts vLLM servers
+    dash_trl eval MODEL                 measures accuracy and pass@k
 
 `dash_trl COMMAND --help` lists the flags of a command. For `train` and `sft`, it lists the most used flags, and
 --help_all lists all flags. These two commands run their scripts by `accelerate launch`, so they also have flags of the

@@ -327,27 +327,6 @@ def to_training_mode(trainer: Any) -> None:
             vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
-@contextmanager
-def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
-    """Within the `with` block, collect the rewards of an evaluation.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-    Yields:
-        A list that gets a row with F rewards for each completion of all ranks, as `_calculate_rewards` returns them.
-    """
-    rows: list[list[float]] = []
-    calculate = trainer._calculate_rewards
-
-    def calculated(*arguments: Any) -> Tensor:
-        rewards = calculate(*arguments)
-        rows.extend(rewards.tolist())
-        return rewards
-
-    with with_settings(trainer, {"_calculate_rewards": calculated}):
-        yield rows
-
-
 def leave_out_step(accelerator: Any) -> None:
     """Make accelerate skip the next optimizer step, by clearing its flag for synchronised gradients."""
     accelerator.gradient_state._set_sync_gradients(False)

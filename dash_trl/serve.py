@@ -2,10 +2,10 @@
 
 Examples::
 
-    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
-    python -m dash_trl.serve toy                     # the tiny model of `make demo`
-    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # more options for `vllm serve`
-    python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
+    dash_trl serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
+    dash_trl serve toy                     # the tiny model of `make demo`
+    dash_trl serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # more options for `vllm serve`
+    dash_trl serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
 The command prints the option `--vllm_server_urls …`. Append it to the training command. Options that the command does
 not know are passed to `vllm serve`.
@@ -151,14 +151,14 @@ def stop(number: int, _: object) -> None:
     sys.exit("Stopped.")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: command line arguments; None: the arguments of this process.
+        argv: command line arguments.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m dash_trl.serve",
+        prog="dash_trl serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -177,7 +177,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n    --vllm_server_urls {' '.join(urls)}\n\nCtrl+C stops the servers.", flush=True)
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         sys.exit("A server has ended, so all are stopped.")
-
-
-if __name__ == "__main__":
-    main()

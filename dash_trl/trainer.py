@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
@@ -26,7 +25,6 @@ from dash_trl.checkpoints import check_weights
 from dash_trl.collect import Rounds
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
-from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
@@ -413,20 +411,9 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation; with `eval_k`, add the figures of `metrics_of` to its metrics: accuracy and pass@k."""
-        settings = seams.with_settings(self, loss_settings(self, training=False))
-        eval_k, devices = self.args.eval_k, [self.args.device] if self.args.device.type == "cuda" else []
-        random_state = nullcontext() if eval_k is None else torch.random.fork_rng(devices)
-        with settings, seams.evaluated_rewards(self) as rewards, random_state:
-            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if eval_k is not None:
-            samples = self.num_generations_eval
-            if has_length(dataloader.dataset):  # on several ranks, the last batch repeats the first problems
-                del rewards[len(dataloader.dataset) * samples :]
-            figures = metrics_of(rewards, self.reward_func_names, eval_k, group_size=samples)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        return output
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with seams.with_settings(self, loss_settings(self, training=False)):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Call TRL's method. Only evaluations use it, because the collector samples in training."""

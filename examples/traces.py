@@ -2,13 +2,13 @@
 
     python examples/traces.py toy                         # the toy model after RL, on the toy problems
 
-    python -m dash_trl.serve Qwen/Qwen2.5-7B-Instruct --servers 2                         # and in another terminal:
+    dash_trl serve Qwen/Qwen2.5-7B-Instruct --servers 2                         # and in another terminal:
     python examples/traces.py Qwen/Qwen2.5-7B-Instruct --dataset_name nlile/hendrycks-MATH-benchmark \\
         --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001 --output outputs/traces_qwen2.5-7b-instruct.jsonl
 
     accelerate launch examples/sft.py --completions outputs/traces.jsonl                              # learns from them
 
-This is `python -m dash_trl.evaluation TEACHER` on the training split, with the same flags. Correct samples that end
+This is `dash_trl eval TEACHER` on the training split, with the same flags. Correct samples that end
 within --max_completion_length are written to the file OUTPUT, with the columns `prompt` and `completion`. All samples
 and the teacher's accuracy are in OUTPUT_DIR.
 """
@@ -47,7 +47,7 @@ class TraceArguments(EvaluationArguments):
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = command_parser(TraceArguments, "examples.traces", __doc__)
+    parser = command_parser(TraceArguments, "examples/traces.py", __doc__)
     parser.add_argument("teacher", metavar="TEACHER", help="a directory or hub name; or 'toy'")
     script, rest = parser.parse_args_into_dataclasses(argv)
     task = script.task([rest.teacher])

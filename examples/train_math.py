@@ -11,7 +11,7 @@
 
     # A single file has only the split "train"; both parts are taken from it.
     accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl \\
-        --eval_strategy steps --eval_steps 50 --eval_k 1 8 \\
+        --eval_strategy steps --eval_steps 50 \\
         --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
@@ -39,12 +39,7 @@ from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, Re
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY, Task, evaluate
-from dash_trl.monitoring import (
-    MetricsFileCallback,
-    RewardProgressCallback,
-    RunPictureCallback,
-    TimeLimitCallback,
-)
+from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
@@ -141,7 +136,6 @@ def main(
     train_dataset, eval_dataset = load_problems(task, args, tokenizer)
 
     metrics = Path(args.output_dir, METRICS)
-    drawing = RunPictureCallback(metrics)
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=task.reward(),
@@ -150,7 +144,7 @@ def main(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[
-            *(TimeLimitCallback(script.time_limit), MetricsFileCallback(metrics), drawing),
+            *(TimeLimitCallback(script.time_limit), MetricsFileCallback(metrics)),
             *(make_callbacks(script, *own) if make_callbacks else ()),
         ],
         tools=task.tools(),
@@ -158,8 +152,8 @@ def main(
         peft_config=get_peft_config(model_args),
     )
     train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.is_toy)
-    if args.should_save:
-        print(f"plot:    {drawing.picture or 'none: the run ended before its first log'}")
+    if args.should_save and any("reward" in log for log in trainer.state.log_history):
+        print(f"plot:    {plot_run(metrics, metrics.with_name('run.png'), title=metrics.parent.name)}")
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
@@ -217,10 +211,9 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             "options. Add these two, or remove them."
         )
     check_adapter(model_args)
-    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
-    if asked and not evaluates(args):
+    if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
         raise ValueError(
-            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
+            "do_eval and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
             "steps (or epoch), or remove them."
         )
 

@@ -12,8 +12,6 @@ This is `train_math.py` with a `ProcessRewardCallback`; it has the same flags an
 
 import sys
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
 from train_math import MathArguments, main
 from train_prm import ProcessRewardModel
@@ -63,13 +61,7 @@ def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[Process
     toy = script.is_toy  # a toy solution has one step per line, and its answer follows "The answer is "
     value: ValueEstimator
     if own.value_model is not None:
-        model = ProcessRewardModel(own.value_model)
-
-        def lowest_so_far(prompts: list[str], steps: list[list[str]], **columns: Any) -> list[list[float]]:
-            return [[*accumulate(scores, min)] for scores in model(prompts, steps, **columns)]
-
-        # these two need V in the unit of the outcome
-        value = StepValue(lowest_so_far, rewards=False) if own.estimator in ("gae", "vineppo") else StepValue(model)
+        value = StepValue(ProcessRewardModel(own.value_model))
     else:
         value = AnswerLogProbValue(
             own.force_prompt or ("The answer is " if toy else None),

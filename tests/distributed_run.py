@@ -43,7 +43,6 @@ from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
 from tests.test_dynamic_sampling import ByPrompt, has_signal
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
-from tests.test_training_evaluation import held_out
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -525,27 +524,6 @@ def test_rounds_of_a_stream(train, output):
     assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 0
     resume = str(folder["output"] / "checkpoint-3")
     train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
-
-
-class RightOnRank0(ScriptedReward):
-    """In evaluations."""
-
-    def __call__(self, prompts: list[str], answer: list[int], **kwargs: Any) -> list[float]:
-        scores = super().__call__(prompts=prompts, **kwargs)
-        return scores if answer[0] >= 0 else [float(RANK == 0)] * len(prompts)
-
-
-@ON_DDP
-def test_the_figures_of_an_evaluation(train):
-    """12 rows at a time, of which each rank has 6: the second group is on both, and 8 rows fill up the second batch."""
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6, "eval_k": [2, 4]}
-    trainer = train(reward=RightOnRank0(), eval_dataset=held_out(4), log_completions=True, **settings)
-    (found,) = [log for log in trainer.state.log_history if "eval_loss" in log]
-    right = [4, 2, 0, 4]  # of each problem's 4
-    assert found["eval_accuracy"] == sum(right) / 16
-    assert found["eval_pass_at_4"] == 3 / 4
-    assert found["eval_pass_at_2"] == pytest.approx((1 + 5 / 6 + 0 + 1) / 4)
-    assert agreed({name: value for name, value in found.items() if "accuracy" in name or "pass_at" in name})
 
 
 # ---------------------------------------------------------------------- what one rank does alone fails on both

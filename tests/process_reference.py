@@ -29,10 +29,9 @@ def deviation(values):
 
 
 def credit(estimator, batch, s):
-    """Computes credit by one of the estimators below; a row that is not valued gets its weighted outcome advantage."""
-    weight = 1.0 if estimator in (gae, vineppo, grpo) else s["outcome"]  # those have no weights
+    """Computes credit by one of the estimators below; a row that is not valued gets its outcome advantage."""
     return [
-        values if row["valued"] else [weight * row["advantage"]] * row["length"]
+        values if row["valued"] else [row["advantage"]] * row["length"]
         for row, values in zip(flat(batch), estimator(batch, s), strict=True)
     ]
 
@@ -46,25 +45,11 @@ def pooled(group):
 
 
 def with_outcome(row, process, s):
-    return [s["outcome"] * row["advantage"] + s["process"] * value for value in process]
+    return [row["advantage"] + s["process"] * value for value in process]
 
 
 def grpo(batch, s):
     return [[row["advantage"]] * row["length"] for row in flat(batch)]
-
-
-def centered_return(batch, s):
-    results = []
-    for group in batch:
-        totals = [sum(u for _, u in row["utilities"]) for row in group if row["valued"]]
-        divisor = max(deviation(totals), s["floor"])
-        for row in group:
-            others = [to_go(token_rewards(other)) for other in group if other is not row and other["valued"]]
-            centred = []
-            for t, value in enumerate(to_go(token_rewards(row))):
-                centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
-            results.append(with_outcome(row, [value / divisor for value in centred], s))
-    return results
 
 
 def grpo_process(batch, s):
@@ -82,7 +67,7 @@ def grpo_process(batch, s):
 def combined(row, s):
     rewards = [s["process"] * value for value in token_rewards(row)]
     if rewards:
-        rewards[-1] += s["outcome"] * row["outcome"]
+        rewards[-1] += row["outcome"]
     return rewards
 
 
@@ -110,7 +95,7 @@ def prime_rloo(batch, s):
         totals = [[0.0] * row["length"] for row in group]
         outcomes = [{row["length"] - 1: row["outcome"]} if row["length"] else {} for row in group]
         # Of each source, per row {token: reward}.
-        for weight, places in (s["outcome"], outcomes), (s["process"], [dict(row["utilities"]) for row in group]):
+        for weight, places in (1.0, outcomes), (s["process"], [dict(row["utilities"]) for row in group]):
             used = [p if row["valued"] else {} for p, row in zip(places, group, strict=True)]
             n = sum(bool(p) for p in used)
             baseline = sum(mean(list(p.values())) for p in used) / max(n - 1, 1)
@@ -126,20 +111,16 @@ def discounted(rewards, discount):
 
 
 def reinforce(batch, s):
-    return [discounted(combined(row, s), s["gamma"]) for row in flat(batch)]
-
-
-def reinforce_plus_plus(batch, s):
-    return whitened(reinforce(batch, s), batch)
+    return [to_go(combined(row, s)) for row in flat(batch)]
 
 
 def gae(batch, s):
     """Token by token, with the outcome as the reward of the last one."""
     results = []
     for row in flat(batch):
-        values, rewards = [*row["values"], 0.0], combined(row, {"outcome": 1.0, "process": 0.0})
-        errors = [reward + s["gamma"] * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-        results.append(discounted(errors, s["gamma"] * s["lambda"]))
+        values, rewards = [*row["values"], 0.0], combined(row, {"process": 0.0})
+        errors = [reward + values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+        results.append(discounted(errors, s["lambda"]))
     return results
 
 

@@ -78,12 +78,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
     "a negative penalty": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
-    "more tries than completions": (
-        {"eval_k": [1, 8], "num_generations_eval": 2},
-        r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
-    ),
-    "no try": ({"eval_k": [0]}, r"eval_k=\[0\] with 4 completions"),
-    "no k": ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
@@ -345,9 +339,9 @@ def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):
 
 
 def test_what_is_warned_of(tiny_model, caplog):
-    """Stale rollouts with a loss for fresh ones; truncated sampling with a correction of sequences; no effect."""
+    """Stale rollouts with a loss for fresh ones; truncated sampling with a correction of sequences."""
     stale, spread = "async_level=1 trains on rollouts of older weights", "0.98 per token gives 0.00004 for 500"
-    without, servers = "has no effect with loss_type='aipo', which itself", {"use_vllm": True, "vllm_mode": "server"}
+    servers = {"use_vllm": True, "vllm_mode": "server"}
     off, mode = {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_mode"
     for said, settings, is_said in (
         (stale, {"async_level": 1, **SERVER}, True),
@@ -362,9 +356,6 @@ def test_what_is_warned_of(tiny_model, caplog):
         (spread, {"top_p": 0.9}, False),
         (spread, {**servers, "top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, False),
         (spread, {**servers, "temperature": 0.7}, False),
-        (without, {**SERVER, "loss_type": "aipo"}, True),
-        (without, {**SERVER, "loss_type": "aipo", **off}, False),
-        (without, {**SERVER, "loss_type": "decoupled_ppo"}, False),
     ):
         caplog.clear()
         checked(tiny_model, **settings)

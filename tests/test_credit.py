@@ -22,10 +22,10 @@ from dash_trl.process_rewards import (
 from tests import process_reference
 from tests.test_tensor_arguments import refusal
 
-CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
-AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
+CHOSEN = CreditSettings(process_weight=1.3, scale_floor=0.1, lam=0.8)
+AS_FLOATS = {"process": 1.3, "floor": 0.1, "lambda": 0.8}
 # The defaults. Their floor is far below the spread of U here, which is that of the posts.
-POSTS = {"outcome": 1.0, "process": 1.0, "floor": 1e-4, "gamma": 1.0, "lambda": 0.95}
+POSTS = {"process": 1.0, "floor": 1e-4, "lambda": 0.95}
 
 
 def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, gone: float = math.nan) -> list[dict]:
@@ -122,7 +122,7 @@ def test_an_estimator_takes_the_settings_that_change_its_credit():
     rows = make_rows(3, 12, missing=0.1, scale=0.05)  # U is small, so that the floor of the scale counts
     rewards = as_rewards(rows, 4)
     assert not rewards.valued.all()
-    others = dict(outcome_weight=0.5, process_weight=2.0, scale_floor=0.3, gamma=0.5, lam=0.1)
+    others = dict(process_weight=2.0, scale_floor=0.3, lam=0.1)
     assert others.keys() == asdict(CHOSEN).keys()
     for name in CREDIT:
         estimator = ESTIMATORS[name]
@@ -155,7 +155,7 @@ def on_two_ranks(rewards: Rewards, work) -> list:
         return list(threads.map(rank, range(2)))
 
 
-@pytest.mark.parametrize(("name", "seed"), [("centered_return", 0), ("grpo", 1), ("grpo", 2), ("centered_return", 4)])
+@pytest.mark.parametrize(("name", "seed"), [("grpo_process", 0), ("grpo", 1), ("grpo", 2), ("grpo_process", 4)])
 def test_credit_and_figures_are_their_definitions_over_the_rows_of_all_ranks(name, seed):
     rows = make_rows(seed, 16, missing=[0.1, 0.5, 1.0][seed % 3])
     if seed == 4:  # a rank that has no valued row

@@ -12,8 +12,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.collect import DynamicSampling, rows_of_window
-from dash_trl.monitoring import UnfilledWindows
-from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run, said
+from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run
 
 GROUP, ROOM = 4, 4  # rows of a group, groups of a window
 
@@ -223,17 +222,6 @@ def test_ahead_of_training_the_first_round_has_what_it_will_take():
     for _ in range(50):
         dynamic.note([torch.zeros(1, 16, dtype=torch.bool)])
     assert dynamic.first() == 32  # no more than the bound
-
-
-def test_a_warning_where_windows_stay_unfilled(caplog):
-    """Ten in a row."""
-    watch = UnfilledWindows()
-    poor = {"dynamic_sampling/sampled": 4.0, "dynamic_sampling/filled": 0.5}
-    for figures in (*[poor] * 9, poor | {"dynamic_sampling/filled": 1.0}, *[poor] * 9):
-        watch.note(figures)
-    assert not said(caplog)
-    watch.note(poor)
-    assert "12% of the sampled groups have signal" in said(caplog) and "50% full" in said(caplog)
 
 
 def test_the_groups_of_a_window_are_those_of_the_drawn_example():

@@ -1,10 +1,8 @@
-"""`python -m dash_trl.evaluation`: what it writes, and errors before weights are loaded."""
+"""`dash_trl eval`: what it writes, and errors before weights are loaded."""
 
 import json
 import re
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import datasets
@@ -13,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dash_trl import command
 from dash_trl.evaluation import LocalSampler, main, open_sampler
 from tests.tiny import read_rows, save_tiny_model, write_rows
 
@@ -100,12 +99,11 @@ def test_a_lora_adapter_is_merged(tiny_model):
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_toy_as_a_command(toy, monkeypatch, capsys):
+def test_toy_as_a_command(toy, capsys):
     """The README's line after `make demo`: the toy model before and after training. Here nothing was trained."""
     shutil.copytree(toy, "outputs/toy")
     arguments = ["toy", "outputs/toy", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
-    monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
-    runpy.run_module("dash_trl.evaluation", run_name="__main__")
+    command.main(["eval", *arguments])
     figures = json.loads(Path("out/toy.json").read_text())
     settings, *rows = read_rows(Path("out/toy.jsonl"))
     assert settings["settings"]["dataset_name"] == "toy" and len(rows) == 16

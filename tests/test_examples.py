@@ -186,11 +186,9 @@ def process_callback(*arguments: str) -> object:
 def test_a_process_reward_model_and_a_weight_by_flags(toy, tmp_path):
     """The model is trained on a few solutions, and read at the end of each step."""
     train_prm.main(["--output_dir", str(tmp_path), "--problems", "32", "--epochs", "1"])
-    for estimator, rewards in (("grpo_process", True), ("gae", False), ("vineppo", False)):
-        weight = () if not rewards else ("--process_weight", "0.5")
-        callback = process_callback("--value_model", str(tmp_path), "--estimator", estimator, *weight)
-        assert isinstance(callback.value, StepValue) and callback.value.rewards == rewards
-        assert callback.estimator == estimator and callback.settings.process_weight == (0.5 if weight else 1.0)
+    callback = process_callback("--value_model", str(tmp_path), "--estimator", "reinforce", "--process_weight", "2")
+    assert isinstance(callback.value, StepValue) and callback.estimator == "reinforce"
+    assert callback.settings.process_weight == 2.0
     model = train_prm.ProcessRewardModel(str(tmp_path))
     one, other = model(["1+1=", "2"], [["one \n", "two"], ["three"]], level=[1, 2])
     ids = model.tokenizer("1+1=one\ntwo\n")["input_ids"]
@@ -203,7 +201,7 @@ def test_mistakes_about_the_value():
     for arguments, message in (
         (["--value_model", "prm", "--value_space", "probability"], "value_space='probability' .* have no effect"),
         (["--value_model", "prm", "--force_prompt", "So: "], "force_prompt='So: ' have no effect with --value_model"),
-        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: weights are >= 0"),
+        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: process_weight is >= 0"),
     ):
         with pytest.raises(ValueError, match=message):
             process_callback(*arguments)
@@ -316,7 +314,6 @@ MISTAKES: list[tuple[type, list[str], str]] = [
         r"\['lora_r', 'use_dora'\] have no effect without",
     ),
     (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
-    (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
     (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
     # the YAML file, by TRL
     (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),

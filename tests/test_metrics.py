@@ -28,12 +28,12 @@ def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped
     """`test_rewards_failures.py` has the first window of a run."""
     empty = EmptyWindows()
     nothing, one_row = window(0.0, 1.0, 0.0, 0.0), window(0.125, 0.0, 0.0, 0.875)
-    for metrics in (*[nothing] * 9, one_row, *[nothing] * 5, *[window(0.0, 0.5, 0.5, 0.0)] * 4):
+    for metrics in (*[nothing] * 9, one_row, *[nothing] * 9):
         empty.note(metrics, 0.0)
     caplog.clear()
-    empty.note(window(0.0, 0.5, 0.0, 0.5), 0.25)  # a callback has changed the threshold
+    empty.note(window(0.0, 0.75, 0.2, 0.05), 0.25)  # a callback has changed the threshold
     (record,) = caplog.records
-    assert "Of their rows 75% have no signal" in record.message and "5% are unscored: see" in record.message
+    assert "Of the last window's rows 75% have no signal" in record.message and "5% are unscored: see" in record.message
     assert "20% are under gradient_filter_threshold=0.25: lower" in record.message
 
 

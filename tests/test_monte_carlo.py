@@ -9,7 +9,6 @@ import pytest
 
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
-from dash_trl.sampling import ServerGeneration
 from tests.scripted_turns import save_tool_model
 from tests.tiny import prompts, run
 
@@ -65,16 +64,6 @@ def check(
             rewards = [reward(prefix + rest(ids, number)[:room]) for number in range(k)]
             known = [one for one in rewards if one is not None]
             assert value == pytest.approx(fmean(known) if known else math.nan, abs=1e-6, nan_ok=True)
-
-
-def rooms(requests: list[ValueRequest], prefixes: list[list[int]]) -> list[int]:
-    """How many tokens may follow each prefix."""
-    left = {
-        (*request.prompt_ids, *request.completion_ids[:boundary]): LONGEST - boundary
-        for request in requests
-        for boundary in request.boundaries
-    }
-    return [left[tuple(ids)] for ids in prefixes]
 
 
 class Exchangeable:
@@ -140,8 +129,8 @@ def test_rollouts_end_with_the_context(trainer, monkeypatch):
         assert all(len(ids) < context for batch, _ in trainer.sampled for ids in batch), name
 
 
-def test_colocated_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
-    class Colocated:
+def test_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
+    class Generation:
         max_completion_length = LONGEST
 
     told = []
@@ -150,42 +139,11 @@ def test_colocated_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
         told.append(trainer.vllm_generation.max_completion_length)
         return [[9]] * len(prompt_ids), None
 
-    monkeypatch.setattr(trainer, "vllm_generation", Colocated(), raising=False)
+    monkeypatch.setattr(trainer, "vllm_generation", Generation(), raising=False)
     monkeypatch.setattr(trainer, "use_vllm", True)
     monkeypatch.setattr(trainer, "_generate_single_turn", sample)
     MonteCarloValue(2)([ValueRequest((5,), (6, 7, 8), (2, 3), example=EXAMPLE)], trainer)
     assert told == [LONGEST - 2] and trainer.vllm_generation.max_completion_length == LONGEST
-
-
-def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
-    """Each with the rest that it may have: a server refuses what its context has no room for."""
-    asked = []
-
-    class Servers(ServerGeneration):
-        def __init__(self):
-            """Without servers."""
-
-        def generate(self, prompts, images, num_generations, profiler=None, max_tokens=None):
-            asked.append((prompts, num_generations, max_tokens))
-            numbers = [number % num_generations for number in range(len(prompts))]
-            rows = zip(prompts, numbers, max_tokens, strict=True)
-            return prompts, [rest(ids, number)[:most] for ids, number, most in rows], None, None
-
-        def sync_weights(self):
-            raise AssertionError("the servers got weights")
-
-    monkeypatch.setattr(trainer, "_generate_single_turn", None)
-    monkeypatch.setattr(trainer, "vllm_generation", Servers(), raising=False)
-    monkeypatch.setattr(trainer, "use_vllm", True)
-    requests = random_requests()
-    check(MonteCarloValue(5)(requests, trainer), requests, 5)
-    ((prefixes, group, most),) = asked
-    assert group == 5 and len(prefixes) == 5 * sum(end < LONGEST for one in requests for end in one.boundaries)
-    assert most == rooms(requests, prefixes) and min(most) > 0
-    nothing_to_sample = [ValueRequest((5,), (6,) * LONGEST, (LONGEST,), example=EXAMPLE)]
-    check(MonteCarloValue(5)(nothing_to_sample, trainer), nothing_to_sample, 5)
-    assert MonteCarloValue(5)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
-    assert len(asked) == 1
 
 
 def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path):

@@ -56,7 +56,7 @@ def test_what_a_run_depends_on_comes_before_it(tmp_path):
 # ---------------------------------------------------------------------------------------------------- the commands
 
 
-SAMPLERS = {"dash_trl.evaluation": (EvaluationArguments, "models"), "traces.py": (traces.TraceArguments, "teacher")}
+SAMPLERS = {"eval": (EvaluationArguments, "models"), "traces.py": (traces.TraceArguments, "teacher")}
 TRAINERS = {"sft.py": (sft.SupervisedArguments, sft.SupervisedConfig)}
 TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathArguments, DASHConfig))
 STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
@@ -69,7 +69,7 @@ def check_commands(name: str, tmp_path: Path) -> None:
     for line in lines:
         words = [STAND_INS.get(word, word) for word in shlex.split(line)]
         names = [Path(word).name for word in words]
-        script = next(one for one in (*SAMPLERS, *TRAINERS, "dash_trl.serve") if one in names)
+        script = next(one for one in (*SAMPLERS, *TRAINERS, "serve") if one in names)
         flags = words[names.index(script) + 1 :]
         seen.add(script)
         if script in SAMPLERS:
@@ -86,7 +86,7 @@ def check_commands(name: str, tmp_path: Path) -> None:
             assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
             assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
             assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
-    assert seen == {*SAMPLERS, *TRAINERS} | ({"dash_trl.serve"} if name == "paper" else set())
+    assert seen == {*SAMPLERS, *TRAINERS} | ({"serve"} if name == "paper" else set())
 
 
 def test_every_command_parses(tmp_path):
@@ -98,7 +98,7 @@ def test_it_says_first_what_it_takes(tmp_path, capsys):
     runner.main(["table3", "--scale", "paper", "--dry_run", "--output_dir", str(tmp_path)])
     said = capsys.readouterr().out
     assert said.startswith("3 trainings and 8 evaluations of a model are missing. They take 6 GPUs")
-    assert "-m dash_trl.serve Qwen/Qwen2.5-0.5B --servers 2" in said and "--num_processes 4" in said
+    assert "-m dash_trl serve Qwen/Qwen2.5-0.5B --servers 2" in said and "--num_processes 4" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,6 @@
 """`reward_pipeline`: training begins on the groups that are scored, and the update is the one that waits for all."""
 
 import random
-import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -204,24 +203,6 @@ def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
     assert_same_update(parameters(tiny_model), whole.ends[3], rest.ends[1], **ROUNDING)
 
 
-@pytest.mark.parametrize("estimator", ["centered_return", "grpo_process"])
-def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path):
-    """Update, figures and the table's rows, though the groups come one after the other."""
-    ends, lines, tables, logged = [], [], [], {"log_completions": True, "num_completions_to_print": 0}
-    for pipe in (False, True):
-        episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
-        callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator=estimator, **episodes)
-        end, trainer = trained(tiny_model, tmp_path, 1, callbacks=[callback], reward_pipeline=pipe, **logged)
-        tables.append([re.sub(r"\[[+-]\d+\.\d\d\]", "", row) for row in trainer._logs["extra"]["credit"]])
-        line = trainer.state.log_history[0]
-        ends.append(end)
-        lines.append({name: line[name] for name in line if name.startswith(("process/", "advantage/"))})
-        assert len(callback.last) == 16
-    assert_same_update(parameters(tiny_model), *ends, **ROUNDING)
-    assert tables[0] == tables[1]
-    assert len(lines[0]) > 8 and lines[1] == pytest.approx(lines[0], rel=1e-3, abs=1e-4)
-
-
 REFUSED = [
     ({"filter_denominator": "kept"}, "filter_denominator='kept', which divides by all rows that are kept"),
     ({"scale_rewards": "batch"}, "scale_rewards='batch', which divides by the deviation of all rewards"),
@@ -258,6 +239,7 @@ def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
         (OwnAdvantages, {}, "OwnAdvantages does not say that its compute_advantages treat each group by itself"),
         (DASHTrainer, {"callbacks": [Looks()]}, "Looks does not say that its on_rewards and on_advantages"),
         (DASHTrainer, all_at_once, "'<lambda>' scores a whole batch at"),
+        (DASHTrainer, {"callbacks": [ProcessRewardCallback(AnswerLogProbValue())]}, "its figures and checks are of wh"),
     ):
         settings = {"reward": RewardRunner(Delayed()), "reward_pipeline": True, **SHAPES, **changed}
         with pytest.raises(ValueError, match=message):

@@ -147,7 +147,7 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert trainer.state.global_step == 11
     assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1
-    assert "Of its rows 100% have no signal" in caplog.text
+    assert "Of the last window's rows 100% have no signal" in caplog.text
 
 
 def test_a_large_share_of_unscored_rows_is_said_once(caplog):

@@ -1,4 +1,4 @@
-"""`python -m dash_trl.serve`: what it starts, on which ports and GPUs, how it ends. `test_vllm.py` has real servers."""
+"""`dash_trl serve`: what it starts, on which ports and GPUs, how it ends. `test_vllm.py` has real servers."""
 
 import asyncio
 import importlib

@@ -1,12 +1,9 @@
 """The plot of a run."""
 
-from types import SimpleNamespace
-
 import pytest
 from matplotlib.axes import Axes
-from transformers import TrainerState
 
-from dash_trl.monitoring import RunPictureCallback, plot_pass_at_k, plot_run, read_metrics
+from dash_trl.monitoring import plot_pass_at_k, plot_run, read_metrics
 from tests.tiny import write_rows
 
 
@@ -21,16 +18,6 @@ def test_the_plot_of_the_training_logs(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="has 1 lines, but none with a reward"):
         plot_run(write_rows(tmp_path / "m.jsonl", [{"step": 1}]), tmp_path / "a.png")
-
-
-def test_a_run_is_drawn_when_it_ends_if_it_has_a_log(tmp_path, caplog):
-    for rows, picture in ((None, None), ([{"step": 1}], None), ([{"step": 1, "reward": 1.0}], tmp_path / "run.png")):
-        callback = RunPictureCallback(tmp_path / "metrics.jsonl")
-        if rows is not None:
-            write_rows(callback.metrics, rows)
-        callback.on_train_end(SimpleNamespace(output_dir=str(tmp_path)), TrainerState(is_world_process_zero=True), None)
-        assert callback.picture == picture and (tmp_path / "run.png").is_file() == (picture is not None)
-    assert caplog.text.count("There is no picture of the run") == 1
 
 
 def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_last_log(tmp_path):

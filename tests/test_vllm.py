@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Pair:
-    """Two servers, each by a `python -m dash_trl.serve` of its own, so that one can die alone.
+    """Two servers, each by a `dash_trl serve` of its own, so that one can die alone.
 
     Attributes:
         commands: of the two servers.
@@ -67,7 +67,7 @@ class Pair:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[number::2])
         log = self.folder / f"{number}.log"
         log.unlink(missing_ok=True)  # of an earlier life
-        command = [sys.executable, "-m", "dash_trl.serve", self.model, "--port", str(self.ports[number])]
+        command = [sys.executable, "-m", "dash_trl", "serve", self.model, "--port", str(self.ports[number])]
         # float32 on a GPU, too, to compare log-probs to 1e-4
         options = ["--dtype", "float32", "--logits-processors", "tests.slow_tokens:SlowTokens"]
         options += ["--enable-lora", "--max-lora-rank", "8"]

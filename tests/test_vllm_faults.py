@@ -265,7 +265,7 @@ def test_after_a_failure_of_the_trainer_no_server_is_used_with_its_old_weights(m
 KEPT = ", whose cache may keep prefixes of old weights"
 # error → what is different: a server's fault, its report, its configuration, or an option of the trainer
 REFUSED = {
-    "python -m dash_trl.serve": {"fault": "no extension"},
+    "dash_trl serve": {"fault": "no extension"},
     "holds only part of its weights, because a load failed. Restart it": {"fault": "half loaded"},
     "cannot be read .KeyError: 'comparable'": {"fault": "no report"},
     f"the KV connector LMCacheMPConnector{KEPT}": {

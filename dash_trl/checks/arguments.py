@@ -4,11 +4,9 @@ Each error names the value, the reason and the remedy.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from inspect import unwrap
 from typing import Any
-
-from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
@@ -56,7 +54,6 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
     for dataset, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")):
         tools = bool(others.get("tools")) or environments
         check_dataset(dataset, name, own_rollouts, environments=environments, conversations=tools)
-    check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
     check_generation_kwargs(args)
@@ -71,25 +68,6 @@ def check_vllm(args: Any) -> None:
             "run is on the CPU: leave use_vllm out, so that transformers samples, or start servers and name them with "
             "vllm_server_urls (docs/howto/vllm.md)."
         )
-
-
-def check_tools(tools: Sequence[Any]) -> None:
-    """Raises a `ValueError` if a tool has no JSON schema.
-
-    The prompt lists each tool by its JSON schema, so that the policy can call the tool by its name.
-
-    Args:
-        tools: the argument `tools` of `DASHTrainer`.
-    """
-    for tool in tools:
-        try:
-            get_json_schema(tool)
-        except (ValueError, TypeError, TypeHintParsingException, DocstringParsingException) as error:
-            raise ValueError(
-                f"{tool!r:.100} cannot be a tool, because it cannot be described to the policy: {error}. Pass a "
-                "function with type hints, and with a docstring that describes the function and, under Args:, the "
-                "arguments. Wrap another callable object in such a function."
-            ) from error
 
 
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
@@ -150,7 +128,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
     if not servers and not own_rollouts and (args.async_level > 1 or not rewards_come_later):
         raise ValueError(
             f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
-            "trainer's device here. Name servers (vllm_server_urls; `python -m dash_trl.serve MODEL` starts some), or "
+            "trainer's device here. Name servers (vllm_server_urls; `dash_trl serve MODEL` starts some), or "
             "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited. For this, all "
             "reward functions must score one completion: reward(completion, answer, ...), see dash_trl.RewardRunner."
         )
@@ -231,18 +209,13 @@ def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
 
 
 def check_correction(args: DASHConfig) -> None:
-    """Warns if TRL's importance sampling correction has no effect, or gives most rows weights near 0.
+    """Warns if TRL's importance sampling correction gives most rows weights near 0.
 
     Raises a `ValueError` if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
 
-    The correction has no effect with `loss_type="aipo"`. Weights near 0 arise if sampling options such as `top_p`
-    change vLLM's distribution, and the mode of the correction multiplies the ratios of all tokens of a row.
+    Weights near 0 arise if sampling options such as `top_p` change vLLM's distribution, and the mode of the correction
+    multiplies the ratios of all tokens of a row.
     """
-    if args.loss_type == "aipo" and args.use_vllm and args.vllm_importance_sampling_correction:
-        logger.warning(
-            "vllm_importance_sampling_correction=True, TRL's default, has no effect with loss_type='aipo', which "
-            "itself weights tokens by their ratio to the sampler. Set it to False to silence this warning."
-        )
     mode = args.vllm_importance_sampling_mode
     if args.loss_type == "vespo" and (args.use_vllm or args.async_level) and args.vllm_importance_sampling_correction:
         # TRL checks this only if vLLM samples in the trainer's process.

@@ -22,7 +22,7 @@ from dash_trl.collect.samplers import Sampler
 from dash_trl.collect.scoring import GenerationBatch, Rewards
 from dash_trl.host import Host, rows_come_early, windows_ahead
 from dash_trl.log_probs import LogProbs
-from dash_trl.monitoring import EmptyWindows, UnfilledWindows, filter_metrics, staleness_metrics
+from dash_trl.monitoring import EmptyWindows, filter_metrics, staleness_metrics
 from dash_trl.rollout import (
     CreditedRollouts,
     Part,
@@ -84,7 +84,7 @@ class Collector:
         self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
         self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
-        self._empty_windows, self._unfilled_windows = EmptyWindows(), UnfilledWindows()
+        self._empty_windows = EmptyWindows()
 
     def window(
         self,
@@ -305,8 +305,6 @@ class Collector:
         metrics = self._dynamic.metrics(signal)
         self._dynamic.note(signal)
         self._recorder.log(metrics)
-        if self._ranks.rank == 0:
-            self._unfilled_windows.note(metrics)
 
     def _log_whole(
         self,

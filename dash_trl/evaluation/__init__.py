@@ -2,8 +2,7 @@
 
     prompts ──► sampler ──► reward ──► samples (one line per problem) ──► figures ──► table, plot
 
-The command is `python -m dash_trl.evaluation` (docs/howto/evaluate.md); in a program `evaluate` measures a loaded
-model.
+The command is `dash_trl eval` (docs/howto/evaluate.md); in a program `evaluate` measures a loaded model.
 """
 
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.evaluation.command import command_parser, main
-    from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
+    from dash_trl.evaluation.figures import CORRECT_ABOVE, differences
     from dash_trl.evaluation.samplers import TOY, Checkpoint
 
 __getattr__, __dir__, __all__ = lazy(__name__)

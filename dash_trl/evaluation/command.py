@@ -1,12 +1,12 @@
 """Measure models: accuracy and pass@k on math or programming problems, with 95 % intervals over the problems.
 
-    python -m dash_trl.evaluation toy                                      # the tiny model of `make demo`, offline
+    dash_trl eval toy                                      # the tiny model of `make demo`, offline
 
-    python -m dash_trl.evaluation Qwen/Qwen2.5-0.5B-Instruct outputs/gsm8k \\
+    dash_trl eval Qwen/Qwen2.5-0.5B-Instruct outputs/gsm8k \\
         --dataset_name openai/gsm8k --dataset_config main --num_samples 16 --k 1 8 16 --temperature 0.6 --use_vllm
 
-    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2   # or use servers: all models must have one shape
-    python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
+    dash_trl serve Qwen/Qwen2.5-0.5B-Instruct --servers 2   # or use servers: all models must have one shape
+    dash_trl eval … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
 Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png, and replaces earlier files
 of these names. For more see docs/howto/evaluate.md.
@@ -159,7 +159,7 @@ class EvaluationArguments(Task):
         default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
     )
     vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
+        default=None, metadata={"help": "Sample from these servers (dash_trl serve); they get the weights."}
     )
     per_device_eval_batch_size: int = field(
         default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
@@ -197,19 +197,19 @@ class EvaluationArguments(Task):
         return replace(self, dataset_name=name, max_completion_length=length)
 
 
-def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
+def command_parser(arguments: type, command: str, description: str | None) -> HfArgumentParser:
     """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
 
     Args:
         arguments: the dataclass of the flags.
-        module: the usage line shows the command `python -m <module>`.
+        command: name of the command in the usage line.
         description: text of the help.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     return HfArgumentParser(
         arguments,
-        prog=f"python -m {module}",
+        prog=command,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -217,7 +217,7 @@ def command_parser(arguments: type, module: str, description: str | None) -> HfA
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = command_parser(EvaluationArguments, "dash_trl.evaluation", __doc__)
+    parser = command_parser(EvaluationArguments, "dash_trl eval", __doc__)
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'toy'"
     )

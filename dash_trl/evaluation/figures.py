@@ -66,29 +66,6 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
     Args:
         rows: for each problem a list of samples. A sample has `reward` (number; None = failed), `tokens` (number of
             tokens) and `truncated` (bool).
-        ks: see `figures_of_rewards`.
-        seed: see `figures_of_rewards`.
-    Returns:
-        The dictionary of `figures_of_rewards`, with two more entries:
-
-        - `truncated`: share of truncated samples.
-        - `mean_length`: mean number of tokens of a sample.
-    """
-    samples = [sample for row in rows for sample in row]
-    return {
-        **figures_of_rewards([[sample["reward"] for sample in row] for row in rows], ks, seed=seed),
-        "truncated": sum(sample["truncated"] for sample in samples) / len(samples) if samples else 0.0,
-        "mean_length": sum(sample["tokens"] for sample in samples) / len(samples) if samples else 0.0,
-    }
-
-
-def figures_of_rewards(
-    rewards: Sequence[Sequence[float | None]], ks: Sequence[int], *, seed: int = 0
-) -> dict[str, Any]:
-    """Computes the figures that need only rewards: accuracy, pass@k, and how many rewards failed.
-
-    Args:
-        rewards: for each problem a list with the rewards of its samples; None = failed.
         ks: values of k for pass@k; at most the number of samples of a problem.
         seed: seed of the resampling for intervals.
     Returns:
@@ -103,21 +80,26 @@ def figures_of_rewards(
         - `samples`: number of samples.
         - `failed`: share of the samples whose reward failed.
         - `marked`: True = more than 1 % of the rewards failed.
+        - `truncated`: share of truncated samples.
+        - `mean_length`: mean number of tokens of a sample.
     """
-    counts = [_counts(row) for row in rewards]
+    samples = [sample for row in rows for sample in row]
+    counts = [_counts(row) for row in rows]
     known = [(n, c) for n, c in counts if n > 0]
-    samples, total = sum(map(len, rewards)), sum(n for n, _ in known)
     accuracy, *interval = _estimate([c for _, c in known], [n for n, _ in known], seed)
-    failed = (samples - total) / samples if samples else 0.0
+    total = max(len(samples), 1)
+    failed = sum(sample["reward"] is None for sample in samples) / total
     return {
         "accuracy": accuracy,
         "accuracy_interval": interval if known else None,
         "pass_at": {str(k): _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], None, seed) for k in ks},
         "left_out": {str(k): sum(n < k for n, _ in counts) for k in ks},
-        "problems": len(rewards),
-        "samples": samples,
+        "problems": len(rows),
+        "samples": len(samples),
         "failed": failed,
         "marked": failed > MARKED_ABOVE,
+        "truncated": sum(sample["truncated"] for sample in samples) / total,
+        "mean_length": sum(sample["tokens"] for sample in samples) / total,
     }
 
 
@@ -128,42 +110,10 @@ def _estimate(values: Sequence[float], weights: Sequence[float] | None, seed: in
     return [sum(values) / sum(weights or [1] * len(values)), *bootstrap_interval(values, weights, seed=seed)]
 
 
-def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
+def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Returns the number of scored samples of a problem, and the number of correct ones."""
-    scored = [reward for reward in rewards if reward is not None]
+    scored = [sample["reward"] for sample in samples if sample["reward"] is not None]
     return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
-
-
-def metrics_of(
-    rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
-) -> dict[str, float]:
-    """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
-
-    Args:
-        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function does not apply, or
-            this or another function failed on the sample.
-        names: names of the F reward functions.
-        ks: values of k for pass@k; at most `group_size`.
-        group_size: number of samples of a problem.
-    Returns:
-        Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
-        `failed`: the share of samples with NaN, even if the function does not apply to them. Accuracy and pass@k have
-        an interval. Its ends are further figures, such as `accuracy_low` and `accuracy_high`. If there are several
-        reward functions, each function has its own figures, and their names begin with `rewards/<name>/`.
-    """
-    found: dict[str, float] = {}
-    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
-        scores = [None if math.isnan(one) else one for one in column]
-        groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
-        figures = figures_of_rewards(groups, ks)
-        place = f"rewards/{name}/" if len(names) > 1 else ""
-        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
-        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
-        for what, of_one in values.items():
-            for end, value in zip(("", "_low", "_high"), of_one, strict=True):
-                found[f"{place}{what}{end}"] = math.nan if value is None else value
-        found[f"{place}failed"] = figures["failed"]
-    return found
 
 
 def differences(
@@ -191,7 +141,7 @@ def differences(
     """
 
     def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
-        counts = [_counts([sample["reward"] for sample in row]) for row in found]
+        counts = map(_counts, found)
         return [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
 
     result = {}

@@ -267,7 +267,7 @@ def open_sampler(
     Args:
         model: a directory, a hub name, the directory of a LoRA adapter, "toy", or a `Checkpoint`.
         use_vllm: True = start a vLLM server on each visible GPU, and stop them on exit.
-        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from. If they have other weights of the same
+        server_urls: vLLM servers (`dash_trl serve`) to sample from. If they have other weights of the same
             shape, they get the model's weights and keep them.
         batch_size: number of rows that transformers samples together; it has no effect on servers.
         weight_dir: where the weights for servers are written; servers must see it under the same path. None: a

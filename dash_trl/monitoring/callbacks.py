@@ -1,7 +1,6 @@
-"""Callbacks for the progress bar, a metrics file, a picture of the run, and a limit on training time."""
+"""Callbacks for the progress bar, a metrics file, and a limit on training time."""
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,6 @@ from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
-
-from dash_trl.monitoring.plots import plot_run
-
-logger = logging.getLogger(__name__)
 
 
 class RewardProgressCallback(ProgressCallback):
@@ -50,34 +45,6 @@ class MetricsFileCallback(TrainerCallback):
         if state.is_world_process_zero:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
-
-
-class RunPictureCallback(TrainerCallback):
-    """Draws the picture of `plot_run` when training ends.
-
-    Args:
-        metrics: path of the file that a `MetricsFileCallback` writes. That callback must come earlier in the list of
-            callbacks, so that the file has the last log. The picture is `run.png` beside this file.
-    Attributes:
-        picture: path of the picture. None until training has ended, if it ended before its first log, and on all
-            processes but the main process.
-    """
-
-    def __init__(self, metrics: str | Path):
-        self.metrics = Path(metrics)
-        self.picture: Path | None = None
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if not state.is_world_process_zero:
-            return
-        try:
-            self.picture = plot_run(self.metrics, self.metrics.with_name("run.png"), title=Path(args.output_dir).name)
-        except ValueError:  # the run ended before its first log
-            pass
-        except OSError as error:
-            logger.warning(f"There is no picture of the run: {error}. It needs a MetricsFileCallback before it.")
 
 
 class TimeLimitCallback(TrainerCallback, ExportableState):

@@ -65,57 +65,24 @@ class EmptyWindows:
     """
 
     def __init__(self) -> None:
-        self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last window with a survivor
+        self._count = 0  # number of windows since the last window with a survivor
         self._said = False  # True = there was a warning
 
     def note(self, metrics: Mapping[str, float], threshold: float | None) -> None:
-        """Add the figures of the next window, and log a warning if one is due.
+        """Count the next window, and log a warning if one is due, with the reasons in this window.
 
         Args:
             metrics: the result of `filter_metrics` for this window.
             threshold: `gradient_filter_threshold` in this window; a callback may change it.
         """
-        self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
-        count = len(self._windows)
-        if count == EMPTY_WINDOWS or (count == 1 and not self._said):
+        self._count = 0 if metrics["filter/kept_rows"] else self._count + 1
+        if self._count == EMPTY_WINDOWS or (self._count == 1 and not self._said):
             self._said = True
-            where, whose = (
-                ("a generation window", "its") if count == 1 else (f"{count} generation windows in a row", "their")
-            )
-            shares = {name: sum(window[name] for window in self._windows) / count for name in DROPPED}
-            reasons = [f"{share:.0%} {DROPPED[name]}" for name, share in shares.items() if share]
+            where = "a generation window" if self._count == 1 else f"{self._count} generation windows in a row"
+            reasons = [f"{metrics[name]:.0%} {reason}" for name, reason in DROPPED.items() if metrics[name]]
             logger.warning(
-                f"No row was kept in {where}, so that nothing was learned. Of {whose} rows "
+                f"No row was kept in {where}, so that nothing was learned. Of the last window's rows "
                 + " ".join(reasons).format(threshold=threshold)
-            )
-
-
-class UnfilledWindows:
-    """Warns if dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row.
-
-    A window is filled if it has as many groups with signal as it has room for. Training also uses windows that are not
-    filled.
-    """
-
-    def __init__(self) -> None:
-        self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last full window
-
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Add the figures of the next window, and log a warning if one is due.
-
-        Args:
-            metrics: the result of `DynamicSampling.metrics` for this window.
-        """
-        self._windows = [] if metrics["dynamic_sampling/filled"] == 1.0 else [*self._windows, metrics]
-        if len(self._windows) == EMPTY_WINDOWS:
-            sampled, filled = (
-                sum(window[f"dynamic_sampling/{name}"] for window in self._windows) for name in ("sampled", "filled")
-            )
-            logger.warning(
-                f"Dynamic sampling could not fill {EMPTY_WINDOWS} generation windows in a row: {filled / sampled:.0%} "
-                "of the sampled groups have signal, which is too few for max_num_gen_batches. Training goes on with "
-                f"windows that are {filled / EMPTY_WINDOWS:.0%} full. If the policy solves nearly all problems, or "
-                "nearly none, more samples hardly help: train on problems of another difficulty."
             )
 
 

@@ -72,7 +72,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     """Draw pass@k over k, one line per model with its 95 % interval, as in Figure 5 of the paper.
 
     Args:
-        models: name of a model → the figures that `python -m dash_trl.evaluation` writes for this model. In the
+        models: name of a model → the figures that `dash_trl eval` writes for this model. In the
             figures, `pass_at` maps k to [value, low, high], where low and high are the ends of the 95 % interval.
         picture: path of the file to write.
         title: title of the picture.

@@ -1,7 +1,6 @@
-"""Helpers for errors about users' arguments: a check for escaped backslashes, and a function's name for the message."""
+"""Checks arguments of users for escaped backslashes."""
 
 import re
-from typing import Any
 
 # In a plain Python string, "\boxed" begins with a backspace and "\frac" with a form feed. No model writes these control
 # characters, so an argument that contains one is a mistake.
@@ -20,8 +19,3 @@ def check_escapes(name: str, text: str) -> None:
             f"{name}={text!r} holds a control character: Python reads a backslash and a letter as an escape, as in "
             f"'\\boxed'. Write it as a raw string, r'\\boxed{{', or with two backslashes."
         )
-
-
-def named(function: Any) -> str:
-    """Returns the name of a user's function, or the class name of a user's object, for an error message."""
-    return getattr(function, "__name__", None) or type(function).__name__

@@ -8,8 +8,6 @@ Letters: B rows of this rank, T completion tokens, K boundaries per row.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,31 +21,10 @@ from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, pro
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
 from dash_trl.process_rewards.values import ValueEstimator, ValueRequest, checked_values
 from dash_trl.rewards import plain_answer
-from dash_trl.rollout import CreditedRollouts, RolloutBatch, joined
+from dash_trl.rollout import CreditedRollouts, RolloutBatch
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
 CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The data of one part of a window, from which the figures of the whole window are computed.
-
-    Letters: R rows of this rank, T tokens that the policy wrote, K boundaries.
-
-    Attributes:
-        rewards: the input of the credit estimator.
-        credit: [R, T], the advantages that the credit estimator returned.
-        boundaries: [R, K] int, padded with −1.
-        values: [R, K], V at each boundary; NaN = missing or not needed.
-        skipped: [R] bool, True = V is not needed, because the row is unscored or has no token, or by `skip_silent`.
-    """
-
-    rewards: Rewards
-    credit: Tensor
-    boundaries: Tensor
-    values: Tensor
-    skipped: Tensor
 
 
 class ProcessRewardCallback(DASHCallback):
@@ -120,27 +97,29 @@ class ProcessRewardCallback(DASHCallback):
         if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):
             raise ValueError(
                 f"estimator={self.estimator!r} compares values with the outcome, so both must have the same unit: pass "
-                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or StepValue(..., rewards=False). A "
-                "value estimator of your own needs the attribute space = 'probability' or 'reward'."
+                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(). A value estimator of your own "
+                "needs the attribute space = 'probability' or 'reward'."
             )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The parts of the current window, until the window is whole. These lists are emptied here and not in __init__,
-        # because a run that was interrupted within a window leaves parts in them.
-        self._parts: list[_Part] = []
-        self._seconds = 0.0  # the time that values and credit of the current window take
-        self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
-        self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        self._rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
-        if self._rows % args.num_generations:  # type: ignore[attr-defined]
+        if args.reward_pipeline:  # type: ignore[attr-defined]
             raise ValueError(
-                f"ProcessRewardCallback needs whole groups, but a process has {self._rows} completions "
+                "reward_pipeline=True with a ProcessRewardCallback: its figures and checks are of whole windows, but "
+                "the groups of a window would come one after the other. Leave one of the two out."
+            )
+        rows = args.per_device_train_batch_size * args.steps_per_generation  # type: ignore[attr-defined]
+        if rows % args.num_generations:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"ProcessRewardCallback needs whole groups, but a process has {rows} completions "
                 "(per_device_train_batch_size x steps_per_generation), which is not a multiple of num_generations="
                 f"{args.num_generations}: change one of these options."  # type: ignore[attr-defined]
             )
+        # Set here and not in __init__, because a run that was interrupted within a window leaves something in them.
+        self._seconds = 0.0  # the time that values and credit of the current window take
         self._early: dict[tuple[Any, ...], list[float]] = {}  # `_key` of a request → its values
+        self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
@@ -167,20 +146,6 @@ class ProcessRewardCallback(DASHCallback):
         **kwargs,
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
-        if not self._parts:
-            self.last = []
-        part, credit = self._part(rollouts, trainer)
-        rollouts.advantages = credit.float()
-        if trainer.log_completions:
-            self._cells += zip(rollouts.group.tolist(), self._credit_cells(rollouts, trainer._tokenizer), strict=True)
-        self._parts.append(part)
-        self._seconds += time.perf_counter() - started
-        # With `reward_pipeline`, a window comes in several parts.
-        if not args.reward_pipeline or len(self.last) >= self._rows:  # type: ignore[attr-defined]
-            self._end_window(trainer)
-
-    def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
-        """Computes the values and the credit of this rank's rows. Returns the part of the window, and credit [B, T]."""
         group_size, width = trainer.num_generations, max(rollouts.completion_ids.shape[1], 1)
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
@@ -190,11 +155,11 @@ class ProcessRewardCallback(DASHCallback):
         silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
         skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
         requests, found = self._values(rollouts, ~skipped, trainer)
-        paid = [(request.boundaries or (0,), row or [math.nan]) for request, row in zip(requests, found, strict=True)]
-        self.last += paid
+        pairs = zip(requests, found, strict=True)
+        self.last = [(request.boundaries or (0,), row or [math.nan]) for request, row in pairs]
 
-        boundaries = _among_own(_table([at for at, _ in paid], -1), own)
-        values = _table([row for _, row in paid], math.nan).double()
+        boundaries = _among_own(_table([at for at, _ in self.last], -1), own)
+        values = _table([row for _, row in self.last], math.nan).double()
         process, ends, levels, valued = place_rewards(boundaries, values, lengths, width)
         rewards = Rewards(
             process=process,
@@ -208,25 +173,20 @@ class ProcessRewardCallback(DASHCallback):
             sum_over_ranks=trainer.ranks.exact_sum,
         )
         credit = trainer.ranks.agree(self._credit, rewards)
-        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask])
-        return _Part(rewards, credit, boundaries, values, skipped), per_token
-
-    def _end_window(self, trainer: Any) -> None:
-        """Finishes a window after its last part: logs its figures, and checks them."""
-        window, self._parts = joined(self._parts), []
-        if trainer.log_completions:  # sorted by the number of the group, because rewards may arrive in any order
-            cells, self._cells = sorted(self._cells, key=itemgetter(0)), []
-            trainer._log_completion_extra(CREDIT, [text for _, text in cells])
+        rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
+        if trainer.log_completions:
+            trainer._log_completion_extra(CREDIT, self._credit_cells(rollouts, trainer._tokenizer))
             self._columns = trainer._logs["extra"]
-        figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
+        figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
+        self._seconds += time.perf_counter() - started
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
-        self._diagnostics.check(figures, seconds=self._seconds, estimator=self.estimator)
+        self._diagnostics.check(figures, estimator=self.estimator)
         self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
         """Returns one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
         tables, cells = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages), []
-        for row, (boundaries, _) in enumerate(self.last[-len(rollouts) :]):
+        for row, (boundaries, _) in enumerate(self.last):
             ids, own, credit = (table[row][rollouts.completion_mask[row].bool()] for table in tables)
             lines = [
                 f"[{credit[one][own[one]].mean():+.2f}] {tokenizer.decode(ids[one], skip_special_tokens=True).strip()}"

@@ -6,12 +6,11 @@ The estimators are pure functions of whole groups. A user chooses an estimator b
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
-else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, which has the weight w_o, and a
-process part, which has the weight w_p. `deepseek_process`, `prime_rloo`, `reinforce` and `reinforce_plus_plus` weigh
-the rewards instead of such parts: there, w_o multiplies the outcome and w_p the process rewards, even where a
-formula below leaves the weights out.
+else 0). An advantage is the sum of an outcome part and a process part, which has the weight w_p. `deepseek_process`,
+`prime_rloo` and `reinforce` weigh the rewards instead of such a part: there, w_p multiplies the process rewards, even
+where a formula below leaves it out.
 
-`centered_return` keeps all of the following laws. The docstring of another estimator names the laws that it breaks.
+The docstring of an estimator names which of the following laws it breaks.
 
 1. If an episode is split in two and the two U add up to the former U, the credit of the episode's first token does not
    change.
@@ -50,8 +49,8 @@ class Rewards:
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages from the outcomes.
         valued: [N] bool, True = the row has process rewards. False = the row has none, because V_0 or V_n is missing,
-            or because the row is unscored or has no token. A row that is not valued gets its outcome advantage, times
-            w_o if the estimator has weights, and is left out of baselines and scales.
+            or because the row is unscored or has no token. A row that is not valued gets its outcome advantage, and is
+            left out of baselines and scales.
         group_size: G, which divides N.
         sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
             use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
@@ -74,29 +73,24 @@ class CreditSettings:
     """Settings of the credit estimators. `Estimator.settings` lists which estimator uses which settings.
 
     Args:
-        outcome_weight: w_o >= 0, the weight of the outcome part of the advantage.
-        process_weight: w_p >= 0, the weight of the process part.
+        process_weight: w_p >= 0, the weight of the process part; the outcome part has the weight 1.
         scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
             is larger than the spread. The default is larger than the rounding errors of V in float32 (1e-5), and much
             smaller than the post's U (0.03). With a larger number, a V that hardly changes has less effect.
-        gamma: γ in [0, 1], the discount per token.
         lam: λ of `gae` in [0, 1], per token.
     Raises:
         ValueError: if a number is out of range.
     """
 
-    outcome_weight: float = 1.0
     process_weight: float = 1.0
     scale_floor: float = 1e-4
-    gamma: float = 1.0
     lam: float = 0.95
 
     def __post_init__(self) -> None:
-        right = self.outcome_weight >= 0 and self.process_weight >= 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1
-        if not right or not self.scale_floor > 0:
+        if not (self.process_weight >= 0 and 0 <= self.lam <= 1 and self.scale_floor > 0):
             raise ValueError(
-                f"{self} is out of range: weights are >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, gamma and "
-                "lam are from 0 to 1."
+                f"{self} is out of range: process_weight is >= 0, scale_floor is > 0 in the unit of V, e.g. 0.1, and "
+                "lam is from 0 to 1."
             )
 
 
@@ -146,25 +140,11 @@ def place_rewards(
 
 def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = the outcome advantage, without process rewards. This is the baseline for comparing estimators."""
-    return _or_outcome(rewards.outcome_advantages.unsqueeze(1), rewards, CreditSettings())
-
-
-def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
-
-    This estimator keeps all laws. R_{j,t} is 0 after the end of row j. The baseline depends on other rows only, so it
-    leaves the policy gradient unbiased. σ is the standard deviation of ΣU over the rows of the group, or the floor if
-    the floor is larger. As in GRPO, σ depends on the row itself, and the division by σ gives groups with a small σ more
-    weight.
-    """
-    returns = _returns_to_go(rewards.process)
-    centred = returns.sub_(_mean_of_others(returns, rewards))
-    std = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
-    return _with_outcome(centred.div_(std.clamp(min=settings.scale_floor)), rewards, settings)
+    return _or_outcome(rewards.outcome_advantages.unsqueeze(1), rewards)
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ, where s are last tokens of episodes.
+    """A_t = A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ, where s are last tokens of episodes.
 
     This is the estimator of "Training-Free Process Rewards for LLM RL", and the default: outcome and process rewards
     are normalised separately, because their scales differ. μ and σ are the mean and the standard deviation of all U of
@@ -175,7 +155,8 @@ def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
     normalised = ((rewards.process - mean) / std.clamp(min=settings.scale_floor)).masked_fill(~rewards.ends, 0)
-    return _with_outcome(_returns_to_go(normalised), rewards, settings)
+    process = _returns_to_go(normalised).mul_(settings.process_weight)
+    return _or_outcome(process.add_(rewards.outcome_advantages.unsqueeze(1)), rewards)
 
 
 def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -189,7 +170,7 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
     normalised = ((combined - mean) / (std + STD_EPSILON)).masked_fill(~rewards.mask, 0)
-    return _or_outcome(_returns_to_go(normalised), rewards, settings)
+    return _or_outcome(_returns_to_go(normalised), rewards)
 
 
 def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -207,42 +188,31 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     last[_last_token(rewards)] = True
     process = _prime_source(rewards.process, rewards.ends, rewards)
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
-    total = settings.outcome_weight * outcome + settings.process_weight * process
-    return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
+    total = outcome + settings.process_weight * process
+    return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards)
 
 
 def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = G_t = r_t + γ·G_{t+1} with the outcome on the last token.
+    """A_t = Σ_{s ≥ t} r_s with the outcome on the last token.
 
-    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", which shows no whitening. There is no baseline:
-    if all rewards are above 0, all advantages are. Breaks laws 1 (with γ < 1), 2, 5 and 6.
+    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", without a discount and, as there, without
+    whitening. There is no baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
     """
-    returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
-    return _or_outcome(returns, rewards, settings)
-
-
-def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A = W(G) with the G of `reinforce` (REINFORCE++, arXiv 2501.03262, as in verl).
-
-    W is the whitening over all tokens of the batch. Breaks law 1, because splitting an episode changes the mean over
-    tokens, and laws 2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
-    """
-    return _or_outcome(_whitened(reinforce(rewards, settings), rewards), rewards, settings)
+    return _or_outcome(_returns_to_go(_combined(rewards, settings)), rewards)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438).
+    """A_t = δ_t + λ·A_{t+1}, δ_t = r_t + V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438, γ = 1).
 
     V_t is V at the last boundary at or before token t, and 0 after the last token. The reward r_t is the outcome on the
-    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: with γ = 1, δ at the last
-    token of episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the
-    advantage 0 if V is equal to its outcome at each boundary (with γ = 1). So choose `gradient_filter_threshold` in the
-    unit of the reward. `outcome_weight` and `process_weight` are not used, because the advantage cannot be divided into
-    an outcome part and a process part. Breaks laws 1 (with γλ < 1), 2 (the outcome is on the last token), 3 (V is
-    compared with the outcome), 5 and 6.
+    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: δ at the last token of
+    episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the advantage
+    0 if V is equal to its outcome at each boundary. So choose `gradient_filter_threshold` in the unit of the reward.
+    `process_weight` is not used, because the advantage cannot be divided into an outcome part and a process part.
+    Breaks laws 1 (with λ < 1), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
     """
-    discounts = torch.full_like(rewards.process, settings.gamma * settings.lam)
-    return _or_outcome(_discounted(_td_errors(rewards, settings.gamma), discounts), rewards, CreditSettings())
+    discounts = torch.full_like(rewards.process, settings.lam)
+    return _or_outcome(_discounted(_td_errors(rewards), discounts), rewards)
 
 
 def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -252,22 +222,20 @@ def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     outcome − V_n. V must have the unit of the outcome; see `gae`, whose δ this adds up within each episode. Breaks
     laws 1, 2, 3, 5 and 6.
     """
-    return _or_outcome(_discounted(_td_errors(rewards, 1.0), (~rewards.ends).double()), rewards, CreditSettings())
+    return _or_outcome(_discounted(_td_errors(rewards), (~rewards.ends).double()), rewards)
 
 
-_WEIGHTS = frozenset({"outcome_weight", "process_weight"})
+_WEIGHT = frozenset({"process_weight"})
 _IN_GROUP = Estimator(per_group=True)
 # Each credit estimator, the settings that it uses, and its flags if `dash_trl.update` has no estimator of this name.
 for _credit, _settings, _flags in (
-    (centered_return, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
-    (grpo_process, _WEIGHTS | {"scale_floor"}, _IN_GROUP),
-    (deepseek_process, _WEIGHTS, _IN_GROUP),
-    (prime_rloo, _WEIGHTS, Estimator()),  # it whitens over the batch
-    (gae, frozenset({"gamma", "lam"}), _IN_GROUP),
+    (grpo_process, _WEIGHT | {"scale_floor"}, _IN_GROUP),
+    (deepseek_process, _WEIGHT, _IN_GROUP),
+    (prime_rloo, _WEIGHT, Estimator()),  # it whitens over the batch
+    (gae, frozenset({"lam"}), _IN_GROUP),
     (vineppo, frozenset[str](), _IN_GROUP),
     (grpo, frozenset[str](), _IN_GROUP),
-    (reinforce, _WEIGHTS | {"gamma"}, _IN_GROUP),
-    (reinforce_plus_plus, _WEIGHTS | {"gamma"}, Estimator()),
+    (reinforce, _WEIGHT, _IN_GROUP),
 ):
     _known = ESTIMATORS.get(_credit.__name__, _flags)
     ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=_settings)
@@ -292,32 +260,26 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
 # ---------------------------------------------------------------------------------------- helpers of the estimators
 
 
-def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns w_o·A_outcome, plus w_p·process in the rows that are valued. Overwrites `process`, to save memory."""
-    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
-    return _or_outcome(process.mul_(settings.process_weight).add_(outcome), rewards, settings)
-
-
-def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns `advantages` [N, T] or [N, 1] for valued rows, w_o·A_outcome for the others, and 0 for padding."""
-    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
+def _or_outcome(advantages: Tensor, rewards: Rewards) -> Tensor:
+    """Returns `advantages` [N, T] or [N, 1] for valued rows, A_outcome for the others, and 0 for padding."""
+    outcome = rewards.outcome_advantages.unsqueeze(1)
     credit = torch.where(rewards.valued.unsqueeze(1), advantages, outcome).expand(rewards.mask.shape)
     return credit.masked_fill(~rewards.mask, 0)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns [N, T]: w_p·r_t, plus w_o·outcome on the last token of each row."""
+    """Returns [N, T]: w_p·r_t, plus the outcome on the last token of each row."""
     row, token = _last_token(rewards)
     combined = settings.process_weight * rewards.process
-    combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
+    combined[row, token] += rewards.outcome.nan_to_num()[row]
     return combined
 
 
-def _td_errors(rewards: Rewards, gamma: float) -> Tensor:
-    """Returns [N, T]: δ_t = r_t + γ·V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
+def _td_errors(rewards: Rewards) -> Tensor:
+    """Returns [N, T]: δ_t = r_t + V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    return _combined(rewards, CreditSettings(process_weight=0.0)) + gamma * after - values
+    return _combined(rewards, CreditSettings(process_weight=0.0)) + after - values
 
 
 def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
@@ -344,20 +306,12 @@ def _groups(values: Tensor, rewards: Rewards) -> Tensor:
     return values.reshape(-1, rewards.group_size, *values.shape[1:])
 
 
-def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
-    """Returns [N, T]: at each position, the mean over the other valued rows of the group; 0 if there are no others."""
-    used = _groups(rewards.valued.unsqueeze(1).to(values.dtype), rewards)
-    grouped = _groups(values, rewards) * used
-    total = grouped.sum(dim=1, keepdim=True)
-    return grouped.neg_().add_(total).div_((used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
-
-
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Computes the mean and the unbiased standard deviation over all numbers of a group, repeated for each row.
 
     Args:
-        values: [N, T], or [N, 1] for one number per row.
-        places: bool, same shape as `values`, True = the number counts. Rows that are not valued never count.
+        values: [N, T].
+        places: [N, T] bool, True = the number counts. Rows that are not valued never count.
         rewards: the input of the estimator. Only its `group_size` and `valued` are used.
     Returns:
         [N, 1] each: the mean and the standard deviation. The standard deviation of fewer than two numbers is unknown;

@@ -1,19 +1,18 @@
 """Computes the logged figures of process rewards, and checks whether process rewards reach the advantages.
 
-Checks 1 to 3 come from "Training-Free Process Rewards for LLM RL":
+Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; the post's third, the time that V takes, is the
+figure `time/values`:
 
 0. Is V known at the first and the last boundary of any row?
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
-3. Does the computation of V take a small share of the time?
-4. Does the outcome of any group count in the window?
+3. Does the outcome of any group count in the window?
 
-If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy. Check 4 warns at once.
+If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy. Check 3 warns at once.
 """
 
 import logging
 import math
-import time
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from dash_trl.process_rewards.credit import Rewards, moments
 logger = logging.getLogger(__name__)
 
 DROWNED = 0.01  # check 2 fails if process rewards change the advantages by less than this share of their spread
-DEAR = 0.5  # check 3 fails if V takes more than this share of the time between two windows
 PATIENCE = 3  # a check must fail in this number of windows in a row before it warns; one failure may be chance
 
 
@@ -88,19 +86,15 @@ class Diagnostics:
     """
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "alone": 0}
-        self._last = -math.inf  # time of the previous window, in seconds
+        self._failures = {"values": 0, "structure": 0, "scale": 0, "alone": 0}
 
-    def check(self, figures: Figures, *, seconds: float, estimator: str) -> None:
+    def check(self, figures: Figures, *, estimator: str) -> None:
         """Runs the checks on one window.
 
         Args:
             figures: the result of `batch_figures`.
-            seconds: the seconds that the computation of values and credit took.
             estimator: name of the credit estimator.
         """
-        now = time.perf_counter()
-        between, self._last = now - self._last, now
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         several_structured = figures["structured where several"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
@@ -118,8 +112,7 @@ class Diagnostics:
                 "structure",
                 several_structured == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
-                "process rewards. Use 'grpo_process', 'centered_return' or another estimator that gives each token an "
-                "advantage of its own.",
+                "process rewards. Use 'grpo_process' or another one that gives each token an advantage of its own.",
             )
         if valued:
             self._note(
@@ -136,12 +129,6 @@ class Diagnostics:
             "advantages are not. If V is wrong, the policy learns what is wrong. ProcessRewardCallback(skip_silent="
             "True) prevents such steps.",
             patience=1,
-        )
-        self._note(
-            "time",
-            seconds > DEAR * between,
-            f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation windows. Fewer and longer "
-            "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make V cheaper.",
         )
 
     def _note(self, check: str, failed: bool, message: str, *, patience: int = PATIENCE) -> None:

@@ -2,16 +2,15 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-Here, a call is a set of prefixes whose continuations are scored together and, unless vLLM servers sample them, sampled
-together. It has at most as many rows as a window of the trainer, or K rows on each rank if that is more. The prefixes
-of each call are divided evenly among the ranks. So every rank makes the same number of calls, and no rank waits for a
-rank whose own completions have more prefixes.
+Here, a call is a set of prefixes whose continuations are sampled and scored together. It has at most as many rows as a
+window of the trainer, or K rows on each rank if that is more. The prefixes of each call are divided evenly among the
+ranks. So every rank makes the same number of calls, and no rank waits for a rank whose own completions have more
+prefixes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from trl import GRPOTrainer
 
 from dash_trl.process_rewards.values import ValueRequest
-from dash_trl.sampling import ServerGeneration
 from dash_trl.seams import decoded, with_settings
 from dash_trl.update import weighted_rewards
 
@@ -48,8 +46,8 @@ class MonteCarloValue:
 
     This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
     trainer's sampler makes the rollouts. Without its prompt, a prefix together with its continuation is no longer than
-    a completion of the trainer. vLLM servers get all prefixes at once. Other samplers get at most as many rows at a
-    time as a window of the trainer has, or K rows on each rank if that is more.
+    a completion of the trainer. The sampler gets at most as many rows at a time as a window of the trainer has, or K
+    rows on each rank if that is more.
 
     The trainer's reward functions and reward weights score the rollouts. Unscored rollouts are left out of the mean. If
     all rollouts of a prefix are unscored, the value of the prefix is missing. Figures that reward functions log about
@@ -79,11 +77,11 @@ class MonteCarloValue:
         ]
         calls = self._calls([one for of_rank in trainer.ranks.gather_object(own) for one in of_rank], trainer)
         means = {}
-        for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
-            rows = self._repeat(mine)
+        for call, mine in calls:
+            rows = [prefix for prefix in mine for _ in range(self.num_rollouts)]
             completions = [
                 [*row.request.completion_ids[: row.boundary], *ids[: row.room]]
-                for row, ids in zip(rows, sampled, strict=True)
+                for row, ids in zip(rows, self._continuations(rows, call[0].room, trainer), strict=True)
             ]
             rewards = _rewards(trainer, rows, completions, group_size=self.num_rollouts)
             total = weighted_rewards(rewards, trainer.reward_weights)
@@ -116,42 +114,21 @@ class MonteCarloValue:
                 calls.append((call, call[rank * each : (rank + 1) * each]))
         return calls
 
-    def _continuations(self, calls: list[tuple[list[_Prefix], list[_Prefix]]], trainer: Any) -> Iterator[list]:
-        """Yields one list per call: the token ids of K continuations of each prefix that this rank continues.
-
-        A continuation may be longer than the `room` of its prefix. The caller cuts the additional tokens off.
+    def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
+        """Returns the token ids of one continuation of each row. It may be longer than the `room` of the row.
 
         Args:
-            calls: the result of `_calls`.
+            rows: prefixes, each K times.
+            longest: the largest `room` in the call. 0: nothing is sampled.
             trainer: the `DASHTrainer`.
         """
-        sampler = getattr(trainer, "vllm_generation", None)
-        pool = sampler if isinstance(sampler, ServerGeneration) else None
-        asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
-        if pool is not None and asked:
-            rooms = self._repeat([prefix.room for prefix in asked])
-            _, sampled, _, _ = pool.generate(self._ids(asked), None, self.num_rollouts, max_tokens=rooms)
-            rest = iter(sampled)
-        for call, mine in calls:
-            ids, longest = self._ids(mine), call[0].room
-            if not longest:
-                yield [[] for _ in ids]
-            elif pool is not None:
-                yield list(islice(rest, len(ids)))
-            else:
-                owner = sampler if trainer.use_vllm else trainer.generation_config
-                name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
-                with with_settings(owner, {name: longest}):
-                    yield trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
-
-    def _ids(self, prefixes: Sequence[_Prefix]) -> list[list[int]]:
-        """Returns the token ids of each prefix with its prompt, K times."""
-        return self._repeat(
-            [[*one.request.prompt_ids, *one.request.completion_ids[: one.boundary]] for one in prefixes]
-        )
-
-    def _repeat(self, values: Sequence[Any]) -> list[Any]:
-        return [value for value in values for _ in range(self.num_rollouts)]
+        if not longest:
+            return [[] for _ in rows]
+        ids = [[*row.request.prompt_ids, *row.request.completion_ids[: row.boundary]] for row in rows]
+        owner = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+        name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
+        with with_settings(owner, {name: longest}):
+            return trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
 
 
 def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:

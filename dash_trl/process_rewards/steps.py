@@ -1,21 +1,22 @@
-"""`StepValue` computes V(prefix) from scores of the episodes, which a function gives::
+"""`StepValue` computes V(prefix) from rewards of the episodes, which a function gives::
 
-completion ──► Segmenter ──► texts of the episodes ──► scores ──► V, whose differences are the process rewards
+completion ──► Segmenter ──► texts of the episodes ──► rewards ──► V, whose differences are the rewards
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, zip_longest
-from statistics import fmean
 from typing import Any
 
-from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.values import ValueRequest
 
 
 class StepValue:
-    """Computes V(prefix) from the scores that a function gives to the episodes, such as a process reward model.
+    """Computes V(prefix) from the rewards that a function gives to the episodes, such as a process reward model.
+
+    V is the sum of the rewards so far, as in PRIME (arXiv 2502.01456), so a completion with more episodes may get a
+    larger V. If your function knows V after each step, let it return the differences. `estimator="gae"` and
+    `estimator="vineppo"` are refused, because the sum has not the unit of the outcome.
 
     `examples/train_prm.py` has a function that calls a model. Each rank calls the function with its own completions.
 
@@ -24,32 +25,18 @@ class StepValue:
             `steps` has for each completion a list with the texts of its n episodes. `columns` are the columns of the
             dataset except `prompt`. It returns for each completion a list of n numbers, or None if it has no scores.
             A score that is None, NaN or infinite is missing, and so are the values that it would give.
-        rewards: True = a score is the reward of its episode, as in PRIME (arXiv 2502.01456). V is then the sum of the
-            scores so far, so a completion with more episodes may get a larger V, and `estimator="gae"` is refused.
-            False = a score is V after its episode. The prompt alone has no score, so V_0 is the mean of V_1 over this
-            rank's completions of the prompt.
     Raises:
         ValueError: during training, if `score` returns another number of scores.
     """
 
+    space = "score"
     needs_answers = False
 
-    def __init__(self, score: Callable[..., Sequence[Sequence[float | None] | None]], *, rewards: bool = True):
-        self.score, self.rewards, self.space = score, rewards, "score" if rewards else "reward"
+    def __init__(self, score: Callable[..., Sequence[Sequence[float | None] | None]]):
+        self.score = score
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        rows = trainer.ranks.agree(self._values, requests, trainer._tokenizer)
-        if self.rewards:
-            return rows
-        # V_0 must not depend on the completion, or it would be no baseline for the completion's first episode.
-        firsts = defaultdict(list)
-        for one, row in zip(requests, rows, strict=True):
-            if len(row) > 1 and math.isfinite(row[1]):
-                firsts[one.prompt_ids].append(row[1])
-        for one, row in zip(requests, rows, strict=True):
-            if one.prompt_ids in firsts and len(row) > 1:
-                row[0] = fmean(firsts[one.prompt_ids])
-        return rows
+        return trainer.ranks.agree(self._values, requests, trainer._tokenizer)
 
     def _values(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[list[float]]:
         asked = [one for one in requests if len(one.boundaries) > 1]
@@ -67,9 +54,9 @@ class StepValue:
         found, expected = list(map(len, known)), list(map(len, steps))
         if found != expected:
             raise ValueError(
-                f"{named(self.score)} returned {found} scores for completions of {expected} steps. Return for each "
+                f"{self.score!r:.100} returned {found} scores for completions of {expected} steps. Return for each "
                 "completion a list with one number per step, or None if it has no scores."
             )
         rows = [[math.nan if one is None else float(one) for one in row] for row in known]
-        values = iter([[0.0, *accumulate(row)] if self.rewards else [math.nan, *row] for row in rows])
+        values = iter([[0.0, *accumulate(row)] for row in rows])
         return [next(values) if len(one.boundaries) > 1 else [math.nan] * len(one.boundaries) for one in requests]

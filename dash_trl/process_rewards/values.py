@@ -9,11 +9,9 @@ cannot be computed is missing: the estimator returns NaN, not 0, because log P =
 
 import logging
 import math
-import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import is_peft_model
 
-from dash_trl.process_rewards.arguments import check_escapes, named
+from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, plain_causal_attention
 
@@ -29,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 ASK = "\nThe answer is "
 END_THOUGHT = "</think>\n"
-_THOUGHT_TAG = re.compile("</?think>")
 
 # In the token budget of a pass, each scored token counts as 32 tokens, because its logits take memory. So a pass with a
 # budget of 8,192 tokens has logits for at most 256 tokens. They take 156 MB in float32 if the vocabulary has 152,000
@@ -113,7 +110,7 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
             return numbers
         reason = f"{found} values for requests that have {expected} boundaries"
     raise ValueError(
-        f"What the value estimator {named(estimator)} returned cannot be used: {reason}. Return a list with one list "
+        f"What the value estimator {estimator!r:.100} returned cannot be used: {reason}. Return a list with one list "
         "of numbers per request, one number per boundary, and math.nan for a value that is not known."
     )
 
@@ -136,8 +133,8 @@ class AnswerLogProbValue:
     Args:
         force_prompt: text between the prefix and the answer. None = ``"\\nThe answer is "``, or
             ``"</think>\\n\\nThe answer is "`` if a thought is open at the boundary. A thought is open if the last tag
-            in the prefix is `<think>`. If a prefix ends within a tag, the prefix is cut before this tag. A force
-            prompt that you pass is used unchanged at every boundary. Pass one if your model has other tags.
+            in the prefix is `<think>`. A force prompt that you pass is used unchanged at every boundary. Pass one if
+            your model has other tags.
         closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``. Its tokens are scored, too. Without a
             closing, a policy that would write "42" also gets a high V for the answer "4".
         space: unit of V: "log" for the mean log-prob, or "probability" for its exponential.
@@ -175,7 +172,7 @@ class AnswerLogProbValue:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
         with trainer.accelerator.autocast():
-            return self._valued(requests, trees, _base(trainer.model), trainer.model, most)
+            return self._valued(requests, trees, trainer.model, most)
 
     def score(
         self,
@@ -197,14 +194,13 @@ class AnswerLogProbValue:
             One list per request with one value per boundary; NaN = missing.
         """
         trees = self._trees(requests, tokenizer)
-        return self._valued(requests, trees, model, model, passes_on_all_ranks)
+        return self._valued(requests, trees, model, passes_on_all_ranks)
 
     @torch.no_grad()
     def _valued(
         self,
         requests: Sequence[ValueRequest],
         trees: Sequence[Tree],
-        model: Any,
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
@@ -212,6 +208,7 @@ class AnswerLogProbValue:
 
         The rank runs as many passes as `passes_on_all_ranks` returns. The passes beyond its own are over `DUMMY`.
         """
+        model = call.get_base_model() if is_peft_model(call) else call
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
@@ -243,11 +240,11 @@ class AnswerLogProbValue:
         ids = request.prompt_ids + request.completion_ids
         prefixes = [len(request.prompt_ids) + boundary for boundary in request.boundaries]
         if self.force_prompt is None:
-            thoughts = _open_thoughts(ids, prefixes, tokenizer)
-            forced = [(prefix, END_THOUGHT + ASK if thinks else ASK) for prefix, thinks in thoughts]
+            texts = [END_THOUGHT + ASK if is_open else ASK for is_open in _open_thoughts(ids, prefixes, tokenizer)]
         else:
-            forced = [(prefix, self.force_prompt) for prefix in prefixes]
-        answers = {text: self._answers(request.answers, text, tokenizer) for text in {text for _, text in forced}}
+            texts = [self.force_prompt] * len(prefixes)
+        answers = {text: self._answers(request.answers, text, tokenizer) for text in {*texts}}
+        forced = zip(prefixes, texts, strict=True)
         branches = [Branch(prefix, tokens, scored) for prefix, text in forced for tokens, scored in answers[text]]
         return Tree(ids[: max(prefixes)], tuple(branches))
 
@@ -293,30 +290,13 @@ class AnswerLogProbValue:
         return self._flaws[model] is None
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if is_peft_model(model) else model
-
-
-def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
-    """Finds out for each prefix whether a thought is open at its end, and cuts an incomplete tag from its end.
-
-    A thought is open if the last tag in the prefix is `<think>`. A tag may be one token or several tokens.
+def _open_thoughts(ids: Sequence[int], prefixes: Sequence[int], tokenizer: Any) -> list[bool]:
+    """Returns for each prefix whether a thought is open at its end: the last tag in the prefix is `<think>`.
 
     Args:
         ids: token ids of prompt and completion.
-        prefixes: the number of tokens of each prefix.
+        prefixes: the number of tokens of each prefix, in increasing order.
         tokenizer: the tokenizer of the model.
-    Returns:
-        One pair per prefix: its number of tokens after the cut, and a bool, True = a thought is open.
     """
-    # Byte-level tokenizers replace some characters in their tokens, but never the characters of these tags.
-    pieces = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]
-    starts = [0, *accumulate(map(len, pieces))]  # the first character of each token; the last entry is the end
-    tags = list(_THOUGHT_TAG.finditer("".join(pieces)))
-    found = []
-    for prefix in prefixes:
-        begun = [tag for tag in tags if tag.start() < starts[prefix]]
-        if begun and begun[-1].end() > starts[prefix]:
-            prefix = bisect_right(starts, begun.pop().start()) - 1
-        found.append((prefix, bool(begun) and begun[-1][0] == "<think>"))
-    return found
+    pieces = tokenizer.batch_decode([ids[start:end] for start, end in pairwise([0, *prefixes])])
+    return [text.rfind("<think>") > text.rfind("</think>") for text in accumulate(pieces)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -352,7 +352,7 @@ Table = TypeVar("Table")  # a dataclass
 def joined(parts: Sequence[Table]) -> Table:
     """Concatenate the rows of several instances of one dataclass. A single instance is returned as it is.
 
-    Tensors and lists are concatenated, and nested dataclasses are joined. Other fields are taken from the first part.
+    Tensors and lists are concatenated. Other fields are taken from the first part.
     If tensors have different numbers of columns, the narrower tensors are padded: floats with NaN, integers with −1. If
     some parts have advantages per token, the advantages per row of the other parts are repeated in every column.
 
@@ -370,8 +370,6 @@ def joined(parts: Sequence[Table]) -> Table:
             found[name] = _stacked(values)
         elif isinstance(value, list):
             found[name] = sum(values, [])
-        elif is_dataclass(value):
-            found[name] = joined(values)
     return replace(parts[0], **found)  # type: ignore[type-var]
 
 

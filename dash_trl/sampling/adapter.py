@@ -70,7 +70,7 @@ def obstacle(model: Any, most: int) -> str | None:
         room = next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= adapter.r)  # vLLM's choices
         return (
             "the servers were started without LoRA support for its rank. To send only the adapter, start them with "
-            f"`python -m dash_trl.serve {model.config.name_or_path} --enable-lora --max-lora-rank {room}`"
+            f"`dash_trl serve {model.config.name_or_path} --enable-lora --max-lora-rank {room}`"
         )
     return None
 

@@ -1,7 +1,7 @@
 """API key of vLLM servers. It protects all paths of a server; vLLM's own key check leaves out the paths for weights.
 
 The key is the environment variable VLLM_API_KEY. If that is not set, the key for servers on this machine is read from
-a file in the user's cache folder, which `dash_trl.serve` creates.
+a file in the user's cache folder, which `dash_trl serve` creates.
 """
 
 import os

@@ -207,7 +207,7 @@ class ServerPool:
                 raise PoolError(
                     self.message(
                         f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
-                        f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
+                        f"{self.server_timeout:g} s. Start them (`dash_trl serve MODEL --servers "
                         f"{len(self.urls)}`) or correct vllm_server_urls"
                     )
                 )

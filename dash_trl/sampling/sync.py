@@ -53,7 +53,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
         if different:
             raise ValueError(
                 f"{url} serves a model of another shape than {name!r} (there, here): {different}. Only weights of the "
-                f"same shape can be loaded in place. Start servers for this model: python -m dash_trl.serve {name}"
+                f"same shape can be loaded in place. Start servers for this model: dash_trl serve {name}"
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
     every = list(models.values())

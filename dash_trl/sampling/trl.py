@@ -140,7 +140,6 @@ class ServerGeneration(ExactMerges):
         images: list | None,
         num_generations: int,
         profiler: Any = None,
-        max_tokens: Sequence[int | None] | None = None,
     ) -> tuple:
         """Sample completions, with the interface of TRL's `VLLMGeneration.generate`.
 
@@ -152,7 +151,6 @@ class ServerGeneration(ExactMerges):
             images: unused.
             num_generations: largest number of rows in a group.
             profiler: unused.
-            max_tokens: token limit of each row; None: `max_completion_length`, or what is left of the context.
 
         Returns:
             Four lists with one entry for each row: prompt ids, completion ids, the sampler's log-probs, and the token
@@ -162,7 +160,7 @@ class ServerGeneration(ExactMerges):
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
         if window is None:  # the call comes from an evaluation or a callback
-            done = jobs = self._jobs(prompts, num_generations, max_tokens)
+            done = jobs = self._jobs(prompts, num_generations)
             groups = self.ranks.agree(self.pool.run, jobs)
         else:
             with self.timed("rollouts"):
@@ -251,15 +249,10 @@ class ServerGeneration(ExactMerges):
 
         return seen_job
 
-    def _jobs(
-        self,
-        prompts: list[list[int]],
-        num_generations: int,
-        max_tokens: Sequence[int | None] | None = None,
-    ) -> list[Job]:
+    def _jobs(self, prompts: list[list[int]], num_generations: int) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
-        limits = self._room(prompts) if max_tokens is None else max_tokens
-        runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(zip(prompts, limits, strict=True))]
+        limited = zip(prompts, self._room(prompts), strict=True)
+        runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(limited)]
         groups = [
             (ids, min(num_generations, count - done), most)
             for ids, count, most in runs

@@ -38,7 +38,7 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
             raise ValueError(
                 f"vllm_server_urls has {url!r}, which is not on this machine, and there is no key for it. Without a "
                 "key anyone who reaches that port could read or replace the model. Set the environment variable "
-                f"{API_KEY} to the same value for the trainer and for `python -m dash_trl.serve`, or open a tunnel and "
+                f"{API_KEY} to the same value for the trainer and for `dash_trl serve`, or open a tunnel and "
                 "name its local end here."
             )
     return cleaned

@@ -189,15 +189,15 @@ class VLLMServer(Server):
         if status in (401, 403):
             return ValueError(
                 f"{said}. Set the environment variable {API_KEY} to the key with which the server was started. The key "
-                f"that `python -m dash_trl.serve` creates is in {key_file()} of the user who started it."
+                f"that `dash_trl serve` creates is in {key_file()} of the user who started it."
             )
         if status == 404 and not path.startswith("/v1"):
             return ValueError(
-                f"{said}. The server was started without its weight endpoints. Start it with `python -m "
-                "dash_trl.serve`, or set VLLM_SERVER_DEV_MODE=1 in its environment."
+                f"{said}. The server was started without its weight endpoints. Start it with `dash_trl serve`, "
+                "or set VLLM_SERVER_DEV_MODE=1 in its environment."
             )
         if "has no attribute 'dash_" in text:  # vLLM answers 500
-            return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
+            return ValueError(f"{said}. Start the server with `dash_trl serve` of this version of dash_trl.")
         if "meta tensors" in text:  # vLLM's loader has removed the old weights, and has not loaded all new ones
             return ValueError(f"{said}. The server holds only part of its weights, because a load failed. Restart it.")
         if self.uses_adapter and ADAPTER in text:  # the server has restarted and has no adapter yet

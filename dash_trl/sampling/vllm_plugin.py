@@ -2,7 +2,7 @@
 
 It reports weight checksums, loads LoRA adapters, and makes weight updates work on CPU builds. vLLM finds `register`
 through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport` through
-`--worker-extension-cls` (`python -m dash_trl.serve` passes it). The trainer calls the methods of `WeightReport` over
+`--worker-extension-cls` (`dash_trl serve` passes it). The trainer calls the methods of `WeightReport` over
 HTTP.
 """
 

@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -24,7 +23,6 @@ from dash_trl.workers import (
     Overdue,
     ProcessCalls,
     ThreadCalls,
-    call_all,
     called,
     default_workers,
 )
@@ -41,8 +39,8 @@ class ProcessTool:
         trainer = DASHTrainer(..., tools=[ProcessTool(run_python, timeout=10)])
 
     If a call hangs or crashes, its process is killed and the policy gets an error as the answer. The function runs in
-    the workers, so it cannot change anything in the trainer's process. The tool has the name, signature and docstring
-    of the function.
+    the workers, so it cannot change anything in the trainer's process. The policy sees the name, signature and
+    docstring of the function.
 
     Args:
         function: the tool; neither a coroutine function nor a method of an environment.
@@ -53,27 +51,22 @@ class ProcessTool:
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
-        functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
         self.workers = ProcessCalls([function], max_concurrency or default_workers())
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:
-        """Returns the tool as a function, because TRL and Transformers accept only functions."""
+        """Returns a function that stands for the tool, because TRL and Transformers accept only functions.
+
+        `ToolCalls` finds this tool by the attribute `process_tool` of the function, and calls it in a worker process.
+        """
 
         @functools.wraps(self.function)
         def tool(**arguments: Any) -> Any:
-            return self(**arguments)
+            return self.function(**arguments)
 
         tool.process_tool = self  # type: ignore[attr-defined]
         return tool
-
-    def __call__(self, **arguments: Any) -> Any:
-        """Calls the function in a worker process; returns its value or raises its exception."""
-        (call,) = call_all(self.workers.submit, self.function, [arguments], timeout=self.timeout)
-        if call.error is not None:
-            raise call.error
-        return call.value
 
 
 class ToolCalls:
@@ -140,7 +133,7 @@ class ToolCalls:
             Overdue: see `call`.
             GivenUp: see `call`.
         """
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, Any, bool]] = []  # name, content of the message, True = the call failed
         waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for one in calls:
             name = one.get("name", "unknown")
@@ -156,51 +149,39 @@ class ToolCalls:
                 elif (apart := getattr(tool, "process_tool", None)) is not None:
                     # Called without a thread, so that the timeout begins when a worker takes the call.
                     call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
-                    found.append((name, _value(call)))
+                    found.append((name, *_outcome(call)))
                 else:
-                    found.append((name, _value(await self._made(tool, arguments))))
+                    found.append((name, *_outcome(await self._made(_calls, {"tool": tool, "arguments": arguments}))))
             except HANGS:
                 for _, coroutine in waiting:
                     coroutine.close()
                 raise
             except Exception as error:
-                found.append((name, _Failed(error)))
+                found.append((name, *_failure(error)))
         made = await asyncio.gather(*(self._made(_awaits, {"coroutine": one}) for _, one in waiting))
-        found += [(name, _value(call)) for (name, _), call in zip(waiting, made, strict=True)]
-        failed = sum(isinstance(value, _Failed) for _, value in found)
-        return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
+        found += [(name, *_outcome(call)) for (name, _), call in zip(waiting, made, strict=True)]
+        messages = [{"role": "tool", "name": name, "content": content} for name, content, _ in found]
+        return messages, sum(failed for *_, failed in found)
 
-    async def _content(self, value: Any) -> str | list[dict[str, str]]:
-        """Returns a value as the content of a tool's message. A thread calls `__str__`, which may take long or hang."""
-        if type(value) is str:
-            return _written(value)
-        call = await self._made(_written, {"value": value})
-        if isinstance(call.error, HANGS):
-            raise call.error
-        if call.error is None:
-            return call.value
-        return str({"error": f"{type(value).__name__} cannot be written: {type(call.error).__name__}"})
+
+def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Returns what a tool answers, as text. `__str__` of a value may take long, too, and runs within the time limit."""
+    return _written(tool(**arguments))
 
 
 async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return await coroutine
+    return _written(await coroutine)
 
 
-def _value(call: Call) -> Any:
-    """Returns the value of a call, or its error as a value. Raises the errors of `HANGS`."""
+def _outcome(call: Call) -> tuple[Any, bool]:
+    """Returns the content of a message, and whether the call failed. Raises the errors of `HANGS`."""
     if isinstance(call.error, HANGS):
         raise call.error
-    return call.value if call.error is None else _Failed(call.error)
+    return (_written(call.value), False) if call.error is None else _failure(call.error)
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """The value of a failed call. Its text is the error."""
-
-    error: BaseException
-
-    def __str__(self) -> str:
-        return str({"error": str(self.error)})
+def _failure(error: BaseException) -> tuple[str, bool]:
+    return _encodable(str({"error": str(error)})), True
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:

@@ -69,7 +69,7 @@ on_nodes() { # ROLE NODE… -- COMMAND: one task per node; if one fails, Slurm e
 }
 
 on_nodes servers "${nodes[@]:MACHINES}" -- bash -c \
-  'exec python -m dash_trl.serve "$1" --servers "$2" --port "$3" --host "${@:SLURM_PROCID + 4:1}"' \
+  'exec python -m dash_trl serve "$1" --servers "$2" --port "$3" --host "${@:SLURM_PROCID + 4:1}"' \
   servers "$MODEL" "$SERVERS" "$SERVER_PORT" "${hosts[@]}" &
 servers=$!
 # Trainers wait 900 s for the servers, longer than `serve` itself waits (600 s): its error message is more helpful.

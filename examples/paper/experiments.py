@@ -90,7 +90,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation by `python -m dash_trl.evaluation`.
+    """An evaluation by `dash_trl eval`.
 
     Attributes:
         paper: flags at the paper's scale.

@@ -63,7 +63,7 @@ def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
     For one model, the interval is that of its evaluation, over problems. For several seeds, it is over the seeds.
 
     Args:
-        figures: JSON of `python -m dash_trl.evaluation`, one per seed.
+        figures: JSON of `dash_trl eval`, one per seed.
         what: "accuracy", or the k of pass@k.
     """
     found = [

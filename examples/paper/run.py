@@ -142,7 +142,7 @@ class Scale:
 
     def servers(self, run: Run) -> list[str]:
         """Returns the command of the vLLM servers that a training samples from, one per GPU."""
-        return [sys.executable, "-m", "dash_trl.serve", model_of(run.size), "--servers", str(self.gpus(run)[1])]
+        return [sys.executable, "-m", "dash_trl", "serve", model_of(run.size), "--servers", str(self.gpus(run)[1])]
 
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
         """Returns the command of an evaluation."""
@@ -153,7 +153,7 @@ class Scale:
         if self.quick:
             flags["dataset_test_split"] = "train[:8]" if spec.problems else "test[:8]"
         output = ["--output_dir", str(self.folder / "evaluation" / kind)]
-        return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
+        return [sys.executable, "-m", "dash_trl", "eval", *models, *as_flags(flags), *output]
 
     def figures(self, kind: str, model: str) -> Path:
         """Returns the file of an evaluation's results; it is named after the last part of the model's name."""
@@ -451,7 +451,7 @@ def tail(log: Path) -> str:
 
 
 def urls_in(text: str) -> list[str]:
-    """Returns the URLs that `dash_trl.serve` prints when its servers are ready; none before."""
+    """Returns the URLs that `dash_trl serve` prints when its servers are ready; none before."""
     found = [line.split()[1:] for line in text.splitlines() if line.strip().startswith("--vllm_server_urls ")]
     return found[-1] if found else []
 
