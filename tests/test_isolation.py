@@ -25,7 +25,6 @@ from trl.trainer.utils import add_fused_lm_head
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import (
-    TreeShape,
     isolation_flaw,
     packed_log_probs,
     packing_flaw,
@@ -33,7 +32,7 @@ from dash_trl.update import (
 )
 from tests.test_padding_free import passes_of
 from tests.test_values import by_prefix, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, parameters, run, save_tiny_model
+from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, run, save_tiny_model
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,14 +49,6 @@ class DeafQwen2(Qwen2ForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model.layers[1].self_attn.__class__ = DeafAttention  # one of the layers
-
-
-class ForgetfulAttention(Qwen2Attention):
-    """Keeps rows apart, but what they share from them, too."""
-
-    def forward(self, *args, trees=(), **kwargs):
-        alone = tuple(TreeShape(tokens) for tree in trees or () for tokens in (tree.trunk, *tree.branches))
-        return super().forward(*args, trees=alone or None, **kwargs)
 
 
 SIGHTED = {
@@ -82,7 +73,7 @@ BLIND = {
 }
 
 
-def flaw_of(model: torch.nn.Module) -> str | None:
+def flaw_of(model: torch.nn.Module, *, shared: bool = False) -> str | None:
     add_fused_lm_head(model)
     assert passes_of(model).padding_free
 
@@ -91,8 +82,8 @@ def flaw_of(model: torch.nn.Module) -> str | None:
         return (outputs.log_probs[:, -keep:],)
 
     with torch.no_grad():
-        packed = partial(packed_log_probs, model, flash=False)
-        return packing_flaw(packed, padded, model, vocabulary=VOCABULARY, device=torch.device("cpu"))
+        packed = partial(packed_log_probs, model, flash=False, same_prompt=torch.tensor([False, shared, shared]))
+        return packing_flaw(packed, padded, model, vocabulary=VOCABULARY, device=torch.device("cpu"), shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +118,27 @@ def test_the_verdict(tiny_model, caplog, dtype, scale):
             assert not caplog.text, "it is said once"
 
 
-def test_a_model_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = ForgetfulAttention
-    trainer = run(DASHTrainer, tiny_model, tmp_path, loaded=model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.02, 0.2])
+def test_a_kernel_that_is_wrong_is_found(dtype, scale):
+    """An upper-left causal mask is right where no sequence has more keys than queries."""
+    torch.manual_seed(0)
+    model = BLIND["qwen2"](scale).to(dtype).eval()
+    for fault, flawed in (
+        ("", [False, False]),
+        ("upper-left", [False, True]),
+        ("alone", [False, True]),
+        ("leak", [True, True]),
+    ):
+        with on_varlen(dtype, fault=fault):
+            found = [flaw_of(model, shared=shared) for shared in (False, True)]
+        assert [one is not None for one in found] == flawed, (fault, found)
+
+
+def test_a_kernel_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
+    with on_varlen(torch.float32, fault="alone"):
+        log = run(DASHTrainer, tiny_model, tmp_path).state.log_history[0]
     assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
-    log = trainer.state.log_history[0]
     assert log["packing/padding_free"] == 1 and log["packing/shared_tokens"] == 0
 
 
@@ -159,7 +164,7 @@ def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, 
 
     trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04, prepare=prepare)
     assert trainer.state.log_history[0]["packing/padding_free"] == 0
-    assert "padding-free, because other tokens in one sample change" in caplog.text
+    assert "padding-free, because the log-probs of a sample differ" in caplog.text
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
