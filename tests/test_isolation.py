@@ -25,17 +25,25 @@ from trl.trainer.utils import add_fused_lm_head
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import (
+    TreeShape,
     isolation_flaw,
     packed_log_probs,
     packing_flaw,
     tree_attention,
+    varlen_arguments,
 )
 from tests.test_padding_free import passes_of
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, run, save_tiny_model
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 class DeafAttention(Qwen2Attention):
@@ -135,13 +143,6 @@ def test_a_kernel_that_is_wrong_is_found(dtype, scale):
         assert [one is not None for one in found] == flawed, (fault, found)
 
 
-def test_a_kernel_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
-    with on_varlen(torch.float32, fault="alone"):
-        log = run(DASHTrainer, tiny_model, tmp_path).state.log_history[0]
-    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
-    assert log["packing/padding_free"] == 1 and log["packing/shared_tokens"] == 0
-
-
 @pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])
 def test_the_update_is_trls(name, tmp_path, caplog):
     """The proof is taken where the trainer begins, and its verdict is followed."""
@@ -184,32 +185,34 @@ def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
 
 
 def test_a_mask_of_the_models_own_is_not_dropped():
-    states = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="Module has an attention mask of its own"):
-        tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())
+    """Nor is dropout."""
+    states, kernel = torch.zeros(1, 1, 2, 8), varlen_arguments([TreeShape(2)], torch.device("cpu"))
+    for mask, dropout, said in (
+        (torch.zeros(1, 1, 2, 2), 0.0, "Module has an attention mask of its own"),
+        (None, 0.1, "has no dropout"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tree_attention(torch.nn.Module(), states, states, states, mask, trees=(), dropout=dropout, **kernel)
 
 
-class FakeModel:
-    """A model whose log-probs depend on a sample's own tokens, and a little on the sample before.
+def alone(samples):
+    return [torch.tensor(sample).double() / 100 for sample in samples]
+
+
+def packed(samples, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
+    """Log-probs that depend on a sample's own tokens, and a little on the sample before.
 
     Args:
+        samples: the token ids.
         leak: size of the effect of the sample before.
         regrouped: size of random changes by any other token of the row, as in a mixture of experts.
-        shift: constant added to all log-probs of packed samples.
+        shift: constant added to all log-probs.
     """
-
-    def __init__(self, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
-        self.leak, self.regrouped, self.shift = leak, regrouped, shift
-
-    def alone(self, samples):
-        return [torch.tensor(sample).double() / 100 for sample in samples]
-
-    def packed(self, samples):
-        generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
-        found = [one + self.shift for one in self.alone(samples)]
-        for before, one in zip(samples, found[1:], strict=False):
-            one += self.leak * (sum(before) % 1000) / 1000
-        return [one + self.regrouped * torch.randn(one.shape, generator=generator) for one in found]
+    generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
+    found = [one + shift for one in alone(samples)]
+    for before, one in zip(samples, found[1:], strict=False):
+        one += leak * (sum(before) % 1000) / 1000
+    return [one + regrouped * torch.randn(one.shape, generator=generator) for one in found]
 
 
 LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
@@ -227,6 +230,5 @@ def test_the_verdict_on_a_fault():
         ({"shift": 0.3}, torch.bfloat16, SHIFT),
         ({"shift": float("nan")}, torch.float32, "nan"),
     ):
-        model = FakeModel(**fault)
-        flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
+        flaw = isolation_flaw(partial(packed, **fault), alone, vocabulary=VOCABULARY, dtype=dtype)
         assert flaw is None if said is None else said in flaw, (fault, dtype, flaw)

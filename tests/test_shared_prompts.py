@@ -24,15 +24,13 @@ from tests.tiny import assert_same_update, on_varlen, parameters, run, save_tiny
 
 TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
 ATTACHED = (TreeShape(7, (3, 1, 5), attach=(2, 7, 4)), TreeShape(4), TreeShape(9, (2, 2), attach=(1, 1)))
-MIXTRAL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
-OPT = dict(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=9, word_embed_proj_dim=8)
+SMALL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 MODULE = torch.nn.Module()
 MODULE.num_key_value_groups = 2
-Trees = tuple[TreeShape, ...]
 
 
-def states(dtype: torch.dtype, trees: Trees = TREES) -> list[torch.Tensor]:
+def states(dtype: torch.dtype, trees: tuple[TreeShape, ...] = TREES) -> list[torch.Tensor]:
     """Queries of 4 heads, keys and values of 2."""
     generator = torch.Generator().manual_seed(0)
     length = sum(map(len, trees))
@@ -43,7 +41,7 @@ def states(dtype: torch.dtype, trees: Trees = TREES) -> list[torch.Tensor]:
 
 
 def one_row_at_a_time(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, trees: Trees = TREES
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: tuple[TreeShape, ...]
 ) -> torch.Tensor:
     """[1, L, H, D], by plain causal attention over prefix and branch."""
     outputs, start = [], 0
@@ -96,10 +94,10 @@ def test_attention_and_its_gradients(dtype, value_size, trees, on_gpu):
 
 def test_dropout_is_seen():
     for config, drawn in (
-        (OPTConfig(dropout=0.1, **OPT), True),  # a float, not a module
-        (OPTConfig(dropout=0.0, **OPT), False),
-        (MixtralConfig(router_jitter_noise=0.1, **MIXTRAL), True),
-        (FalconConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9), False),  # Dropout(0.0)
+        (OPTConfig(dropout=0.1, word_embed_proj_dim=8, **SMALL), True),  # a float, not a module
+        (OPTConfig(dropout=0.0, word_embed_proj_dim=8, **SMALL), False),
+        (MixtralConfig(router_jitter_noise=0.1, **SMALL), True),
+        (FalconConfig(**SMALL), False),  # Dropout(0.0)
     ):
         assert has_dropout(AutoModelForCausalLM.from_config(config)) == drawn, config
 
@@ -154,11 +152,15 @@ def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
         sdpa = begin()
     with on_varlen(torch.bfloat16):
         mixed, padded = begin(bf16=True), begin()
+    with on_varlen(torch.float32, fault="alone"):
+        blind = begin().state.log_history[0]
     for trainer in (flash[1], sdpa, mixed, begin(bf16=True)):
         assert trainer.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
     for trainer in (flash[1], sdpa, padded):
         assert_same_update(parameters(path), parameters(flash[0].model), parameters(trainer.model))
     assert padded.state.log_history[0]["packing/padding_free"] == 0
+    assert blind["packing/padding_free"] == 1 and blind["packing/shared_tokens"] == 0
+    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
     assert caplog.text.count("not padding-free, because SDPA has no varlen kernel for torch.float32 on cpu") == 1
 
 

@@ -173,8 +173,8 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
 
     Args:
         dtypes: those for which there is a kernel.
-        fault: what is wrong with the kernel. "upper-left": its causal mask; "leak": a sequence sees the last key of the one
-            before; "alone": a branch does not see its trunk.
+        fault: what is wrong with the kernel. "upper-left": its causal mask; "leak": a sequence sees the last key of the
+            sequence before; "alone": a branch does not see its trunk.
     """
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -416,6 +416,7 @@ def run(
         disable_tqdm=True,
     )
     if ON_GPU:
+        VARLEN_DTYPES.pop("cuda", None)  # so that models in float32 are packed there, too
         defaults["tf32"] = False  # otherwise, transformers turns it on with torch.compile, for all later runs, too
     if config is DASHConfig:
         defaults["share_prompts"] = True  # the prompts here are short
