@@ -30,13 +30,20 @@ from dash_trl.update import (
     packed_log_probs,
     packing_flaw,
     tree_attention,
+    varlen_arguments,
 )
 from tests.test_padding_free import passes_of
 from tests.test_values import by_prefix, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, parameters, run, save_tiny_model
+from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, run, save_tiny_model
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 class DeafAttention(Qwen2Attention):
@@ -50,14 +57,6 @@ class DeafQwen2(Qwen2ForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model.layers[1].self_attn.__class__ = DeafAttention  # one of the layers
-
-
-class ForgetfulAttention(Qwen2Attention):
-    """Keeps rows apart, but what they share from them, too."""
-
-    def forward(self, *args, trees=(), **kwargs):
-        alone = tuple(TreeShape(tokens) for tree in trees or () for tokens in (tree.trunk, *tree.branches))
-        return super().forward(*args, trees=alone or None, **kwargs)
 
 
 SIGHTED = {
@@ -82,7 +81,7 @@ BLIND = {
 }
 
 
-def flaw_of(model: torch.nn.Module) -> str | None:
+def flaw_of(model: torch.nn.Module, *, shared: bool = False) -> str | None:
     add_fused_lm_head(model)
     assert passes_of(model).padding_free
 
@@ -91,8 +90,8 @@ def flaw_of(model: torch.nn.Module) -> str | None:
         return (outputs.log_probs[:, -keep:],)
 
     with torch.no_grad():
-        packed = partial(packed_log_probs, model, flash=False)
-        return packing_flaw(packed, padded, model, vocabulary=VOCABULARY, device=torch.device("cpu"))
+        packed = partial(packed_log_probs, model, flash=False, same_prompt=torch.tensor([False, shared, shared]))
+        return packing_flaw(packed, padded, model, vocabulary=VOCABULARY, device=torch.device("cpu"), shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +126,21 @@ def test_the_verdict(tiny_model, caplog, dtype, scale):
             assert not caplog.text, "it is said once"
 
 
-def test_a_model_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = ForgetfulAttention
-    trainer = run(DASHTrainer, tiny_model, tmp_path, loaded=model)
-    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
-    log = trainer.state.log_history[0]
-    assert log["packing/padding_free"] == 1 and log["packing/shared_tokens"] == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.02, 0.2])
+def test_a_kernel_that_is_wrong_is_found(dtype, scale):
+    """An upper-left causal mask is right where no sequence has more keys than queries."""
+    torch.manual_seed(0)
+    model = BLIND["qwen2"](scale).to(dtype).eval()
+    for fault, flawed in (
+        ("", [False, False]),
+        ("upper-left", [False, True]),
+        ("alone", [False, True]),
+        ("leak", [True, True]),
+    ):
+        with on_varlen(dtype, fault=fault):
+            found = [flaw_of(model, shared=shared) for shared in (False, True)]
+        assert [one is not None for one in found] == flawed, (fault, found)
 
 
 @pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])
@@ -159,7 +165,7 @@ def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, 
 
     trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04, prepare=prepare)
     assert trainer.state.log_history[0]["packing/padding_free"] == 0
-    assert "padding-free, because other tokens in one sample change" in caplog.text
+    assert "padding-free, because the log-probs of a sample differ" in caplog.text
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
@@ -179,32 +185,34 @@ def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
 
 
 def test_a_mask_of_the_models_own_is_not_dropped():
-    states = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="Module has an attention mask of its own"):
-        tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())
+    """Nor is dropout."""
+    states, kernel = torch.zeros(1, 1, 2, 8), varlen_arguments([TreeShape(2)], torch.device("cpu"))
+    for mask, dropout, said in (
+        (torch.zeros(1, 1, 2, 2), 0.0, "Module has an attention mask of its own"),
+        (None, 0.1, "has no dropout"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tree_attention(torch.nn.Module(), states, states, states, mask, trees=(), dropout=dropout, **kernel)
 
 
-class FakeModel:
-    """A model whose log-probs depend on a sample's own tokens, and a little on the sample before.
+def alone(samples):
+    return [torch.tensor(sample).double() / 100 for sample in samples]
+
+
+def packed(samples, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
+    """Log-probs that depend on a sample's own tokens, and a little on the sample before.
 
     Args:
+        samples: the token ids.
         leak: size of the effect of the sample before.
         regrouped: size of random changes by any other token of the row, as in a mixture of experts.
-        shift: constant added to all log-probs of packed samples.
+        shift: constant added to all log-probs.
     """
-
-    def __init__(self, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
-        self.leak, self.regrouped, self.shift = leak, regrouped, shift
-
-    def alone(self, samples):
-        return [torch.tensor(sample).double() / 100 for sample in samples]
-
-    def packed(self, samples):
-        generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
-        found = [one + self.shift for one in self.alone(samples)]
-        for before, one in zip(samples, found[1:], strict=False):
-            one += self.leak * (sum(before) % 1000) / 1000
-        return [one + self.regrouped * torch.randn(one.shape, generator=generator) for one in found]
+    generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
+    found = [one + shift for one in alone(samples)]
+    for before, one in zip(samples, found[1:], strict=False):
+        one += leak * (sum(before) % 1000) / 1000
+    return [one + regrouped * torch.randn(one.shape, generator=generator) for one in found]
 
 
 LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
@@ -222,6 +230,5 @@ def test_the_verdict_on_a_fault():
         ({"shift": 0.3}, torch.bfloat16, SHIFT),
         ({"shift": float("nan")}, torch.float32, "nan"),
     ):
-        model = FakeModel(**fault)
-        flaw = isolation_flaw(model.packed, model.alone, vocabulary=VOCABULARY, dtype=dtype)
+        flaw = isolation_flaw(partial(packed, **fault), alone, vocabulary=VOCABULARY, dtype=dtype)
         assert flaw is None if said is None else said in flaw, (fault, dtype, flaw)

@@ -9,14 +9,17 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner, RolloutBatch
+from tests.test_unusual_runs import odd
 from tests.tiny import assert_same_update, log_probs, parameters, run
 
-SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
-SHAPES |= {"max_completion_length": 6, "in_process": True, "async_level": 1}
-
-
-def alternating(completion, completion_ids):
-    return float(sum(completion_ids) % 2)
+SHAPES = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "in_process": True,
+    "async_level": 1,
+}
 
 
 class Watch(DASHCallback):
@@ -39,7 +42,7 @@ class Watch(DASHCallback):
             self.scored[example["answer"]].set()
 
 
-def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=alternating, **settings):
+def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=odd, **settings):
     torch.manual_seed(0)
     return run(trainer_class, model, tmp_path, reward=RewardRunner(reward), **{**SHAPES, "max_steps": 4, **settings})
 
@@ -78,7 +81,7 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model,
             second.set()
         else:
             waited.append(second.wait(60))
-        return alternating(completion, completion_ids)
+        return odd(completion, completion_ids)
 
     trained(tiny_model, tmp_path, reward=gated, max_steps=2)
     assert waited == [True] * 8 and len(calls) == 16
@@ -93,7 +96,7 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
 
         def in_turn(completion, completion_ids, answer, pipe=pipe, watch=watch):
             assert not pipe or answer % 2 == 0 or watch.scored[answer - 1].wait(60)
-            return alternating(completion, completion_ids)
+            return odd(completion, completion_ids)
 
         one = {"reward_pipeline": pipe, "callbacks": [watch], "shuffle_dataset": False, "max_steps": 2, **settings}
         trainer = trained(tiny_model, tmp_path, reward=in_turn, **one)
@@ -110,7 +113,7 @@ def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):
     def of_a_batch(completions, **kwargs):
         return [1.0] * len(completions)
 
-    for reward, level in ((of_a_batch, 1), (RewardRunner(alternating), 2)):
+    for reward, level in ((of_a_batch, 1), (RewardRunner(odd), 2)):
         args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, async_level=level)
         with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
             DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))

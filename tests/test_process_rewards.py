@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner
 from dash_trl.process_rewards import (
@@ -27,7 +27,7 @@ from dash_trl.process_rewards import (
     accepted_answers,
     checked_values,
 )
-from tests.test_resume import WIDER
+from tests.test_resume import WIDER, SaveEarly
 from tests.test_tensor_arguments import refusal
 from tests.tiny import ScriptedReward, ScriptedRollouts, assert_same_update, parameters, run, said, tiny_tokenizer
 
@@ -432,17 +432,12 @@ def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(
 
     Two callbacks of one class have a state each.
     """
-    trainers = []
-
-    class SaveEarly(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                trainers[-1]._save_checkpoint(trainers[-1].model, trial=None)
-
+    early = SaveEarly(at=2)
     counts, second, again, third = Counts(), Counts(10), Counts(), Counts()
     wider, other = Counts(), type("Other", (Counts,), {})()
     settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, str(tmp_path / "checkpoint-2")
-    train(tiny_model, tmp_path, counts, second, SaveEarly(), prepare=trainers.append, **settings)
+    saving = {**settings, "prepare": lambda trainer: setattr(early, "trainer", trainer)}
+    train(tiny_model, tmp_path, counts, second, early, **saving)
     train(tiny_model, tmp_path / "again", again, third, resume=checkpoint, **settings)
     assert (counts.count, second.count) == (again.count, third.count) == (8, 18)
     settings |= {**WIDER, "steps_per_generation": 2, "max_steps": 3}

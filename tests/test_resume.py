@@ -62,9 +62,12 @@ def recorded(model, output, resume=None, **settings):
 class SaveEarly(TrainerCallback):
     """As `enable_jit_checkpoint` saves, before the optimizer steps: checkpoint 5 is from within step 6."""
 
+    def __init__(self, at=5):
+        self.at = at
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.optimizer.param_groups[0]["d_hat"] = 1.0  # as Prodigy's steps add settings
-        if state.global_step == 5:
+        if state.global_step == self.at:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
 

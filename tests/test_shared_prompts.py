@@ -1,5 +1,6 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
+from functools import partial
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,24 +17,20 @@ from dash_trl.update import (
     has_dropout,
     plan_share,
     tree_attention,
+    varlen_arguments,
 )
 from tests.test_padding_free import ARCHITECTURES, passes_of
-from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
+from tests.tiny import assert_same_update, on_varlen, parameters, run, save_tiny_model, with_flash_stand_in
 
 TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
-LONG = (TreeShape(300, (280, 3, 150)), TreeShape(700), TreeShape(290, (2,)))  # too different in length for few batches
-MIXTRAL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
-OPT = dict(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=9, word_embed_proj_dim=8)
+ATTACHED = (TreeShape(7, (3, 1, 5), attach=(2, 7, 4)), TreeShape(4), TreeShape(9, (2, 2), attach=(1, 1)))
+SMALL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
 CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 MODULE = torch.nn.Module()
 MODULE.num_key_value_groups = 2
-# PyTorch's kernel for the CPU knows neither float64 nor values of another size than the keys (as in DeepSeek's): then
-# attention is computed in batches, as on a GPU.
-IN_BATCHES = torch.float64
-Trees = tuple[TreeShape, ...]
 
 
-def states(dtype: torch.dtype, trees: Trees = TREES) -> list[torch.Tensor]:
+def states(dtype: torch.dtype, trees: tuple[TreeShape, ...] = TREES) -> list[torch.Tensor]:
     """Queries of 4 heads, keys and values of 2."""
     generator = torch.Generator().manual_seed(0)
     length = sum(map(len, trees))
@@ -44,15 +41,16 @@ def states(dtype: torch.dtype, trees: Trees = TREES) -> list[torch.Tensor]:
 
 
 def one_row_at_a_time(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None, trees: Trees = TREES
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: tuple[TreeShape, ...]
 ) -> torch.Tensor:
     """[1, L, H, D], by plain causal attention over prefix and branch."""
     outputs, start = [], 0
     for tree in trees:
         trunk = list(range(start, start + tree.trunk))
-        for first, last in pairwise([0, *accumulate((tree.trunk, *tree.branches))]):
+        bounds = pairwise([0, *accumulate((tree.trunk, *tree.branches))])
+        for (first, last), before in zip(bounds, (0, *tree.attached), strict=True):
             own = list(range(start + first, start + last))
-            row = own if first == 0 else trunk + own
+            row = trunk[:before] + own
             q, k, v = query[:, :, row], key[:, :, row], value[:, :, row]
             row_output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
             outputs.append(row_output[:, :, -len(own) :])
@@ -61,20 +59,29 @@ def one_row_at_a_time(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value_size", "trees"),
+    ("dtype", "value_size", "trees", "on_gpu"),
     [
-        (torch.float32, 8, TREES),
-        (torch.bfloat16, 8, TREES),
-        (torch.float32, 4, TREES),
-        (IN_BATCHES, 8, TREES),
-        (IN_BATCHES, 8, LONG),
+        (torch.float32, 8, TREES, False),
+        (torch.bfloat16, 8, TREES, False),
+        (
+            torch.float32,
+            4,
+            TREES,
+            False,
+        ),  # as in DeepSeek's models; PyTorch's kernel for the CPU has no float64, either
+        (torch.float64, 8, TREES, False),
+        (torch.float64, 8, ATTACHED, False),
+        (torch.float64, 8, TREES, True),
+        (torch.float64, 8, ATTACHED, True),
+        (torch.bfloat16, 8, TREES, True),
     ],
-    ids=["the CPU's kernel", "the CPU's kernel in bfloat16", "values of another size", "batches", "many batches"],
 )
-def test_attention_and_its_gradients(dtype, value_size, trees):
+def test_attention_and_its_gradients(dtype, value_size, trees, on_gpu):
     found, expected = states(dtype, trees), states(torch.float64, trees)
     query, key, value = found
-    output, _ = tree_attention(MODULE, query, key, value[..., :value_size], None, trees=trees, scaling=0.5)
+    kernel = varlen_arguments(trees, query.device) if on_gpu else {}
+    with on_varlen(dtype):
+        output, _ = tree_attention(MODULE, query, key, value[..., :value_size], None, trees, scaling=0.5, **kernel)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     reference = one_row_at_a_time(*expected, scale=0.5, trees=trees)[..., :value_size]
     (output * weights).sum().backward()
@@ -85,45 +92,12 @@ def test_attention_and_its_gradients(dtype, value_size, trees):
         torch.testing.assert_close(one.grad.double(), other.grad, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, IN_BATCHES])
-def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(dtype):
-    """No copies of the trunk's keys and values, neither one per branch nor one per head of the queries (GQA)."""
-
-    def kept(trees: Trees) -> int:
-        sizes: dict[int, int] = {}
-
-        def note(saved: torch.Tensor) -> torch.Tensor:
-            storage = saved.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes() * saved.is_floating_point()  # all layers share the indices
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-            output, _ = tree_attention(MODULE, *states(dtype, trees), None, trees=trees)
-        return sum(sizes.values()) if output.requires_grad else 0
-
-    trees = (TreeShape(20, (6,) * 4), TreeShape(20, (6,) * 4))  # in batches, nothing is padded
-    copies = sum(tree.trunk for tree in trees) * (4 + 2 + 2) * 8 * 8  # bytes; a batch of trunks keeps one of each
-    rows = kept(tuple(TreeShape(len(tree)) for tree in trees))
-    assert 0 < kept(trees) <= 1.01 * rows + copies * (dtype == IN_BATCHES)
-
-
-@pytest.mark.parametrize("value_size", [8, 4], ids=["the CPU's kernel", "batches"])
-def test_attention_under_autocast(value_size):
-    """Rotary embeddings leave queries and keys in float32, beside values in bfloat16; autocast makes them equal."""
-    query, key, value = states(torch.float32)
-    value = value[..., :value_size]
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = tree_attention(MODULE, query, key, value.bfloat16(), None, trees=TREES)
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.float(), one_row_at_a_time(query, key, value), atol=3e-2, rtol=3e-2)
-
-
 def test_dropout_is_seen():
     for config, drawn in (
-        (OPTConfig(dropout=0.1, **OPT), True),  # a float, not a module
-        (OPTConfig(dropout=0.0, **OPT), False),
-        (MixtralConfig(router_jitter_noise=0.1, **MIXTRAL), True),
-        (FalconConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9), False),  # Dropout(0.0)
+        (OPTConfig(dropout=0.1, word_embed_proj_dim=8, **SMALL), True),  # a float, not a module
+        (OPTConfig(dropout=0.0, word_embed_proj_dim=8, **SMALL), False),
+        (MixtralConfig(router_jitter_noise=0.1, **SMALL), True),
+        (FalconConfig(**SMALL), False),  # Dropout(0.0)
     ):
         assert has_dropout(AutoModelForCausalLM.from_config(config)) == drawn, config
 
@@ -166,14 +140,28 @@ def test_figures_of_packing():
     assert [one.rows for one in micro_batches] == [((0, 1),)]
 
 
-def test_flash_attention_shares_prompts(tmp_path):
+def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
+    """FlashAttention, and SDPA with a kernel for float32, then with one for bfloat16 alone; on the CPU, autocast.
+
+    Under autocast, rotary embeddings leave queries and keys in float32, beside values in bfloat16.
+    """
     path = save_tiny_model(tmp_path / "model")
-    plain, shared = (
-        run(DASHTrainer, path, tmp_path, loaded=with_flash_stand_in(path), constant=0.2, share_prompts=share)
-        for share in (False, True)
-    )
-    assert shared.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
-    assert_same_update(parameters(path), parameters(plain.model), parameters(shared.model))
+    begin = partial(run, DASHTrainer, path, tmp_path, constant=0.2)
+    flash = [begin(loaded=with_flash_stand_in(path), share_prompts=share) for share in (False, True)]
+    with on_varlen(torch.float32):
+        sdpa = begin()
+    with on_varlen(torch.bfloat16):
+        mixed, padded = begin(bf16=True), begin()
+    with on_varlen(torch.float32, fault="alone"):
+        blind = begin().state.log_history[0]
+    for trainer in (flash[1], sdpa, mixed, begin(bf16=True)):
+        assert trainer.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
+    for trainer in (flash[1], sdpa, padded):
+        assert_same_update(parameters(path), parameters(flash[0].model), parameters(trainer.model))
+    assert padded.state.log_history[0]["packing/padding_free"] == 0
+    assert blind["packing/padding_free"] == 1 and blind["packing/shared_tokens"] == 0
+    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
+    assert caplog.text.count("not padding-free, because SDPA has no varlen kernel for torch.float32 on cpu") == 1
 
 
 def test_where_rows_of_a_group_go():

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from tests.test_queue_training import EndsTheEpoch
+from tests.test_resume import SaveEarly, SeededRollouts
 from tests.test_skipped_steps import grad_scaler
 from tests.tiny import (
     ScriptedReward,
-    ScriptedRollouts,
     assert_same_update,
     packed_by_mask,
     parameters,
@@ -67,16 +68,15 @@ def test_a_compiled_model(small_model, tmp_path, monkeypatch, backend):
         assert compiled.state.log_history[0]["packing/padding_free"] == (attention is packed_by_mask)
 
 
-class EndsTheEpoch(TrainerCallback):
-    """Within the second optimizer step."""
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1
-
-
 def test_an_epoch_that_ends_within_an_optimizer_step(start, tiny_model, tmp_path):
-    settings = {"max_steps": 4, "learning_rate": 1.0, "dataset": prompts(16), "callbacks": [EndsTheEpoch()]}
-    updates_are_equal(start, *(run(kind, tiny_model, tmp_path, **settings) for kind in (GRPOTrainer, DASHTrainer)))
+    settings = {"max_steps": 4, "learning_rate": 1.0, "dataset": prompts(16)}
+    updates_are_equal(
+        start,
+        *(
+            run(kind, tiny_model, tmp_path, callbacks=[EndsTheEpoch()], **settings)
+            for kind in (GRPOTrainer, DASHTrainer)
+        ),
+    )
 
 
 def test_the_rest_of_a_stream_is_logged_with_the_step_that_it_joins(tiny_model, tmp_path):
@@ -108,33 +108,12 @@ def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_p
 # ---------------------------------------------------------------------------------------------- rewards that come later
 
 
-class ByMicroStep(ScriptedRollouts):
-    """The same for a run that begins later."""
-
-    def __call__(self, prompts, trainer):
-        self.random.seed(trainer._step)
-        return super().__call__(prompts, trainer)
-
-
-class SavesBeforeTheStep(TrainerCallback):
-    """As `enable_jit_checkpoint` does, when all passes of optimizer step `at` have run."""
-
-    trainer = None
-
-    def __init__(self, at):
-        self.at = at
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.at:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
 @pytest.mark.parametrize("at", [1, 3])  # 3: the window's last step
 def test_a_checkpoint_from_within_a_step(start, tiny_model, tmp_path, at):
     """It holds the rows of that step."""
-    save = SavesBeforeTheStep(at)
+    save = SaveEarly(at)
     settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 0.1}
-    settings |= {"reward": RewardRunner(odd), "reward_pipeline": True, "rollouts": ByMicroStep()}
+    settings |= {"reward": RewardRunner(odd), "reward_pipeline": True, "rollouts": SeededRollouts()}
     prepare = lambda trainer: setattr(save, "trainer", trainer)  # noqa: E731
     whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=[save], prepare=prepare, **settings)
     rest = run(DASHTrainer, tiny_model, tmp_path / "rest", resume=str(tmp_path / f"checkpoint-{at}"), **settings)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,7 +18,7 @@ from transformers import (
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
-from tests.tiny import VOCABULARY, log_probs, run, said, save_tiny_model
+from tests.tiny import VOCABULARY, log_probs, on_varlen, run, said, save_tiny_model
 
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -76,11 +77,12 @@ def check(values, model, tokenizer, requests, force_prompt=" = ", floor=-10.0) -
 
 
 def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, caplog):
-    """In a pass of one tree each, of several, and of all; trees are not given up for a loop."""
+    """In a pass of one tree each, of several, of all, and as on a GPU; trees are not given up for a loop."""
     requests = random_requests()
     before = model.config._attn_implementation
-    for max_tokens in (1, 100, 10_000):
-        values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
+    for max_tokens, *dtypes in ((1,), (100,), (10_000,), (10_000, torch.float32)):
+        with on_varlen(*dtypes):
+            values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
         assert model.config._attn_implementation == before
         check(values, model, tokenizer, requests)
     assert not said(caplog)

@@ -10,14 +10,18 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -29,6 +33,8 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from dash_trl.update import VARLEN_DTYPES
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -94,7 +100,7 @@ def fsdp_on_cpu() -> None:
     state.AcceleratorState.__init__ = with_fsdp
 
 
-def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Returns two [tokens] tensors: the sample of each token, and how many tokens of this sample are left."""
     place = torch.arange(tokens, device=ends.device)
     sample = torch.bucketize(place, ends[1:], right=True)
@@ -106,10 +112,79 @@ def packed_by_mask(
 ) -> tuple[Tensor, None]:
     """Attention that takes the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
     if "cu_seq_lens_q" in settings:
-        sample, left = _place(settings["cu_seq_lens_q"].long(), query.shape[2])
-        of_key, key_left = _place(settings["cu_seq_lens_k"].long(), key.shape[2])
+        assert mask is None and "position_ids" not in settings  # Transformers would read them in each layer
+        sample, left = place(settings["cu_seq_lens_q"].long(), query.shape[2])
+        of_key, key_left = place(settings["cu_seq_lens_k"].long(), key.shape[2])
         mask = ((sample[:, None] == of_key) & (left[:, None] <= key_left))[None, None]
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[Tensor], longest: Sequence[int], scale: float, fault: str
+) -> Tensor:
+    """Attention with the arguments of `varlen_attn`; `fault` as in `on_varlen`."""
+    (sequence, left), (of_key, key_left) = (place(one.long(), int(one[-1])) for one in ends)
+    lengths, key_lengths = (one.diff() for one in ends)
+    assert [lengths.max(), key_lengths.max()] == longest and {one.dtype for one in ends} == {torch.int32}
+    if fault == "upper-left":
+        left, key_left = left - lengths[sequence], key_left - key_lengths[of_key]
+    seen = (sequence[:, None] == of_key) & (left[:, None] <= key_left)
+    if fault == "leak":
+        seen |= (sequence[:, None] == of_key + 1) & (key_left == 1)
+    if fault == "alone":
+        seen &= key_left <= lengths[of_key]
+    states = (one.transpose(0, 1) for one in (query, key, value))
+    output = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
+    return output.transpose(0, 1).contiguous()
+
+
+varlen = torch.library.custom_op("dash_trl_tests::varlen", attended, mutates_args=())
+
+
+@torch.library.custom_op("dash_trl_tests::varlen_backward", mutates_args=())
+def varlen_backward(
+    gradient: Tensor, states: Sequence[Tensor], ends: Sequence[Tensor], longest: Sequence[int], scale: float
+) -> list[Tensor]:
+    def gradients() -> list[Tensor]:
+        leaves = [one.detach().requires_grad_() for one in states]
+        output = attended(*leaves, ends, longest, scale, "")
+        return [one.contiguous() for one in torch.autograd.grad(output, leaves, gradient)]
+
+    with ThreadPoolExecutor(1) as pool:  # within an operation, autograd records nothing
+        return pool.submit(gradients).result()
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    *states, ends, ctx.longest, ctx.scale, _ = inputs
+    ctx.save_for_backward(*states, *ends)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple:
+    *states, ends, key_ends = ctx.saved_tensors
+    return (*varlen_backward(gradient, states, [ends, key_ends], ctx.longest, ctx.scale), [None] * 2, None, None, None)
+
+
+varlen.register_autograd(_backward, setup_context=_keep)
+
+
+@contextmanager
+def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
+    """Lets packed passes on the CPU compute attention as on a GPU, by one operation forward and one backward.
+
+    Args:
+        dtypes: those for which there is a kernel.
+        fault: what is wrong with the kernel. "upper-left": its causal mask; "leak": a sequence sees the last key of the
+            sequence before; "alone": a branch does not see its trunk.
+    """
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert window_size == (-1, 0) and enable_gqa and len({one.dtype for one in (query, key, value)}) == 1
+        return varlen(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale or query.shape[2] ** -0.5, fault)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARLEN_DTYPES, "cpu", dtypes)
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+        yield
 
 
 def with_flash_stand_in(model: str, attention: Any = packed_by_mask) -> Any:
@@ -341,6 +416,7 @@ def run(
         disable_tqdm=True,
     )
     if ON_GPU:
+        VARLEN_DTYPES.pop("cuda", None)  # so that models in float32 are packed there, too
         defaults["tf32"] = False  # otherwise, transformers turns it on with torch.compile, for all later runs, too
     if config is DASHConfig:
         defaults["share_prompts"] = True  # the prompts here are short

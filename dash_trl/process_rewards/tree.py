@@ -1,7 +1,7 @@
 """Tree passes: one pass over prompt and completion (the trunk) with short continuations of its prefixes (the branches).
 
 A tree pass returns the same log-probs as one pass per branch, but computes the trunk only once. So it costs about as
-much as a pass over the trunk alone. The trunk has plain causal attention (SDPA). Only the few branch tokens need a mask
+much as a pass over the trunk alone. The trunk has plain causal attention; branches attend to their prefix
 (`dash_trl.update.trees`). Several trees are packed into one sequence.
 
 Letters: L tokens of the packed sequence, Q branch tokens of a tree, S tokens of a tree.
@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
-from dash_trl.update import TreeShape, computing_dtype, isolation_flaw, tree_attention
+from dash_trl.update import (
+    TreeShape,
+    computing_dtype,
+    isolation_flaw,
+    tree_attention,
+    varlen_arguments,
+    varlen_flaw,
+)
 
 TREE_ATTENTION = "sdpa_trees"
 LOGITS_AT_ONCE = 64  # number of scored tokens whose log-softmax is computed at once, to bound memory
@@ -63,7 +69,6 @@ class Tree:
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
-    AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
     before = model.config.get_text_config()._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -101,17 +106,16 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
                 predictors.append(first + i - 1 if i else start + branch.attach - 1)
                 targets.append(branch.tokens[i])
         lengths = tuple(len(branch.tokens) for branch in tree.branches)
-        shapes.append(TreeShape(trunk, lengths, branch_mask(tree).to(device) if lengths else None))
+        shapes.append(TreeShape(trunk, lengths, tuple(branch.attach for branch in tree.branches)))
+    kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
     with _attention(base_model, TREE_ATTENTION):
         logits = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
-            # This mask is all ones. Without it, transformers would notice that positions restart, and would build an
-            # L × L mask.
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             logits_to_keep=torch.tensor(predictors, device=device),
             trees=tuple(shapes),
             use_cache=False,
+            **kernel,
         ).logits[0]
     wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
@@ -152,17 +156,6 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
         vocabulary=base_model.config.get_text_config().vocab_size,
         dtype=computing_dtype(base_model),
     )
-
-
-def branch_mask(tree: Tree) -> Tensor:
-    """Returns which tokens of the tree each branch token attends to: [1, 1, Q, S] bool, True = attends."""
-    lengths = torch.tensor([len(branch.tokens) for branch in tree.branches], dtype=torch.long)
-    attach = torch.tensor([branch.attach for branch in tree.branches], dtype=torch.long)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # [Q], the branch that each token belongs to
-    to_trunk = torch.arange(len(tree.trunk)) < attach[owner].unsqueeze(1)
-    order = torch.arange(len(owner))
-    to_branch = (owner.unsqueeze(1) == owner) & (order.unsqueeze(1) >= order)
-    return torch.cat([to_trunk, to_branch], dim=1)[None, None]
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:

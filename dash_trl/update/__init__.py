@@ -40,10 +40,11 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         plain_causal_attention,
         same_prompt,
         to_device,
+        varlen_flaw,
     )
     from dash_trl.update.schedule import Pass, Schedule, Share
     from dash_trl.update.skipped_steps import SkippedSteps
-    from dash_trl.update.trees import TreeShape, tree_attention
+    from dash_trl.update.trees import VARLEN_DTYPES, TreeShape, tree_attention, varlen_arguments
     from dash_trl.update.zero3 import forget_plain_passes
 
 __getattr__, __dir__, __all__ = lazy(__name__)

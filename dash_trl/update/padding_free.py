@@ -8,8 +8,7 @@ predicts the first token of a completion c, so it is computed again before each 
 
 The function that transformers' attention interface calls restricts the attention of each token to the token's own row:
 FlashAttention with its varlen kernels, or `tree_attention` if the model uses SDPA. Nothing is computed for padding, and
-attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i. Only the attention of SDPA on a GPU
-pads rows (`attention_batches`).
+attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -27,13 +26,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
 from dash_trl.update.isolation import SAMPLE_TOKENS, computing_dtype, evaluating, isolation_flaw
-from dash_trl.update.trees import TreeShape, copied, flash_arguments, flash_tree_attention, tree_attention
+from dash_trl.update.trees import (
+    VARLEN_DTYPES,
+    TreeShape,
+    copied,
+    flash_tree_attention,
+    no_mask,
+    tree_attention,
+    varlen_arguments,
+)
 from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
@@ -71,15 +79,43 @@ def has_dropout(model: nn.Module) -> bool:
     Args:
         model: any module.
     """
-    return any(
+    return any(map(_draws, model.modules()))
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module itself, without its children, has dropout; see `has_dropout`."""
+    return (
         isinstance(module, nn.Dropout)
         and module.p > 0
         or any(
             isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
             for name, value in vars(module).items()
         )
-        for module in model.modules()
     )
+
+
+def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Return the reason why PyTorch's `varlen_attn` cannot compute a model's attention. `None`: it can.
+
+    Args:
+        model: a transformers model with SDPA.
+        device: the device on which the model computes.
+    """
+    config, dtype = model.config.get_text_config(), computing_dtype(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+    ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    reasons = {
+        f"SDPA has no varlen kernel for {dtype} on {device.type} (use bf16=True)": dtype
+        not in VARLEN_DTYPES.get(device.type, ()),
+        "SDPA's varlen kernel needs a GPU of the Ampere generation or newer": not ampere,
+        f"SDPA's varlen kernel needs a newer torch than {torch.__version__}": "enable_gqa"
+        not in signature(varlen.varlen_attn).parameters,
+        f"SDPA's varlen kernel needs heads of at most 256 numbers, a multiple of 8, not {size}": size > 256 or size % 8,
+        "SDPA's varlen kernel needs values of the keys' size": getattr(config, "v_head_dim", size) != size,
+        "SDPA's varlen kernel has no dropout": any(_draws(part) for one in layers for part in (one, *one.children())),
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
@@ -221,15 +257,14 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
         "input_ids": packed_ids,
+        "attention_mask": no_mask(packed_ids),
         "position_ids": layout.position_ids,
         "labels": packed_ids.masked_fill(layout.ignored, -100),
     }
-    if flash:
-        arguments = flash_arguments(layout.trees)
-        inputs |= {name: to_device(value, input_ids.device) for name, value in arguments.items()}
-    else:
-        # A mask of ones: without a mask, transformers would notice that positions restart and build an L × L mask.
-        inputs |= {"attention_mask": torch.ones_like(packed_ids), "trees": layout.trees}
+    if not flash:
+        inputs["trees"] = layout.trees
+    if flash or input_ids.device.type in VARLEN_DTYPES:
+        inputs |= varlen_arguments(layout.trees, input_ids.device)
     return inputs
 
 
@@ -425,6 +460,8 @@ class ModelPasses:
         if self._hook is not None:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
+        if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
+            self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
             # model's own code. It is not unwrapped, because accelerate's unwrapping would remove DDP's `no_sync`.
