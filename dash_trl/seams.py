@@ -6,7 +6,6 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, is_peft_model
-from huggingface_hub import constants
 from torch import Tensor
 from transformers.integrations import TrackioCallback
 from trl.chat_template_utils import parse_response
@@ -283,22 +281,14 @@ def begin_anew(trainer: Any) -> None:
 def begin_trackio(trainer: Any) -> None:
     """Begin the run of Trackio before training or an evaluation.
 
-    TRL's profiler logs to this run, but Transformers begins it only with training and ends it with training. If the run
-    is stored on this machine, the Hub is switched off while the run is begun. Otherwise Trackio would ask the Hub for
-    the user's name, without a time limit.
+    TRL's profiler logs to this run, but Transformers begins it only with training and ends it with training.
 
     Args:
         trainer: a `GRPOTrainer`.
     """
-    remote = trainer.args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
-    offline = constants.HF_HUB_OFFLINE
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):
-            constants.HF_HUB_OFFLINE = offline or not remote
-            try:
-                callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
-            finally:
-                constants.HF_HUB_OFFLINE = offline
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
 def count_pass_time(trainer: Any, seconds: float) -> None:

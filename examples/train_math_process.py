@@ -4,7 +4,6 @@
 
     accelerate launch examples/train_math_process.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --process_weight 0.5
-    accelerate launch examples/train_math_process.py --value_model outputs/prm      # see train_prm.py
 
 This is `train_math.py` with a `ProcessRewardCallback`; it has the same flags and YAML keys, and those of
 `ProcessArguments`.
@@ -14,15 +13,12 @@ import sys
 from dataclasses import dataclass, field
 
 from train_math import MathArguments, main
-from train_prm import ProcessRewardModel
 
 from dash_trl.process_rewards import (
     EPISODE_MARKERS,
     AnswerLogProbValue,
     CreditSettings,
     ProcessRewardCallback,
-    StepValue,
-    ValueEstimator,
     line_starts,
 )
 
@@ -31,13 +27,6 @@ from dash_trl.process_rewards import (
 class ProcessArguments:
     """Flags of the value V(prefix), and of the credit that is computed from it."""
 
-    value_model: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name or folder of a process reward model: V(prefix) is computed from its scores of the steps. "
-            "Default: V is the probability of the known answer."
-        },
-    )
     estimator: str = field(default="grpo_process", metadata={"help": "See docs/concepts/credit.md."})
     process_weight: float = field(default=1.0, metadata={"help": "Weight of the process part of the advantage."})
     skip_silent: bool = field(
@@ -49,25 +38,14 @@ class ProcessArguments:
     )
     force_prompt: str | None = field(default=None, metadata={"help": "Text that asks for the known answer now."})
 
-    def __post_init__(self) -> None:
-        if self.value_model and (self.value_space, self.force_prompt) != ("log", None):
-            raise ValueError(
-                f"value_space={self.value_space!r} and force_prompt={self.force_prompt!r} have no effect with "
-                "--value_model, which needs no answer. Leave them out."
-            )
-
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
     toy = script.is_toy  # a toy solution has one step per line, and its answer follows "The answer is "
-    value: ValueEstimator
-    if own.value_model is not None:
-        value = StepValue(ProcessRewardModel(own.value_model))
-    else:
-        value = AnswerLogProbValue(
-            own.force_prompt or ("The answer is " if toy else None),
-            space=own.value_space,
-            closing="<|im_end|>" if toy else "",
-        )
+    value = AnswerLogProbValue(
+        own.force_prompt or ("The answer is " if toy else None),
+        space=own.value_space,
+        closing="<|im_end|>" if toy else "",
+    )
     return [
         ProcessRewardCallback(
             value,

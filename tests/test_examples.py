@@ -13,10 +13,8 @@ from unittest import mock
 import nbformat
 import pyarrow.parquet
 import pytest
-import torch
 import toy_tools
 import train_math
-import train_prm
 import yaml
 from train_code import Programming
 from train_delayed import Delayed
@@ -27,7 +25,6 @@ from transformers import TrainerCallback
 from trl import TrlParser
 
 from dash_trl.evaluation import evaluate
-from dash_trl.process_rewards import StepValue
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
 from tests.launching import CONFIGS, ROOT
@@ -183,28 +180,9 @@ def process_callback(*arguments: str) -> object:
     return callback
 
 
-def test_a_process_reward_model_and_a_weight_by_flags(toy, tmp_path):
-    """The model is trained on a few solutions, and read at the end of each step."""
-    train_prm.main(["--output_dir", str(tmp_path), "--problems", "32", "--epochs", "1"])
-    callback = process_callback("--value_model", str(tmp_path), "--estimator", "reinforce", "--process_weight", "2")
-    assert isinstance(callback.value, StepValue) and callback.estimator == "reinforce"
-    assert callback.settings.process_weight == 2.0
-    model = train_prm.ProcessRewardModel(str(tmp_path))
-    one, other = model(["1+1=", "2"], [["one \n", "two"], ["three"]], level=[1, 2])
-    ids = model.tokenizer("1+1=one\ntwo\n")["input_ids"]
-    with torch.no_grad():
-        logits = model.model(input_ids=torch.tensor([ids])).logits[0, -1]
-    assert one[1] == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-5) and (len(one), len(other)) == (2, 1)
-
-
-def test_mistakes_about_the_value():
-    for arguments, message in (
-        (["--value_model", "prm", "--value_space", "probability"], "value_space='probability' .* have no effect"),
-        (["--value_model", "prm", "--force_prompt", "So: "], "force_prompt='So: ' have no effect with --value_model"),
-        (["--process_weight", "-1"], "process_weight=-1.0.* out of range: process_weight is >= 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            process_callback(*arguments)
+def test_a_weight_out_of_range():
+    with pytest.raises(ValueError, match="process_weight=-1.0.* out of range: process_weight is >= 0"):
+        process_callback("--process_weight", "-1")
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
@@ -250,7 +228,6 @@ import sys
 
 import train_judge
 import train_math
-import train_prm
 
 train_math.measure = lambda *arguments: {}
 train_judge.main(sys.argv[1:], make_task=train_judge.Judged)

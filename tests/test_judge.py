@@ -425,16 +425,6 @@ def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch)
     assert server.keys[2:] == ["Bearer from the environment"] * 2 + ["Bearer given"] and own <= server.sent
 
 
-def test_a_key_that_others_can_read_on_its_way_is_warned_of(caplog):
-    for url, warns in (("http://10.0.0.3/v1", True), ("https://10.0.0.3/v1", False), (URL, False)):
-        caplog.clear()
-        JudgeReward("m", base_url=url, api_key="secret")
-        assert ("without encryption" in caplog.text) == warns and "secret" not in caplog.text, url
-        caplog.clear()
-        JudgeReward("m", base_url=url)
-        assert not caplog.records, url
-
-
 # -------------------------------------------------------------------------------------------- what a server may not do
 
 

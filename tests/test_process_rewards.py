@@ -22,7 +22,6 @@ from dash_trl.process_rewards import (
     Estimator,
     MonteCarloValue,
     Segmenter,
-    StepValue,
     ValueRequest,
     accepted_answers,
     checked_values,
@@ -275,7 +274,6 @@ MISTAKES = [
         for name in ("gae", "vineppo")
     ),
     (dict(estimator="gae", value=lambda requests, trainer: []), "needs the attribute space = 'probability'"),
-    (dict(estimator="gae", value=StepValue(print)), "must have the same unit"),
     # the settings
     (
         dict(settings=CreditSettings(lam=0.5)),

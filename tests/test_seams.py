@@ -3,14 +3,10 @@
 import inspect
 
 import pytest
-from huggingface_hub import constants
-from transformers import TrainerCallback
-from transformers.integrations import TrackioCallback
 from trl import GRPOTrainer
 
 from dash_trl.seams import (
     begin_anew,
-    begin_trackio,
     count_pass_time,
     with_settings,
 )
@@ -35,23 +31,6 @@ def test_the_settings_of_our_losses_are_trls(trainer):
         with with_settings(trainer, {**settings, "log": None}):
             assert trainer.loss_type == "dapo" and trainer.log is None
         assert vars(trainer) == before
-
-
-@pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])
-def test_a_run_of_trackio_on_this_machine_asks_the_hub_nothing(trainer, monkeypatch, space, asks):
-    may_ask = []
-
-    class Callback(TrackioCallback):
-        __init__ = object.__init__
-
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            may_ask.append(not constants.HF_HUB_OFFLINE)
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(trainer.callback_handler, "callbacks", [TrainerCallback(), Callback()])
-    monkeypatch.setattr(trainer.args, "trackio_space_id", space)
-    begin_trackio(trainer)
-    assert may_ask == [asks] and not constants.HF_HUB_OFFLINE
 
 
 def test_counters_and_logs_of_a_run(trainer):

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Estimator, Rewards, place_rewards
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Segmenter, line_starts
     from dash_trl.process_rewards.monte_carlo import MonteCarloValue
-    from dash_trl.process_rewards.steps import StepValue
     from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public

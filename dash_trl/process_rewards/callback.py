@@ -90,8 +90,8 @@ class ProcessRewardCallback(DASHCallback):
     def _check_value(self) -> None:
         if isinstance(self.value, type) or not callable(self.value):
             raise ValueError(
-                f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...), "
-                "StepValue(...) or another instance or function that takes (requests, trainer). The name of a credit "
+                f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) "
+                "or another instance or function that takes (requests, trainer). The name of a credit "
                 "estimator goes into estimator='...', and a force prompt into AnswerLogProbValue('...')."
             )
         if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):

@@ -3,7 +3,7 @@
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
 `AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the
-policy finish the prefix K times and computes the mean reward. `StepValue` uses scores of the episodes. A value that
+policy finish the prefix K times and computes the mean reward. A value that
 cannot be computed is missing: the estimator returns NaN, not 0, because log P = 0 would mean certainty.
 """
 

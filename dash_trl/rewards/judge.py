@@ -250,12 +250,6 @@ class JudgeReward:
                 "There is no API key for the judge: set OPENAI_API_KEY, pass api_key=..., or use a server that needs "
                 "no key with base_url='http://HOST:PORT/v1'."
             )
-        address = urlsplit(self._base_url)
-        if self._api_key != "none" and address.scheme != "https" and not is_loopback(address.hostname or ""):
-            logger.warning(
-                f"The judge's key is sent to {self._base_url} without encryption, so others on the network can read "
-                "it: use https, or a tunnel to 127.0.0.1."
-            )
         self._template = template
         self._places = dict.fromkeys(name for _, name in _PLACE.findall(template) if name)
         if "completion" not in self._places:

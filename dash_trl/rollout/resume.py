@@ -239,12 +239,6 @@ def why_a_new_window(
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
     if fits or ignore_data_skip:
         return reason
-    if now.queues_prompts:
-        raise ValueError(
-            f"{reason}. With max_num_gen_batches, Transformers cannot tell which prompts were "
-            "used. Resume with the values of the checkpoint, or pass ignore_data_skip=True to begin with the first "
-            "prompt."
-        )
     raise ValueError(
         f"{reason}. Transformers would continue after micro-batch {batches} of epoch {epoch} ({now.window_batches} "
         f"micro-batches take {now.window_prompts} prompts), so some prompts would be lost, or used twice. Resume with "

@@ -6,25 +6,12 @@ only way in which this package waits for several calls.
 
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import Any
-
-# If no call of this process ends for this many seconds plus the longest timeout, missing outcomes count as lost. Starts
-# of workers and a busy cluster take less time.
-LAST_SECONDS = 1200.0
-# Time at which the last call ended, in seconds of the monotonic clock. It is not an attribute of the class `Call`,
-# because each assignment to a class attribute empties Python's caches for the class.
-_last_end = [0.0]
-
-
-def note_end() -> None:
-    """Note that a call, or one attempt to make it, has ended."""
-    _last_end[0] = time.monotonic()
 
 
 class Overdue(TimeoutError):
@@ -66,7 +53,6 @@ class Call(Future[Any]):
             value: return value of the function.
             error: exception that the function raised or that ended the call. None if the call has a value.
         """
-        note_end()
         with suppress(InvalidStateError):
             if error is None:
                 self.set_result(value)
@@ -98,7 +84,6 @@ class Request:
         self._rows_left = [[min(group_size, rows - start) for start in starts] for _ in range(functions)]
         self._functions_left = [functions] * len(starts)
         self._calls: dict[Call, None] = {}  # the calls that have not ended, in order
-        self._patience = LAST_SECONDS
         self._lock = threading.Lock()
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._handed_out = 0
@@ -112,7 +97,7 @@ class Request:
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
 
     def add(self, call: Call, done: Callable[[Call], None]) -> Call:
-        """Wait for a call, too: `cancel` cancels it, and it gets an error if its outcome is lost.
+        """Wait for a call, too; `cancel` cancels it.
 
         Args:
             call: a call that is not submitted yet.
@@ -121,7 +106,6 @@ class Request:
         Returns:
             The call.
         """
-        self._patience = max(self._patience, LAST_SECONDS + call.timeout)
         self._calls[call] = None
         call.add_done_callback(self._calls.pop)  # type: ignore[arg-type]  # typed for any future
         call.add_done_callback(done)  # type: ignore[arg-type]
@@ -162,22 +146,13 @@ class Request:
     def next_groups(self, *, wait: bool = True) -> list[int]:
         """Return the numbers of complete groups that were not returned before.
 
-        The wait always ends: if no call of this process ends for a long time, the missing outcomes become errors.
-
         Args:
             wait: True = if there is no such group yet, wait for one. Call it with True only while groups are left.
         """
         found: list[int] = []
-        began = time.monotonic()
         while not self._complete.empty() or wait and not found:
-            left = max(began, _last_end[0]) + self._patience - time.monotonic()
-            with suppress(queue.Empty):
-                found.append(self._complete.get(timeout=max(0.0, min(left, threading.TIMEOUT_MAX))))
-                self._handed_out += 1
-                continue
-            if left <= 0:
-                for call in self._calls.copy():
-                    call.finish(error=GivenUp(f"its outcome was lost: no call has ended for {self._patience:g} s"))
+            found.append(self._complete.get())
+            self._handed_out += 1
         return found
 
     def wait(self) -> None:

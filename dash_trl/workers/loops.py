@@ -17,7 +17,7 @@ from typing import Any
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from dash_trl.workers.calls import Call, GivenUp, Overdue, note_end
+from dash_trl.workers.calls import Call, GivenUp, Overdue
 
 ANSWER_SECONDS = 1.0  # a loop that does not answer for this long is blocked; a cancelled task ends within this time
 CLOSE_SECONDS = 5.0  # how long `EventLoop.close` waits for a loop that a coroutine blocks
@@ -176,10 +176,7 @@ class Backend:
             now = asyncio.get_running_loop().time()
             self._next_start = max(now, self._next_start) + self._distance
             await asyncio.sleep(self._next_start - self._distance - now)
-        try:
-            return await self._made(call)
-        finally:
-            note_end()
+        return await self._made(call)
 
     async def _in_time(self, call: Call, outcome: Awaitable[Outcome]) -> Any:
         """Wait for the outcome of a call, at most for its timeout; return its value or raise its error."""
