@@ -312,7 +312,7 @@ def test_an_estimator_gets_the_rows_of_its_rank(train, monkeypatch):
 
     def noted(rewards: Any, chosen: Any) -> torch.Tensor:
         seen.append((len(rewards.valued), rewards.sum_over_ranks(torch.ones(1)).item()))
-        return ESTIMATORS["reinforce_plus_plus"](rewards, chosen)
+        return ESTIMATORS["prime_rloo"](rewards, chosen)
 
     monkeypatch.setitem(ESTIMATORS, "noted", Estimator(credit=noted))
     episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
