@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Option → its smallest value, and the reason.
 LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
-    "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
+    "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None is that of TRL's padded micro-batch"),
     "max_num_gen_batches": (1, "it is the number of generation batches that a window may take; 1 is off"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "with a smaller one, tokens that the policy itself has just sampled would have no gradient"),
@@ -91,8 +91,9 @@ class DASHConfig(GRPOConfig):
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
             counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
-            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: a
-            pass has at most `per_device_train_batch_size` rows, as in TRL.
+            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: as
+            many tokens as TRL's padded micro-batch of the same window, `per_device_train_batch_size` times the longest
+            row. What the filter, padding and shared prompts save then becomes fewer passes.
         share_prompts (`bool` or `None`, defaults to `None`):
             If several rows of a model pass have the same prompt, compute this prompt only once. The update is the same.
             `None`: share prompts of at least 16 tokens, because sharing shorter prompts is slower. `True`: share
@@ -171,7 +172,7 @@ class DASHConfig(GRPOConfig):
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
-        metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
+        metadata={"help": "Token budget of one model pass. `None`: that of TRL's padded micro-batch."},
     )
     share_prompts: bool | None = field(
         default=None,

@@ -270,7 +270,8 @@ class LogProbs:
         """
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
-        return rows, Part(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
+        width = int(of_all[..., 0].max() + of_all[..., 1].max())
+        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum())
 
 
 class CorrectionInPass:
