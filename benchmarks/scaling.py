@@ -23,7 +23,7 @@ import harness
 import torch
 
 from dash_trl.process_rewards import ESTIMATORS, CreditSettings, Rewards, batch_figures, place_rewards
-from dash_trl.rollout import RolloutBatch
+from dash_trl.rollout import Part, RolloutBatch
 from dash_trl.update import (
     MIN_SHARED,
     PackedLayout,
@@ -151,8 +151,8 @@ def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
     for name, layout in LAYOUTS.items():
         options = {"max_rows": 32, **layout, "min_shared": None if name == "padded" else MIN_SHARED}
 
-        def pack(table: torch.Tensor, micro_steps: int, last: bool, options: dict = options) -> list:
-            return plan_share(table, micro_steps, last, **options)
+        def pack(table: torch.Tensor, width: int, micro_steps: int, last: bool, options: dict = options) -> list:
+            return plan_share(table, micro_steps, last, width=width, **options)
 
         schedule = Schedule(
             steps_per_generation=MICRO_STEPS,
@@ -161,11 +161,12 @@ def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
             rows_per_step=rows // MICRO_STEPS,
             pack=pack,
         )
+        part = Part(None, lengths, PROMPT + COMPLETION, torch.tensor(1.0))
         schedule.begin_optimizer_step(0, MICRO_STEPS, global_step=0)
         with stage(f"plan, {name}", stages):
             schedule.window_sampled(0)
             for step in range(MICRO_STEPS):
-                schedule.passes(step, lengths, 1.0)
+                schedule.passes(step, part)
     return stages
 
 

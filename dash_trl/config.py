@@ -22,7 +22,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # Option → its smallest value, and the reason.
 LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
-    "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
+    "max_tokens_per_microbatch": (
+        1,
+        "it is the token budget of a model pass; None is that of TRL's padded micro-batch",
+    ),
     "max_num_gen_batches": (1, "it is the number of generation batches that a window may take; 1 is off"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "with a smaller one, tokens that the policy itself has just sampled would have no gradient"),
@@ -91,8 +94,9 @@ class DASHConfig(GRPOConfig):
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
             counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
-            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: a
-            pass has at most `per_device_train_batch_size` rows, as in TRL.
+            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: as
+            many tokens as TRL's padded micro-batch of the same window, `per_device_train_batch_size` times the longest
+            row. What the filter, padding and shared prompts save then becomes fewer passes.
         share_prompts (`bool` or `None`, defaults to `None`):
             If several rows of a model pass have the same prompt, compute this prompt only once. The update is the same.
             `None`: share prompts of at least 16 tokens, because sharing shorter prompts is slower. `True`: share
@@ -109,6 +113,9 @@ class DASHConfig(GRPOConfig):
             further prompts are sampled until the window is full of groups with signal, or until the number of sampled
             groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
             sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
+        logging_nan_inf_filter (`bool`, defaults to `False`):
+            Transformers' option, whose default is `True`. It makes each micro-step wait for the device. Here a loss
+            that is not finite counts as 0 in the log, and its optimizer step is skipped and counted (`skipped_steps`).
         reward_pipeline (`bool`, defaults to `False`):
             Train on each group as soon as it is scored, while the optimizer step waits for the rewards of other groups.
             The update is the same. If several optimizer steps share one window (`steps_per_generation` above
@@ -166,7 +173,7 @@ class DASHConfig(GRPOConfig):
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
-        metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
+        metadata={"help": "Token budget of one model pass. `None`: that of TRL's padded micro-batch."},
     )
     share_prompts: bool | None = field(
         default=None,
@@ -182,6 +189,10 @@ class DASHConfig(GRPOConfig):
         metadata={
             "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
         },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."},
     )
     reward_pipeline: bool = field(
         default=False,

@@ -253,13 +253,15 @@ class LogProbs:
         """
         if not count:
             return []
-        found, args = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)], self._host.args
+        args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for rows, inputs in self._micro_batches.without_gradient(window, lengths):
                 on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
-                # `values` and `known` may differ in columns
-                for values, known in zip(run(on_device), found, strict=False):
-                    known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
+                passes.append((rows, run(on_device)[:count]))
+        found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
+        for rows, results in passes:  # read after the last pass, because reading waits for the device
+            for values, known in zip(results, found, strict=True):  # which may differ in columns
+                known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
     def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, Part]:
@@ -270,7 +272,8 @@ class LogProbs:
         """
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
-        return rows, Part(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
+        width = int(of_all[..., 0].max() + of_all[..., 1].max())
+        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum())
 
 
 class CorrectionInPass:
@@ -303,7 +306,7 @@ class CorrectionInPass:
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         one: Pass = inputs["pass"]
         rows = len(one.micro_batch.rows[self._rank])  # the rows after these are dummy rows
-        self._tables[one.share.first].append(tuple(table[:rows].cpu() for table in (old, sampled, mask, ratio)))
+        self._tables[one.share.first].append(tuple(table[:rows] for table in (old, sampled, mask, ratio)))
         return {**inputs, "importance_sampling_ratio": ratio}
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
@@ -315,7 +318,9 @@ class CorrectionInPass:
         tables, self._tables = self._tables, defaultdict(list)
         for passes in tables.values():
             widest = max(old.shape[1] for old, *_ in passes)
-            yield tuple(torch.cat([_widened(one, widest) for one in column]) for column in zip(*passes, strict=True))
+            yield tuple(
+                torch.cat([_widened(one, widest) for one in table]).cpu() for table in zip(*passes, strict=True)
+            )
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:

@@ -26,11 +26,14 @@ class MicroBatches:
         self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
         self._pad_token_id = host.processing_class.pad_token_id
 
-    def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
+    def plan(
+        self, lengths: Tensor, width: int, micro_steps: int, last_must_run: bool = False
+    ) -> list[list[MicroBatch]]:
         """Plan the micro-batches of each micro-step; see `plan_share`.
 
         Args:
             lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
+            width: see `Part.width`.
             micro_steps: number of micro-steps.
             last_must_run: True = the last micro-step runs a pass even if there is no survivor.
         """
@@ -40,6 +43,7 @@ class MicroBatches:
             last_must_run,
             max_rows=self._args.per_device_train_batch_size,
             max_tokens=self._args.max_tokens_per_microbatch,
+            width=width,
             padding_free=self.passes.padding_free,
             min_shared=self.passes.min_shared,
         )
@@ -53,7 +57,7 @@ class MicroBatches:
         Yields:
             For each pass, the indices of this rank's rows in `part.rollouts`, and the inputs on the CPU.
         """
-        for micro_batch in self.plan(lengths, 1)[0]:
+        for micro_batch in self.plan(lengths, part.width, 1)[0]:
             yield self._of(part, micro_batch)
 
     def with_gradient(self, part: Part, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ class MicroSteps:
             self.schedule.window_sampled(step)
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
-            passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
+            passes, planned = self.schedule.passes(step, window)
             yield self._micro_batches.with_gradient(window, passes, planned), True
         elif step + 1 < self.schedule.steps_of_share(step).stop:
             yield [], True  # the passes of all parts run in the last micro-step of the share
@@ -119,8 +119,7 @@ class MicroSteps:
     def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
         for part in window:
-            items = part.num_items_in_batch.item()
-            passes, planned = self.schedule.plan_part(step, part.lengths, items, last=part.ends_step)
+            passes, planned = self.schedule.plan_part(step, part)
             yield self._micro_batches.with_gradient(part, passes, planned), part.ends_step
             if part.ends_step:
                 break

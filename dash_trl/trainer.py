@@ -225,7 +225,7 @@ class DASHTrainer(GRPOTrainer):
                     seams.leave_out_step(self.accelerator)
         if ends_step:
             run.end_optimizer_step()
-        return loss
+        return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dash_trl.rollout import Part
 from dash_trl.update import Schedule, plan_share
 
 
@@ -31,10 +32,11 @@ def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torc
     group=st.integers(1, 8),
     kept=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     tokens=st.sampled_from([None, 1, 100, 400]),
+    wide=st.booleans(),
     layout=st.sampled_from(["padded", "packed", "shared"]),
     last_must_run=st.booleans(),
 )
-def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_must_run):
+def test_invariants(seed, ranks, steps, rows, group, kept, tokens, wide, layout, last_must_run):
     """In the layout "shared", prompts of more than 32 tokens are computed once per pass, but for their last token."""
     lengths, least = table(ranks, steps * rows, kept, seed, group), 32 if layout == "shared" else None
     options = {
@@ -43,7 +45,8 @@ def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_
         "padding_free": layout != "padded",
         "last_must_run": last_must_run,
     }
-    plan = plan_share(lengths, steps, min_shared=least, **options)
+    width = 290 * wide  # of the longest row before dropped rows were left out; 0: rows count
+    plan = plan_share(lengths, steps, min_shared=least, width=width, **options)
     assert len(plan) == steps
     flat = [micro_batch for step in plan for micro_batch in step]
     for rank in range(ranks):
@@ -63,12 +66,17 @@ def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_
         if layout == "padded" and members:
             size = len(members) * (max(prompt[row] for row in members) + max(completion[row] for row in members))
         # a single row may exceed the budget
-        assert len(members) <= rows if tokens is None else size <= tokens or len(members) <= 1
+        few = tokens is None and len(members) <= rows
+        assert few or size <= (rows * width if tokens is None else tokens) or len(members) <= 1
     counts = [len(step) for step in plan]
     assert counts == sorted(counts) and counts[-1] - counts[0] <= 1  # empty micro-steps first, then even
     assert (counts[-1] > 0) == bool((lengths[..., 1] > 0).any() or last_must_run)
     plain = sum(map(len, plan_share(lengths, steps, **options)))
-    assert len(flat) == plain if tokens is None else len(flat) <= plain + steps
+    if tokens is None:  # never more passes than by rows, and as few where one pass has room for all
+        fits = int(lengths[..., :2].sum(dim=(1, 2)).max()) <= rows * width and layout != "padded"
+        assert len(flat) <= plain and (not width or not fits or len(flat) <= 1) and (width or len(flat) == plain)
+    else:
+        assert len(flat) <= plain + steps
 
 
 def test_micro_batches_are_balanced_and_few():
@@ -91,8 +99,12 @@ def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, 
         num_iterations=num_iterations,
         accumulation=accumulation,
         rows_per_step=rows,
-        pack=lambda lengths, steps, last: plan_share(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
+        pack=lambda lengths, width, steps, last: plan_share(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
     )
+
+
+def part(lengths: torch.Tensor) -> Part:
+    return Part(None, lengths, 0, lengths[..., 2].sum())
 
 
 def test_what_an_optimizer_step_takes_of_its_window():
@@ -114,11 +126,11 @@ def test_the_last_micro_step_runs_if_an_earlier_share_did():
     walk.begin_optimizer_step(0, 4, 0)
     walk.window_sampled(0)
     signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
-    assert [len(walk.passes(step, signal, 9.0)[0]) for step in (0, 1)] == [0, 1]
+    assert [len(walk.passes(step, part(signal))[0]) for step in (0, 1)] == [0, 1]
     walk.window_sampled(2)
     silent = torch.zeros(1, 4, 3, dtype=torch.long)
-    assert walk.passes(2, silent, 0.0)[0] == []
-    (dummy,) = walk.passes(3, silent, 0.0)[0]
+    assert walk.passes(2, part(silent))[0] == []
+    (dummy,) = walk.passes(3, part(silent))[0]
     assert dummy.micro_batch.rows == ((),)
 
 
@@ -126,7 +138,7 @@ def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
     walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
     lengths = table(1, 8, 1.0, seed=0)
-    counts = [len(walk.passes(step, lengths, 1.0)[0]) for step in (4, 5)]
+    counts = [len(walk.passes(step, part(lengths))[0]) for step in (4, 5)]
     assert counts == [1, 1]
-    share = walk.passes(5, lengths, 1.0)[0][0].share
-    assert share.all_rows == 4 and share.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token
+    share = walk.passes(5, part(lengths))[0][0].share
+    assert share.all_rows == 4 and share.all_tokens == int(lengths[..., 2].sum()) / 2  # 2 of the 4 micro-steps

@@ -27,6 +27,7 @@ from dash_trl.rollout import (
     CreditedRollouts,
     Part,
     PromptQueue,
+    RolloutBatch,
     RunAhead,
     ScoredRollouts,
     Survivors,
@@ -220,7 +221,8 @@ class Collector:
             order = (~keep).long().argsort(stable=True)[:places]  # survivors first
             self._log_rounds(signal)
         order = order[shuffled(len(order))]
-        part = Part(*self._survivors(rollouts, keep, order), self._ranks.sum(num_items))
+        survivors, lengths = self._survivors(rollouts, keep, order)
+        part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
         self.log_probs.of_window(part, serves_one_step=serves_one_step)
         self._log_whole(batches, rollouts, torch.cat([one.outcome_advantages for one in credited]), part.rollouts)
         return part
@@ -236,13 +238,13 @@ class Collector:
             groups_of_step: see `window`.
             serves_one_step: see `window`.
         """
-        known, credited, survivors = [], [], []
+        known, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         for rows, scored, ends_step in batch.scored_groups(groups_of_step):
             known.append(rows)
             credited.append(self._credited(scored))
             rollouts = credited[-1].rollouts
             kept = self._survivors(rollouts, self._filtered(rollouts).keep, torch.arange(len(rollouts)))
-            part = Part(*kept, num_items, ends_step)
+            part = Part(*kept, width, num_items, ends_step)
             if serves_one_step:
                 self.log_probs.of_window(part, serves_one_step=True)
             survivors.append(part.rollouts)
@@ -291,6 +293,11 @@ class Collector:
         # is no survivor, even if the filter keeps it.
         survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
+
+    def _width(self, rollouts: RolloutBatch) -> int:
+        """Return `Part.width` of a window with these rows on this rank."""
+        lengths = rollouts.lengths()
+        return -self._ranks.least(-int(lengths[:, 0].max() + lengths[:, 1].max()))
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(

@@ -31,12 +31,15 @@ class Part:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, M, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
+        width: number of columns of TRL's padded micro-batches of this window: its longest prompt and its longest
+            completion on all ranks, dropped rows included.
         num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
     rollouts: Survivors
     lengths: Tensor
+    width: int
     num_items_in_batch: Tensor
     ends_step: bool = True
 
@@ -61,20 +64,21 @@ class Part:
         first = parts[0]
         lengths = [torch.zeros_like(first.lengths[:, :1]).expand(-1, used, -1), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
-        return cls(rollouts, torch.cat(lengths, dim=1), first.num_items_in_batch)
+        return cls(rollouts, torch.cat(lengths, dim=1), first.width, first.num_items_in_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors only, so that `torch.load(weights_only=True)` can read them."""
         return {
             "rollouts": self.rollouts.tensors(),
             "lengths": self.lengths,
+            "width": self.width,
             "num_items_in_batch": self.num_items_in_batch,
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Part:
         """Build a part from what `state_dict` returned."""
-        return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
+        return cls(Survivors(**state["rollouts"]), state["lengths"], state["width"], state["num_items_in_batch"])
 
 
 class Window:

@@ -38,6 +38,7 @@ def plan_share(
     *,
     max_rows: int,
     max_tokens: int | None = None,
+    width: int = 0,
     padding_free: bool = True,
     min_shared: int | None = None,
 ) -> list[list[MicroBatch]]:
@@ -57,9 +58,11 @@ def plan_share(
         last_must_run: True = the last micro-step runs a pass even if this share has no survivor (then with dummy
             rows). Pass True if an earlier share of the same optimizer step has run passes, because DDP synchronises
             gradients, and DeepSpeed steps the optimizer, in the last micro-step.
-        max_rows: largest number of rows of a micro-batch, used if `max_tokens` is `None`.
+        max_rows: number of rows of TRL's micro-batches, used if `max_tokens` is `None`.
         max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
-            are counted; otherwise, padding is counted, too. `None`: `max_rows` is the budget.
+            are counted; otherwise, padding is counted, too. `None`: a micro-batch has at most `max_rows` rows or, if
+            that takes fewer micro-batches, at most `max_rows` × `width` tokens, as TRL's padded micro-batches have.
+        width: see `Part.width`.
         padding_free: True = passes are padding-free, False = padded.
         min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
             as far as they fit. `None`: no row shares its prompt.
@@ -68,10 +71,14 @@ def plan_share(
     """
     # Convert column by column. One list per row would trigger Python's garbage collector, which takes longer than the
     # packing.
-    packed = [
-        _pack(*columns, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free, min_shared=min_shared)
-        for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
-    ]
+    packed = []
+    for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True):
+        budgets = [max_tokens] if max_tokens is not None else [None, max_rows * width]
+        plans = [
+            _pack(*columns, max_rows=max_rows, max_tokens=budget, padding_free=padding_free, min_shared=min_shared)
+            for budget in budgets
+        ]
+        packed.append(min(plans, key=len))
     count = max(int(last_must_run), *map(len, packed))
     # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dash_trl.rollout import Part
 from dash_trl.update.packing import MicroBatch
 
 
@@ -72,8 +73,8 @@ class Schedule:
         num_iterations: TRL's option.
         accumulation: `gradient_accumulation_steps`.
         rows_per_step: `per_device_train_batch_size`, the number of rows of a rank in a micro-step.
-        pack: function that takes lengths [R, M, 4], a number of micro-steps, and a bool (True = the last micro-step
-            must run a pass), and returns a list of micro-batches for each micro-step; see `plan_share`.
+        pack: function that takes lengths [R, M, 4], `Part.width`, a number of micro-steps, and a bool (True = the last
+            micro-step must run a pass), and returns a list of micro-batches for each micro-step; see `plan_share`.
     Attributes:
         generate_every: number of micro-steps from one window to the next.
         optimizer_step: range of the micro-steps of the running optimizer step.
@@ -88,7 +89,7 @@ class Schedule:
         num_iterations: int,
         accumulation: int,
         rows_per_step: int,
-        pack: Callable[[Tensor, int, bool], list[list[MicroBatch]]],
+        pack: Callable[[Tensor, int, int, bool], list[list[MicroBatch]]],
     ):
         self.steps_per_generation = steps_per_generation
         self.generate_every = steps_per_generation * num_iterations
@@ -173,22 +174,22 @@ class Schedule:
 
         Args:
             ran: number of rows of each rank that have run, counted from the beginning of the window.
-            lengths: see `passes`.
+            lengths: [R, B, 4] of the window.
         """
         self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
 
-    def passes(self, step: int, lengths: Tensor, num_items_in_batch: float) -> tuple[list[Pass], list[MicroBatch]]:
+    def passes(self, step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Return the passes of a micro-step.
 
         Args:
             step: the micro-step.
-            lengths: [R, B, 4] of the window, see `RolloutBatch.lengths`; 0 for a dropped row.
-            num_items_in_batch: number of loss tokens of the window, dropped rows included.
+            window: the whole window.
         Returns:
             The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
             in a share plans the micro-batches of all its remaining micro-steps. Later calls plan none.
         """
         planned: list[MicroBatch] = []
+        lengths = window.lengths
         if step not in self._planned:
             share = self.steps_of_share(step)
             steps = range(step, share.stop)
@@ -196,7 +197,7 @@ class Schedule:
             columns = self._columns_of_step(lengths)
             first = share.start % self.steps_per_generation * columns
             whole = lengths[:, first : first + len(share) * columns]
-            plan = self._plan(step, left, num_items_in_batch, micro_steps=len(steps), whole=whole)
+            plan = self._plan(step, window, left, micro_steps=len(steps), whole=whole)
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
         for one in self._planned[step]:
@@ -241,44 +242,30 @@ class Schedule:
         """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
         return (step + 1) % self.steps_per_generation == 0
 
-    def plan_part(
-        self, step: int, lengths: Tensor, num_items_in_batch: float, *, last: bool
-    ) -> tuple[list[Pass], list[MicroBatch]]:
+    def plan_part(self, step: int, part: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Plan the passes over one part of a share, as soon as the rewards of the part have come.
 
         All passes over the parts of a share run in its last micro-step.
 
         Args:
             step: the last micro-step of the share.
-            lengths: [R, M, 4] of the part's rows, as in `passes`.
-            num_items_in_batch: number of loss tokens of the window, dropped rows included.
-            last: True = this is the last part of the share.
+            part: the part.
         Returns:
             The passes over the part, and their micro-batches, for the log.
         """
-        (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, whole=lengths, last=last)
+        (passes,) = self._plan(step, part, part.lengths, micro_steps=1, whole=part.lengths)
         return passes, [one.micro_batch for one in passes]
 
-    def _plan(
-        self,
-        step: int,
-        lengths: Tensor,
-        num_items_in_batch: float,
-        *,
-        micro_steps: int,
-        whole: Tensor,
-        last: bool = True,
-    ) -> list[list[Pass]]:
+    def _plan(self, step: int, part: Part, lengths: Tensor, *, micro_steps: int, whole: Tensor) -> list[list[Pass]]:
         """Plan the passes of each of `micro_steps` micro-steps, over the rows whose length is not 0.
 
         Args:
             step: see `passes`.
+            part: the window, or a part of it.
             lengths: [R, M, 4] of the rows that are left to run.
-            num_items_in_batch: see `passes`.
             micro_steps: number of micro-steps to plan.
             whole: [R, ·, 4], lengths of all rows of the share, also of rows that ran before the previous optimizer
                 step was cut short. In `plan_part`: of all rows of the part.
-            last: see `plan_part`.
         """
         steps, ranks = self.steps_of_share(step), len(lengths)
         share = Share(
@@ -286,13 +273,13 @@ class Schedule:
             micro_steps=len(steps),
             passes=len(steps) * ranks,
             all_rows=len(steps) * ranks * self.rows_per_step,
-            all_tokens=num_items_in_batch * len(steps) / self.steps_per_generation,
+            all_tokens=part.num_items_in_batch.item() * len(steps) / self.steps_per_generation,
             kept_rows=int((whole[..., 1] > 0).sum()),
             kept_tokens=int(whole[..., 2].sum()),
         )
-        ends_step = last and steps.stop == self.optimizer_step.stop
-        plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
-        if last:
+        ends_step = part.ends_step and steps.stop == self.optimizer_step.stop
+        plan = self.pack(lengths, part.width, micro_steps, ends_step and self.ran_model)
+        if part.ends_step:
             self.shares[steps.start] = share  # after a cut within the share, this replaces the earlier entry
         self.ran_model |= any(plan)
         return [_passes(micro_batches, share, lengths) for micro_batches in plan]
