@@ -17,6 +17,7 @@ import importlib.util
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ BACKENDS = ("thread", "asyncio", "process", "ray")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
 
 
-class RewardRunner:
+class RewardRunner(AbstractContextManager["RewardRunner"]):
     """Runs reward functions that score one completion in parallel, with time limits and retries.
 
     Pass a runner as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
@@ -104,9 +105,6 @@ class RewardRunner:
     def close(self) -> None:
         """Ends threads and worker processes, and closes stateful functions. A later call starts all of these again."""
         _end(self._backends, self._open)
-
-    def __enter__(self) -> RewardRunner:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
