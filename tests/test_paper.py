@@ -250,7 +250,7 @@ def test_the_problems_that_the_package_has_not(toy, tmp_path):
     problems.write_problems(one.problems)
     for kind, method, count in (("out", "base", 24), ("code", "base_code", 6)):
         (model,) = one.models(method, "0.5")
-        _, _, _, *arguments = one.evaluation(kind, [model])
+        _, _, _, _, *arguments = one.evaluation(kind, [model])
         evaluate([*arguments, "--dataset_test_split", f"train[:{count}]"])
         assert 0 < json.loads(one.figures(kind, model).read_text())["accuracy"] < 0.7
 
