@@ -55,7 +55,7 @@ def seconds(rows: int, layout: dict) -> float:
     started = time.perf_counter()
     keep = filter_rows(advantages, mask, torch.ones(per_rank, dtype=torch.bool), 0.1).keep
     lengths = torch.stack([prompts, completions], dim=2) * keep[None, :, None]
-    plan = plan_share(lengths, MICRO_STEPS, max_rows=max(per_rank // MICRO_STEPS, 1), **layout)
+    plan = plan_share(lengths, MICRO_STEPS, max_rows=max(per_rank // MICRO_STEPS, 1), width=592, **layout)
     elapsed = time.perf_counter() - started
     assert sum(len(mb.rows[0]) for step in plan for mb in step) == int(keep.sum())
     return elapsed
@@ -161,12 +161,11 @@ def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
             rows_per_step=rows // MICRO_STEPS,
             pack=pack,
         )
-        part = Part(None, lengths, PROMPT + COMPLETION, torch.tensor(1.0))
         schedule.begin_optimizer_step(0, MICRO_STEPS, global_step=0)
         with stage(f"plan, {name}", stages):
             schedule.window_sampled(0)
             for step in range(MICRO_STEPS):
-                schedule.passes(step, part)
+                schedule.passes(step, Part(None, lengths, PROMPT + COMPLETION, torch.tensor(1.0)))
     return stages
 
 

@@ -167,16 +167,12 @@ def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
 def test_where_rows_of_a_group_go():
     short, long = [32, 10, 10], [33, 10, 10]
     for rows, budget, passes in (
-        # A long row, two groups of three, a short row. The lighter pass has no room for a group.
-        (
-            [[33, 99, 99, 0], *[[33, 5, 5, 1]] * 3, *[[33, 3, 3, 2]] * 3, [33, 1, 1, 3]],
-            None,
-            [(0, 4, 5, 6), (1, 2, 3, 7)],
-        ),
+        # Four groups of three rows of the longest length. A pass has room for one, so rows are taken in their order.
+        ([[33, 99, 99, number // 3] for number in range(12)], None, [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]),
         # A group of four in three parts, of which two fit into one pass, where another row has come between them.
         ([[33, tokens, tokens, 0] for tokens in (78, 109, 58, 20)] + [[5, 50, 50, 1]], 220, [(1, 2), (0, 3, 4)]),
         # Only prompts of more than 32 tokens are kept together.
         ([[*short, 0], [*long, 1], [*short, 0], [*long, 1]], 60, [(1, 3), (0,), (2,)]),
     ):
-        (found,) = plan_share(torch.tensor([rows]), 1, max_rows=4, max_tokens=budget, min_shared=32)
+        (found,) = plan_share(torch.tensor([rows]), 1, max_rows=4, max_tokens=budget, width=100, min_shared=32)
         assert [one.rows[0] for one in found] == passes, rows

@@ -1,4 +1,4 @@
-"""Packing: distributes survivors over micro-batches with similar numbers of tokens.
+"""Packing: distributes survivors over few micro-batches.
 
 All ranks get the same number of micro-batches. Every rank computes the plan of all ranks from one gathered table of
 lengths, so the ranks need no further collective to agree on the plan.
@@ -6,7 +6,6 @@ lengths, so the ranks need no further collective to agree on the plan.
 Letters: R ranks, M rows per rank (dropped rows included), S micro-steps.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,8 +59,8 @@ def plan_share(
             gradients, and DeepSpeed steps the optimizer, in the last micro-step.
         max_rows: number of rows of TRL's micro-batches, used if `max_tokens` is `None`.
         max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
-            are counted; otherwise, padding is counted, too. `None`: a micro-batch has at most `max_rows` rows or, if
-            that takes fewer micro-batches, at most `max_rows` × `width` tokens, as TRL's padded micro-batches have.
+            are counted; otherwise, padding is counted, too. `None`: `max_rows` × `width`, as TRL's padded micro-batches
+            have, in at most as many micro-batches as would have `max_rows` rows each.
         width: see `Part.width`.
         padding_free: True = passes are padding-free, False = padded.
         min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
@@ -71,14 +70,17 @@ def plan_share(
     """
     # Convert column by column. One list per row would trigger Python's garbage collector, which takes longer than the
     # packing.
-    packed = []
-    for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True):
-        budgets = [max_tokens] if max_tokens is not None else [None, max_rows * width]
-        plans = [
-            _pack(*columns, max_rows=max_rows, max_tokens=budget, padding_free=padding_free, min_shared=min_shared)
-            for budget in budgets
-        ]
-        packed.append(min(plans, key=len))
+    packed = [
+        _pack(
+            *columns,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            width=width,
+            padding_free=padding_free,
+            min_shared=min_shared,
+        )
+        for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
+    ]
     count = max(int(last_must_run), *map(len, packed))
     # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
@@ -94,6 +96,7 @@ def _pack(
     *,
     max_rows: int,
     max_tokens: int | None,
+    width: int,
     padding_free: bool,
     min_shared: int | None,
 ) -> list[list[int]]:
@@ -105,16 +108,18 @@ def _pack(
         same: checksum of each row's prompt; see `RolloutBatch.lengths`.
         max_rows: see `plan_share`.
         max_tokens: see `plan_share`.
+        width: see `plan_share`.
         padding_free: see `plan_share`.
         min_shared: see `plan_share`.
     Returns:
         Lists of row indices, one list per bin.
     """
     rows = [row for row, completion in enumerate(completions) if completion > 0]
+    budget = max_rows * width if max_tokens is None else max_tokens
     if not padding_free:
-        return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
+        return _sorted_bins(rows, prompts, completions, budget)
     # A family: all rows that can share one prompt, or a single row. A unit: rows of a family that stay together in a
-    # bin if possible.
+    # bin.
     families: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         shares = min_shared is not None and prompts[row] > min_shared
@@ -124,22 +129,15 @@ def _pack(
         """Count the tokens that the model computes for a unit. The last prompt token is computed again in each row."""
         return prompts[unit[0]] - 1 + sum(completions[row] + 1 for row in unit)
 
-    if max_tokens is None:
-        units = [
-            family[first : first + max_rows]
-            for family in families.values()
-            for first in range(0, len(family), max_rows)
-        ]
-        bins = balanced_bins(units, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
-    else:
-        units = [unit for family in families.values() for unit in _within(family, tokens, max_tokens)]
-        sizes = dict(enumerate(map(tokens, units)))
-        bins = [[units[one] for one in held] for held in fitted_bins(range(len(units)), sizes, max_tokens)]
-    if min_shared is None:
-        return [[row for unit in held for row in unit] for held in bins]
+    units = [unit for family in families.values() for unit in _within(family, tokens, budget)]
+    sizes = dict(enumerate(map(tokens, units)))
+    bins = [[row for one in held for row in units[one]] for held in fitted_bins(range(len(units)), sizes, budget)]
+    ordered = [row for family in families.values() for row in family]
+    if max_tokens is None and len(bins) > -(-len(rows) // max_rows):  # units of several rows may fit badly
+        bins = [ordered[first : first + max_rows] for first in range(0, len(ordered), max_rows)]
     # If units of one family are in the same bin, their rows share the prompt, too. So they must be adjacent.
-    order = {row: place for place, row in enumerate(row for family in families.values() for row in family)}
-    return [sorted((row for unit in held for row in unit), key=order.__getitem__) for held in bins]
+    order = {row: place for place, row in enumerate(ordered)}
+    return [sorted(held, key=order.__getitem__) for held in bins]
 
 
 def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
@@ -151,41 +149,6 @@ def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_t
             unit = []
         unit.append(row)
     yield unit
-
-
-def balanced_bins(
-    units: Sequence[list[int]], tokens: Callable[[Sequence[int]], int], *, count: int, max_rows: int
-) -> list[list[list[int]]]:
-    """Fill bins with nearly equal token sums (longest processing time first, Graham 1969).
-
-    As long as `max_rows` has no effect, the fullest bin has at most 4/3 of the tokens of the fullest bin in the best
-    distribution. If no bin has room for a whole unit, the unit is split, so that `count` bins are enough.
-
-    Args:
-        units: lists of at most `max_rows` rows. The rows of a unit stay in one bin if possible.
-        tokens: function that takes a unit and returns its number of tokens.
-        count: number of bins.
-        max_rows: the largest number of rows in a bin.
-    Returns:
-        Lists of units, one list per bin.
-    """
-    bins: list[list[list[int]]] = [[] for _ in range(count)]
-    open_bins = {max_rows: [(0, index) for index in range(count)]}  # free rows → a heap of (tokens, bin)
-    waiting = [(-tokens(unit), place, unit) for place, unit in enumerate(units)]
-    heapq.heapify(waiting)
-    while waiting:
-        _, place, unit = heapq.heappop(waiting)
-        if len(unit) > (widest := max(open_bins)):
-            unit, rest = unit[:widest], unit[widest:]
-            heapq.heappush(waiting, (-tokens(rest), place, rest))
-        room = min((room for room in open_bins if room >= len(unit)), key=lambda room: open_bins[room][0])
-        load, index = heapq.heappop(open_bins[room])
-        if not open_bins[room]:
-            del open_bins[room]
-        bins[index].append(unit)
-        if room > len(unit):
-            heapq.heappush(open_bins.setdefault(room - len(unit), []), (load + tokens(unit), index))
-    return bins
 
 
 def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) -> list[list[int]]:
@@ -215,21 +178,17 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
     return bins
 
 
-def _sorted_bins(
-    rows: list[int], prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None
-) -> list[list[int]]:
+def _sorted_bins(rows: list[int], prompts: list[int], completions: list[int], budget: int) -> list[list[int]]:
     """Pack the rows of one rank into bins of rows with similar lengths, for padded passes.
 
-    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included. If `max_tokens` is set, a
-    bin has at most `max_tokens` tokens; otherwise, it has at most `max_rows` rows.
+    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included: at most `budget`, unless
+    it is a single row.
     """
     bins: list[list[int]] = []
     prompt = completion = 0
     for row in sorted(rows, key=lambda row: (-completions[row], -prompts[row], row)):
-        size = len(bins[-1]) + 1 if bins else 1
         wide = max(prompt, prompts[row]) + max(completion, completions[row])
-        full = size > max_rows if max_tokens is None else size * wide > max_tokens
-        if not bins or full:
+        if not bins or (len(bins[-1]) + 1) * wide > budget:
             bins.append([])
             prompt = completion = 0
         bins[-1].append(row)
