@@ -1,10 +1,12 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
 from functools import partial
+from inspect import signature
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTConfig
 
@@ -90,6 +92,37 @@ def test_attention_and_its_gradients(dtype, value_size, trees, on_gpu):
     torch.testing.assert_close(output.double(), reference, **close)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, **close)
+
+
+@pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="an older torch")
+def test_the_kernel_of_torch_takes_the_arguments(monkeypatch):
+    """On tensors without data: the CPU's PyTorch knows the shapes alone."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: False)  # it knows no such device
+    query, key, value = (one.detach().to("meta").requires_grad_() for one in states(torch.bfloat16))
+    kernel = varlen_arguments(TREES, query.device)
+    output, _ = tree_attention(MODULE, query, key, value, None, TREES, scaling=0.5, dropout=0.0, **kernel)
+    output.sum().backward()
+    assert output.shape == (1, sum(map(len, TREES)), 4, 8)
+    assert all(one.grad.shape == one.shape for one in (query, key, value))
+
+
+def test_branches_keep_no_more_for_the_backward_pass_than_rows_do():
+    """On a CPU: no copies of the trunk's keys and values, neither one per branch nor one per head (GQA)."""
+
+    def kept(trees: tuple[TreeShape, ...]) -> int:
+        sizes: dict[int, int] = {}
+
+        def note(saved: torch.Tensor) -> torch.Tensor:
+            storage = saved.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+            output, _ = tree_attention(MODULE, *states(torch.float32, trees), None, trees)
+        return sum(sizes.values()) if output.requires_grad else 0
+
+    trees = (TreeShape(20, (6,) * 4), TreeShape(20, (6,) * 4))
+    assert 0 < kept(trees) <= 1.01 * kept(tuple(TreeShape(len(tree)) for tree in trees))
 
 
 def test_dropout_is_seen():
