@@ -5,11 +5,10 @@
 
 All runs train the toy model with 8 rows per micro-step and 16 or 32 accumulation steps; the other settings are
 identical. The baseline is TRL's GRPOTrainer with `steps_per_generation=1`. The table also has TRL's default, which
-samples once per optimizer step, as DASH does. In the row "DASH, token budget", a micro-batch has a token budget in
-place of the 8 rows; it equals TRL's largest micro-batch of 8 padded rows. Transformers' `generate` samples (no vLLM),
-and every completion runs to its end or to 64 tokens. `ms_per_token` is the time of one decoding step of a whole batch.
-If it grows with the batch, the machine is at capacity, and larger batches gain nothing more. The figures are medians
-over the optimizer steps after the first one.
+samples once per optimizer step, as DASH does. Transformers' `generate` samples (no vLLM), and every completion runs to
+its end or to 64 tokens. `ms_per_token` is the time of one decoding step of a whole batch. If it grows with the batch,
+the machine is at capacity, and larger batches gain nothing more. The figures are medians over the optimizer steps after
+the first one.
 """
 
 from typing import Any
@@ -20,12 +19,10 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer
 
 ROWS = 8
-PADDED_ROW = 80  # tokens of the longest prompt and completion
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, samples per micro-step": (GRPOTrainer, {"steps_per_generation": 1}),
     "GRPO, samples per step (TRL)": (GRPOTrainer, {}),
     "DASH": (DASHTrainer, {}),
-    "DASH, token budget": (DASHTrainer, {"max_tokens_per_microbatch": ROWS * PADDED_ROW}),
 }
 
 

@@ -427,9 +427,8 @@ class DASHTrainer(GRPOTrainer):
         The turns are sampled in rounds, and all ranks take part in each round, on vLLM servers, too.
         """
         assert self._conversations is not None, "TRL calls this method only if there are tools"
-        environments = self.environments
-        names = self._batch_environments if environments else None
-        rows = self._conversations.begun(prompt_ids, environments, names)
+        names = self._batch_environments if self.environments else None
+        rows = self._conversations.begun(prompt_ids, self.environments, names)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
     def _load_best_model(self) -> None:

@@ -20,9 +20,7 @@ from train_code import Programming
 from train_delayed import Delayed
 from train_judge import Judged
 from train_math import MathArguments, Mathematics
-from train_math_process import ProcessArguments, make_callbacks
 from transformers import TrainerCallback
-from trl import TrlParser
 
 from dash_trl.evaluation import evaluate
 from dash_trl.rewards import load_reward
@@ -172,17 +170,6 @@ def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards,
     (step,) = steps(tmp_path)
     assert step["time/values"] > 0 and step["process/structured_rows"] > 0.5  # one episode has no structure
     assert step["rewards/Length/digits"] == 1.0
-
-
-def process_callback(*arguments: str) -> object:
-    own = TrlParser(ProcessArguments).parse_args_and_config(list(arguments))
-    (callback,) = make_callbacks(MathArguments(), *own)
-    return callback
-
-
-def test_a_weight_out_of_range():
-    with pytest.raises(ValueError, match="process_weight=-1.0.* out of range: process_weight is >= 0"):
-        process_callback("--process_weight", "-1")
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.exhaustive)])

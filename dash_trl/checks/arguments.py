@@ -12,7 +12,7 @@ from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
-from dash_trl.rewards import scores_alone
+from dash_trl.rewards import RunnerReward
 from dash_trl.seams import generate_options, sampling_changes
 from dash_trl.update import OFF_POLICY_LOSSES
 
@@ -298,7 +298,9 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
     Raises:
         ValueError: if a reward, a loss, a method or a callback needs the whole window.
     """
-    if trainer.environment_factories is not None and not all(map(scores_alone, trainer.reward_funcs)):
+    if trainer.environment_factories is not None and not all(
+        isinstance(one, RunnerReward) for one in trainer.reward_funcs
+    ):
         raise ValueError(
             "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch at "
             "once. Use a reward function that scores one completion instead, or leave reward_pipeline out."

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dash_trl.checks.arguments import check_async
-from dash_trl.rewards import RunnerReward, form_of, is_reward_model, scores_alone
+from dash_trl.rewards import RunnerReward, form_of, is_reward_model
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
@@ -21,10 +21,10 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
             or `async_level` needs functions that score one completion.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
+    check_async(args, own_rollouts, all(isinstance(one, RunnerReward) for one in rewards or [None]))
     known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
     for one in rewards or ():
-        if args.reward_pipeline and not scores_alone(one):
+        if args.reward_pipeline and not isinstance(one, RunnerReward):
             raise ValueError(
                 f"reward_pipeline=True, but {getattr(one, '__name__', one)!r:.100} scores a whole batch at once. Use "
                 "functions that score one completion: reward(completion, answer, ...)."

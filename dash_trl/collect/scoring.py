@@ -22,7 +22,6 @@ from dash_trl.rewards import (
     RewardTeam,
     RunnerReward,
     raise_mistakes,
-    scores_alone,
 )
 from dash_trl.rollout import RolloutBatch, ScoredRollouts
 from dash_trl.tools import EnvironmentReward
@@ -139,7 +138,7 @@ class Rewards:
             [func for func in functions if isinstance(func, RunnerReward)], self._ranks.count, group_size
         )
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
-        self.run_in_background = in_background and bool(others) and all(map(scores_alone, others))
+        self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
         self.start_early = self.run_in_background and rows_come_early(host)
         # number of a generation batch → the request of its rewards, and its rows of the dataset
         self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}

@@ -13,18 +13,6 @@ from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
 
-def scores_alone(reward: Any) -> bool:
-    """Returns whether a reward function scores one completion at a time, in a runner.
-
-    Args:
-        reward: one of TRL's `reward_funcs`.
-
-    Returns:
-        True for a `RunnerReward`. False for a function of TRL's form, which has no runner.
-    """
-    return isinstance(reward, RunnerReward)
-
-
 class RunnerReward(WatchedReward):
     """A function of a `RewardRunner`, in the form in which TRL calls it.
 

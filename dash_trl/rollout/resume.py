@@ -46,7 +46,7 @@ class Shapes:
     beta_above_0: bool
     vllm_importance_sampling: bool
     sampler_is_old: bool
-    queues_prompts: bool = False  # the default is for checkpoints that are older than `PromptQueue`
+    queues_prompts: bool
 
     @classmethod
     def of(
@@ -150,8 +150,7 @@ class SavedRun:
         if state is None:
             return None
         window = None if state["window"] is None else Part.from_state_dict(state["window"])
-        shapes = {name: value for name, value in state["shapes"].items() if name != "skips_prompts"}  # an old option
-        return cls(**{**state, "shapes": Shapes(**shapes), "window": window})
+        return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
 
 STATES = "callback_states.pt"  # the states of callbacks, in one file for all ranks

@@ -21,6 +21,7 @@ from dash_trl.workers.calls import Call, GivenUp, Overdue
 
 ANSWER_SECONDS = 1.0  # a loop that does not answer for this long is blocked; a cancelled task ends within this time
 CLOSE_SECONDS = 5.0  # how long `EventLoop.close` waits for a loop that a coroutine blocks
+LOST_SECONDS = 1200.0  # after its timeout, a call counts as lost, for example in the queue of a full cluster
 LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
 
 Outcome = tuple[Any, BaseException | None]  # value and error of a call
@@ -176,7 +177,13 @@ class Backend:
             now = asyncio.get_running_loop().time()
             self._next_start = max(now, self._next_start) + self._distance
             await asyncio.sleep(self._next_start - self._distance - now)
-        return await self._made(call)
+        try:
+            async with asyncio.timeout(call.timeout + LOST_SECONDS) as limit:
+                return await self._made(call)
+        except TimeoutError:
+            if limit.expired():
+                raise GivenUp(f"no outcome has come {LOST_SECONDS:g} s after its timeout") from None
+            raise
 
     async def _in_time(self, call: Call, outcome: Awaitable[Outcome]) -> Any:
         """Wait for the outcome of a call, at most for its timeout; return its value or raise its error."""

@@ -21,7 +21,6 @@ from dash_trl.workers.loops import Backend
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
-WAIT_SECONDS = 1200.0  # that a task may wait for a free CPU of the cluster, beyond the timeout of its call
 RETRIES = 1  # a call whose Ray worker is lost, for example with its node, is made once more
 # Environment variables with which a local Ray starts.
 LOCAL_RAY = {
@@ -62,9 +61,8 @@ class RayCalls(Backend):
         number = self._functions.index(call.function)
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
-            async with asyncio.timeout(call.timeout + WAIT_SECONDS):
-                value, error = await task
-        except (asyncio.CancelledError, TimeoutError):
+            value, error = await task
+        except asyncio.CancelledError:
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
