@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: command line, trainers, clocks, memory, a server beside the trainer, and intervals.
+"""Shared code of the benchmarks: command line, trainers, clocks, memory, and a server beside the trainer.
 
 Import this module before transformers, since it sets environment variables that transformers reads on import.
 """
@@ -35,7 +35,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
 
-from dash_trl import DASHConfig, DASHTrainer, evaluation  # noqa: E402
+from dash_trl import DASHConfig, DASHTrainer  # noqa: E402
 from dash_trl.serve import vllm_servers  # noqa: E402
 from dash_trl.toy import (  # noqa: E402
     arithmetic_dataset,
@@ -72,32 +72,13 @@ def run(main: Callable[..., Any], description: str | None, **options: dict[str, 
 
 
 def say(name: str, figures: Mapping[str, Any]) -> None:
-    """Prints a line and flushes it: a name, and those figures that are numbers or intervals."""
+    """Prints a line and flushes it: a name, and those figures that are numbers."""
     cells = [f"{key} {value}" for key, value in figures.items() if isinstance(value, int)]
     cells += [f"{key} {value:.3g}" for key, value in figures.items() if isinstance(value, float)]
-    cells += [f"{key} {one[0]:.3f} ± {one[1]:.3f}" for key, one in figures.items() if isinstance(one, tuple)]
     print(f"{name:36} " + "  ".join(cells), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ figures
-
-
-def interval(values: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
-    """Returns the mean and half of its 95 % interval by Student's t.
-
-    Args:
-        values: one value per seed.
-        comparisons: number of intervals that should hold together (Bonferroni's correction).
-    """
-    quantile = student(len(values) - 1, 1 - 0.025 / comparisons)
-    return statistics.mean(values), quantile * statistics.stdev(values) / len(values) ** 0.5
-
-
-def student(degrees: int, level: float) -> float:
-    """Returns a quantile of Student's t by summing its density; the level is above ½."""
-    step = 1e-3
-    density = torch.distributions.StudentT(float(degrees)).log_prob(step * torch.arange(2**18).double() + step / 2)
-    return step * float(torch.searchsorted(0.5 + step * density.exp().cumsum(0), level))
 
 
 def medians(of: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
@@ -109,12 +90,6 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     started = time.perf_counter()
     result = work(*arguments)
     return result, time.perf_counter() - started
-
-
-def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) -> float:
-    """Returns the accuracy of a model on held-out problems; default: the 256 problems of the toy task."""
-    problems = problems or arithmetic_dataset("test")
-    return evaluation.evaluate(model, tokenizer, problems, arithmetic_reward, **sampling)["accuracy"]
 
 
 class Clock(TrainerCallback):

@@ -1,7 +1,6 @@
 """Measures how much waiting for slow rewards remains: the experiment of the asynchronous reward agent at 1/100 scale.
 
-    python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~2 minutes on 2 cores
-    python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 5 seeds: ~45 minutes
+    python benchmarks/reward_overlap.py --json reward_overlap.json      # ~2 minutes on 2 cores
 
 The reward of a completion takes 10 to 400 ms, drawn uniformly and the same in every run. (In the original experiment it
 takes 1 to 40 s, with GSM8K on 8 H20 GPUs.) The toy model samples 8 groups of 4 completions per window, and all rewards
@@ -20,9 +19,6 @@ for rewards), and `training` (the rest).
 - `reduction`: (baseline − both) / baseline.
 - `hidden_share`: (baseline − both) / (baseline − bound). It exceeds 1 if the rewards of two windows run at the same
   time, which the bound does not consider.
-- `accuracy`: on 256 held-out problems, after the same number of samples with each strategy. In these runs rewards take
-  no time; this does not change the updates. `gain`: the difference to the baseline with the same seed. All figures are
-  means with 95 % intervals (Student's t); those of the gains hold together (Bonferroni).
 """
 
 import hashlib
@@ -39,7 +35,6 @@ from dash_trl.toy import arithmetic_reward, toy_model
 GROUPS, GROUP = 8, 4
 SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
 FIRST, WINDOWS = 3, 10  # number of windows that are not counted, and of those that are
-SEEDS, STEPS = 5, 160  # of the runs that measure accuracy
 AIPO = {"loss_type": "aipo", "vllm_importance_sampling_correction": False}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "baseline": {},
@@ -54,28 +49,21 @@ def slow_reward(prompt: Any, completion: Any, answer: str, completion_ids: list[
     """Returns the reward of the toy task after a time that depends on the completion."""
     drawn = hashlib.sha256(str((prompt, completion_ids)).encode()).digest()
     time.sleep(SHORTEST + (LONGEST - SHORTEST) * int.from_bytes(drawn[:4]) / 2**32)
-    return quick_reward(completion, answer)
-
-
-def quick_reward(completion: Any, answer: str) -> float:
     return arithmetic_reward([completion], [answer])[0]
 
 
-def train(
-    strategy: dict[str, Any], url: str | None, steps: int, *, seed: int = 0, reward: Any = slow_reward
-) -> tuple[Any, list[float]]:
+def train(strategy: dict[str, Any], url: str | None) -> tuple[Any, list[float]]:
     """Trains; returns the trainer, and the seconds between the ends of successive windows."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
         "gradient_accumulation_steps": GROUPS,
         "num_generations": GROUP,
-        "max_steps": steps,
-        "seed": seed,
+        "max_steps": FIRST + WINDOWS + 1,
         "vllm_server_urls": [url] if url else None,
         **strategy,
     }
-    with RewardRunner(reward) as runner:
+    with RewardRunner(slow_reward) as runner:
         trainer = harness.toy_trainer(settings, reward_funcs=runner, callbacks=[clock])
         trainer.train()
     return trainer, [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
@@ -84,7 +72,7 @@ def train(
 def overlap(url: str | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, strategy in STRATEGIES.items():
-        trainer, windows = train(strategy, url, FIRST + WINDOWS + 1)
+        trainer, windows = train(strategy, url)
         found[f"{name}_s"] = statistics.median(windows[FIRST:])
         if name == "baseline":
             for stage, key in (("generation", "time/generate"), ("rewards", "time/reward")):
@@ -98,27 +86,7 @@ def overlap(url: str | None) -> dict[str, float]:
     return found
 
 
-def learned(strategy: dict[str, Any]) -> list[float]:
-    """Trains with each seed; returns the sampled accuracy for each."""
-    values = []
-    for seed in range(SEEDS):
-        trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
-        model, length = trainer.accelerator.unwrap_model(trainer.model), trainer.args.max_completion_length
-        values.append(harness.accuracy(model, trainer.processing_class, num_samples=2, max_completion_length=length))
-    return values
-
-
-def compared(accuracies: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Returns the accuracy of each strategy, and its gain over the baseline, paired by seed."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, values in accuracies.items():
-        gains = [one - other for one, other in zip(values, accuracies["baseline"], strict=True)]
-        gain = {} if name == "baseline" else {"gain": harness.interval(gains, len(accuracies) - 1)}
-        found[name] = {"accuracy": harness.interval(values), **gain}
-    return found
-
-
-def main(accuracy: bool) -> dict[str, Any]:
+def main() -> dict[str, Any]:
     path = toy_model(progress=False)
     torch.set_num_threads(2)
     results: dict[str, Any] = overlap(None)
@@ -126,16 +94,8 @@ def main(accuracy: bool) -> dict[str, Any]:
     with harness.server_beside(path) as url:
         results["server"] = overlap(url)
     harness.say("server", results["server"])
-    if accuracy:
-        results["accuracy"] = compared({name: learned(strategy) for name, strategy in STRATEGIES.items()})
-        for name, row in results["accuracy"].items():
-            harness.say(name, row)
     return results
 
 
 if __name__ == "__main__":
-    harness.run(
-        main,
-        __doc__,
-        accuracy={"action": "store_true", "help": "also train for longer and measure the accuracy"},
-    )
+    harness.run(main, __doc__)

@@ -1,0 +1,136 @@
+"""Measures one optimizer step of TRL and of DASH on a GPU, in at most eight minutes.
+
+    python benchmarks/gpu.py --json gpu.json      # needs neither vLLM nor the hub
+    python benchmarks/gpu.py --small              # the same code with a tiny model, in a minute, also on a CPU
+
+Each figure is printed, and written to the file, as soon as it is known:
+
+1. `tests`: the exit status of tests of attention, losses and updates with their trainers on the GPU.
+2. A step for Qwen2.5-0.5B's shape with random weights, float32 under bf16: 256 rows in groups of 8, prompts of 512
+   tokens, completions of up to 1,024 with lognormal lengths. 0, 50 or 75 % of the groups have no signal. TRL runs 8
+   rows per pass; `dash` has its default, `dash_23k` has `max_tokens_per_microbatch=23_000`.
+3. A step of the toy model, sampled by transformers.
+
+Completions and rewards of 2 are scripted, so only the update is timed.
+
+- `seconds`: median of two steps; a step before them is not counted.
+- `launches`, `waits`: kernels that one more step starts, and how often the host waits in it for the GPU.
+- `gb`: peak memory of these steps beyond the memory before them.
+- `ratio`: the seconds of TRL by those of DASH. `rel_param_diff`: the largest difference of a parameter after the first
+  step (SGD), relative to the largest update.
+"""
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch.profiler import ProfilerActivity, profile
+from trl import GRPOTrainer
+
+from dash_trl import DASHTrainer
+
+ON_GPU = torch.cuda.is_available()
+TESTS = ("test_equivalence.py", "test_padding_free.py", "test_shared_prompts.py", "test_losses.py")
+STEPS = 2  # that are counted
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "trl": (GRPOTrainer, {}),
+    "dash": (DASHTrainer, {}),
+    "dash_23k": (DASHTrainer, {"max_tokens_per_microbatch": 23_000}),
+}
+SHAPE = {  # Qwen/Qwen2.5-0.5B
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+}
+SMALL = {**SHAPE, "vocab_size": 512, "hidden_size": 56, "intermediate_size": 128, "num_hidden_layers": 2}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+class Clock(harness.Clock):
+    """Clock that also records the peak memory after the first step, and what the profiler counts in the last step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.before = harness.begin_peak(ON_GPU)
+        if state.global_step == 1 + STEPS:
+            self.gb = (harness.peak(ON_GPU) - self.before) / 1e9
+            self.profile = profile(activities=[ProfilerActivity.CUDA] if ON_GPU else [ProfilerActivity.CPU])
+            self.profile.start()
+        super().on_step_begin(args, state, control)
+
+    def figures(self) -> dict[str, float]:
+        self.profile.stop()
+        counts = {event.key: event.count for event in self.profile.key_averages()}
+        launches = sum(count for name, count in counts.items() if "LaunchKernel" in name)
+        waits = sum(counts.get(name, 0) for name in WAITS)
+        seconds = harness.medians({"seconds": self.seconds[1 : 1 + STEPS]})
+        return {**seconds, "launches": launches, "waits": waits, "gb": self.gb}
+
+
+def update(kind: str, share: float, small: bool) -> Clock:
+    trainer, own = KINDS[kind]
+    rows, prompt, longest = (16, 16, 32) if small else (256, 512, 1024)
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = harness.qwen2(attn_implementation="sdpa", **(SMALL if small else SHAPE))
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
+    settings |= {"beta": 0.0, "loss_type": "dr_grpo", "bf16": ON_GPU, "use_cpu": not ON_GPU, **own}
+    vocabulary = model.config.vocab_size - 100
+    workload = harness.Scripted(
+        share, rows, 8, median=longest / 4, longest=longest, vocabulary=vocabulary, prompt_tokens=prompt
+    )
+    clock = Clock()
+    clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
+    gc.collect()  # the trainer before this one would count as memory
+    harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock]).train()
+    return clock
+
+
+def toy(kind: str, small: bool) -> Clock:
+    clock = Clock()
+    settings = {"max_steps": 2 + STEPS, "gradient_accumulation_steps": 2 if small else 32, "logging_strategy": "no"}
+    harness.toy_trainer(settings, kind=KINDS[kind][0], callbacks=[clock]).train()
+    return clock
+
+
+def main(small: bool, file: Path | None) -> None:
+    found: dict[str, dict[str, float]] = {}
+
+    def note(name: str, figures: dict[str, float]) -> None:
+        found[name] = figures
+        harness.say(name, figures)
+        if file is not None:
+            file.write_text(json.dumps(found, indent=2) + "\n")
+
+    if ON_GPU:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", *(str(harness.ROOT / "tests" / one) for one in TESTS)]
+        ended = subprocess.run(["timeout", "60", *command], env={**os.environ, "TEST_ON_GPU": "1"}, cwd=harness.ROOT)
+        note("tests", {"status": ended.returncode})  # 124: they were not done in a minute
+    for share in (0.0, 0.5, 0.75):
+        clocks: dict[str, Clock] = {}
+        for kind in KINDS:
+            clocks[kind] = update(kind, share, small)
+            note(f"{share:.0%} constant, {kind}", clocks[kind].figures())
+        note(f"{share:.0%} constant", harness.against_trl(clocks, clocks["trl"].start))
+    for kind in ("trl", "dash"):
+        note(f"toy, {kind}", toy(kind, small).figures())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args()
+    main(given.small, given.json)
