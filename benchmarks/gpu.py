@@ -82,7 +82,7 @@ class Clock(harness.Clock):
 
 def update(kind: str, share: float, small: bool) -> Clock:
     trainer, own = KINDS[kind]
-    rows, prompt, longest = (16, 16, 32) if small else (256, 512, 1024)
+    rows, prompt, longest = (32, 16, 32) if small else (256, 512, 1024)
     with torch.device("cuda" if ON_GPU else "cpu"):
         model = harness.qwen2(attn_implementation="sdpa", **(SMALL if small else SHAPE))
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
