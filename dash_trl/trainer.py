@@ -353,7 +353,7 @@ class DASHTrainer(GRPOTrainer):
         """
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None
-        if not training and self._conversations is not None:  # in training, the collector knows the failed rows
+        if not training and self._conversations is not None:  # in training, scoring knows the failed rows
             failed = torch.tensor(self._conversations.failed(len(inputs)))
         return self._run.rewards.of_all(ask, training=training, failed=failed)
 
