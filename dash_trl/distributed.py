@@ -225,4 +225,7 @@ def meet(
 
 def _described(error: Exception) -> str:
     """Return the type and the text of an error, also if the error's own `__str__` fails."""
-    return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
+    # A store takes no half of a surrogate pair.
+    return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}".encode(
+        errors="backslashreplace"
+    ).decode()

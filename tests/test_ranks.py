@@ -37,6 +37,7 @@ def test_the_text_of_an_error_reaches_the_others():
     for error, text in (
         (KeyError("a", 1), "KeyError: ('a', 1)"),
         (FileNotFoundError(2, "no file"), "FileNotFoundError: [Errno 2] no file"),
+        (ValueError("half \ud83d"), r"ValueError: half \ud83d"),  # half of an emoji, which UTF-8 cannot hold
         (Unsayable(), "Unsayable: <exception str() failed>"),
         (ExceptionGroup("why", [ValueError()]), "ExceptionGroup: why"),
     ):
