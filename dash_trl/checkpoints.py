@@ -120,8 +120,7 @@ class Checkpoints:
         self._before = self._states(queue)
 
     def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        prompts = queue.state_dict() if queue is not None and self._shapes.queues_prompts else None
-        return states_of(dash_callbacks(self._handler)), prompts
+        return states_of(dash_callbacks(self._handler)), None if queue is None else queue.state_dict()
 
     def save(
         self,

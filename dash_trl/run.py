@@ -65,10 +65,8 @@ class Run:
         if args.queues_prompts:
             most = args.max_num_gen_batches
             dynamic = DynamicSampling(args.groups_of_rank, host.ranks.count, most=most, ahead=ahead > 0)
-        self._host, self.queue = (
-            host,
-            new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first),
-        )
+        self._host = host
+        self.queue = new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first)
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
         work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
         self.rewards = Rewards(host, functions, names, in_background=early_rewards and work)

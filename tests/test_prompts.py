@@ -12,10 +12,6 @@ from dash_trl.rollout import open_epoch
 from tests.tiny import prompts, run
 
 
-def names(rows):
-    return [row["prompt"] for row in rows]
-
-
 class Walk(DASHTrainer):
     """A trainer that does not train, and records the prompts of micro-steps.
 
@@ -23,7 +19,7 @@ class Walk(DASHTrainer):
     """
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.seen.append(names(inputs))
+        self.seen.append([row["prompt"] for row in inputs])
         self._step += 1
         return torch.zeros((), device=self.args.device)
 

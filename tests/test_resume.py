@@ -157,8 +157,7 @@ def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shape
     """With `ignore_data_skip` they do; of the checkpoint's window, the rest is used where it can be."""
     windows, output, _ = saved
     checkpoint = str(output / "checkpoint-3")  # half of the second window is used
-    settings = {"max_steps": 6, "ignore_data_skip": True, **shapes}
-    seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **settings)
+    seen, trainer = recorded(tiny_model, tmp_path, checkpoint, max_steps=6, ignore_data_skip=True, **shapes)
     assert seen == (windows[:1] if not shapes else windows[:2])
     assert trainer.state.global_step == 6
 
@@ -194,6 +193,8 @@ def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, sav
 def test_a_damaged_file_is_refused(tmp_path, saved):
     content = (saved[1] / "checkpoint-1" / "generation_window_0.pt").read_bytes()
     window = tmp_path / "generation_window_0.pt"
+    torch.save({"window": {}}, other := tmp_path / "of_another_version.pt")
+    assert "is damaged, or of another version (KeyError)" in refusal(SavedRun.load, str(other))
     loads = {window.name: lambda: SavedRun.load(str(window)), STATES: lambda: load_states(str(tmp_path))}
     for name, load in loads.items():
         assert not load()
@@ -259,6 +260,8 @@ GOES_ON = [
     ({}, (1, 8), HALVED, (0, 4), "refused"),  # of another epoch
     ({}, (0, 8), {"prompts": 72}, (0, 8), "refused"),  # in another order
     ({}, (0, 8), {"shuffle_seed": 1}, (0, 8), "refused"),
+    ({}, (0, 8), {"queues_prompts": True}, (0, 8), "refused"),  # micro-steps do not tell a queue's place
+    ({"queues_prompts": True}, (0, 8), {}, (0, 8), "refused"),
     ({}, (1, 0), {"prompts": 72}, (1, 0), "new"),
     ({}, (1, 0), {"shuffle_seed": 1}, (1, 0), "new"),
 ]

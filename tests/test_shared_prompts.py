@@ -65,12 +65,8 @@ def one_row_at_a_time(
     [
         (torch.float32, 8, TREES, False),
         (torch.bfloat16, 8, TREES, False),
-        (
-            torch.float32,
-            4,
-            TREES,
-            False,
-        ),  # as in DeepSeek's models; PyTorch's kernel for the CPU has no float64, either
+        # As in DeepSeek's models. PyTorch's kernel for the CPU has no float64, either.
+        (torch.float32, 4, TREES, False),
         (torch.float64, 8, TREES, False),
         (torch.float64, 8, ATTACHED, False),
         (torch.float64, 8, TREES, True),

@@ -139,7 +139,7 @@ class PromptQueue:
         """
         self.place = epoch, batches // self._window_batches * self._prompts
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint.
 
         The dataloader does not exist yet. Therefore the next call of `read` reads the prompts of the checkpoint's
@@ -148,7 +148,6 @@ class PromptQueue:
         Args:
             state: the return value of `state_dict`.
         """
-        assert state is not None, "the checkpoint is of a run with a queue, see `Shapes`"
         self.close()
         self.place = tuple(state["place"])
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}

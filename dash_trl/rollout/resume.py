@@ -9,7 +9,7 @@ Otherwise some prompts would be lost or used twice, so the run ends with an erro
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -146,11 +146,12 @@ class SavedRun:
     @classmethod
     def load(cls, path: str) -> SavedRun | None:
         """Read a rank's file of a checkpoint; `None` if there is no such file."""
-        state = _read(path)
-        if state is None:
-            return None
-        window = None if state["window"] is None else Part.from_state_dict(state["window"])
-        return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
+
+        def built(state: dict[str, Any]) -> SavedRun:
+            window = None if state["window"] is None else Part.from_state_dict(state["window"])
+            return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
+
+        return _read(path, built)
 
 
 STATES = "callback_states.pt"  # the states of callbacks, in one file for all ranks
@@ -158,16 +159,16 @@ STATES = "callback_states.pt"  # the states of callbacks, in one file for all ra
 
 def load_states(checkpoint: str) -> dict[str, Any]:
     """Return the states of callbacks in a checkpoint, by class name; empty if the checkpoint has no such file."""
-    return _read(os.path.join(checkpoint, STATES)) or {}
+    return _read(os.path.join(checkpoint, STATES), dict) or {}
 
 
-def _read(path: str) -> dict[str, Any] | None:
-    """Read a file of tensors; `None` if there is no such file."""
+def _read(path: str, build: Callable[[dict[str, Any]], Any]) -> Any:
+    """Read a file of tensors, and return what `build` makes of it; `None` if there is no such file."""
     if not os.path.isfile(path):
         return None
     try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:  # a damaged file may raise anything in torch.load, with a misleading message
+        return build(torch.load(path, weights_only=True))
+    except Exception as error:  # a damaged file may raise anything in torch.load; one of another version, in `build`
         raise ValueError(
             f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
             "delete this file and those of the other ranks to continue without their contents."

@@ -31,8 +31,8 @@ class Part:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, M, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
-        width: number of columns of TRL's padded micro-batches of this window: its longest prompt and its longest
-            completion on all ranks, dropped rows included.
+        width: number of columns of TRL's padded micro-batches of this window, dropped rows included: on the rank with
+            the widest rows, the longest prompt plus the longest completion that the loss counts.
         num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
