@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dash_trl.config import DASHConfig
 
 if TYPE_CHECKING:
-    from dash_trl.distributed import Ranks
     from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
 
 ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
@@ -148,32 +147,21 @@ def dash_callbacks(handler: Any) -> list[DASHCallback]:
     return [callback for callback in handler.callbacks if isinstance(callback, DASHCallback)]
 
 
-def dispatch(
-    event: str,
-    rollouts: RolloutBatch,
-    callbacks: Iterable[DASHCallback],
-    ranks: Ranks,
-    arguments: tuple[Any, Any, Any],
-    others: Mapping[str, Any],
+def call_event(
+    callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments: tuple, others: Mapping[str, Any]
 ) -> None:
-    """Call one event of every callback, and check the rows after each call. An error on one rank is raised on all.
+    """Call one event of a callback, which may change the rows in place, and check the rows.
 
     Args:
+        callback: the callback.
         event: name of the event.
-        rollouts: the rows, which callbacks may change in place.
-        callbacks: the callbacks, in the order in which they are called.
-        ranks: the ranks of the run.
+        rollouts: the rows.
         arguments: `args`, `state` and `control`.
         others: the keyword arguments of the event.
     Raises:
-        ValueError: if a callback gave a field a wrong shape or dtype, or if in a later event than
+        ValueError: if the callback gave a field a wrong shape or dtype, or if in a later event than
             `on_rollouts_sampled` it changed which tokens the loss counts.
     """
-    for callback in callbacks:
-        ranks.agree(_call, callback, event, rollouts, arguments, others)
-
-
-def _call(callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments: tuple, others: Mapping) -> None:
     before, loss_mask = rollouts.tensors(), rollouts.loss_mask.clone()
     getattr(callback, event)(*arguments, rollouts, **others)
     rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")

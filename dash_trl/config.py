@@ -121,6 +121,10 @@ class DASHConfig(GRPOConfig):
             The update is the same. If several optimizer steps share one window (`steps_per_generation` above
             `gradient_accumulation_steps`), each step trains on the groups that are scored next. Needs reward functions
             that score each completion by itself (`dash_trl.RewardRunner`); see docs/howto/slow-rewards.md.
+        eval_k (`list[int]` or `None`, defaults to `None`):
+            In evaluations, log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They
+            are computed from the `num_generations_eval` completions of each problem. A completion is correct if its
+            reward is above 0.5. See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If a call takes
             longer, the run stops waiting for it, and does not train on its row; see docs/howto/tools.md.
@@ -198,6 +202,10 @@ class DASHConfig(GRPOConfig):
         default=False,
         metadata={"help": "Train on groups that are scored while the rewards of others are awaited."},
     )
+    eval_k: list[int] | None = field(
+        default=None,
+        metadata={"help": "Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."},
+    )
     tool_timeout: float = field(
         default=600.0,
         metadata={"help": "Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."},
@@ -248,6 +256,12 @@ class DASHConfig(GRPOConfig):
                     "multi_objective_aggregation": "the estimator takes the weighted sum of the rewards",
                 },
                 f"advantage_estimator={self.advantage_estimator!r}",
+            )
+        samples = self.num_generations_eval or self.num_generations
+        if self.eval_k is not None and not (self.eval_k and all(1 <= k <= samples for k in self.eval_k)):
+            raise ValueError(
+                f"eval_k={self.eval_k} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= "
+                f"k <= that many. Set num_generations_eval={max(self.eval_k, default=1)}, or ask for other k."
             )
         self._check_groups_apart()
 

@@ -58,8 +58,7 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
-        self._accelerator = accelerator
-        self.timeout = timeout
+        self._accelerator, self.timeout = accelerator, timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
 
@@ -146,6 +145,10 @@ class Ranks:
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
         return int(self.gather(torch.tensor([number])).min())
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return int(self.gather(torch.tensor([number])).max())
 
     def own(self, rows: int) -> slice:
         """Return the slice that selects this rank's rows from the result of `gather`.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from trl.models.utils import disable_gradient_checkpointing
 
 from dash_trl.host import Host, one_ahead
@@ -318,11 +319,8 @@ class CorrectionInPass:
         tables, self._tables = self._tables, defaultdict(list)
         for passes in tables.values():
             widest = max(old.shape[1] for old, *_ in passes)
+            # A table with one column has one figure per row and stays as it is.
             yield tuple(
-                torch.cat([_widened(one, widest) for one in table]).cpu() for table in zip(*passes, strict=True)
+                torch.cat([pad(one, (0, widest - one.shape[1])) if one.shape[1] > 1 else one for one in table]).cpu()
+                for table in zip(*passes, strict=True)
             )
-
-
-def _widened(table: Tensor, columns: int) -> Tensor:
-    """Pad [S, ·] with zeros to [S, columns]. A table with one column has one figure per row and stays as it is."""
-    return table if table.shape[1] == 1 else torch.nn.functional.pad(table, (0, columns - table.shape[1]))

@@ -114,7 +114,7 @@ class MicroSteps:
         Args:
             window: the window of the checkpoint. `None`: begin with a new window.
         """
-        self._window = None if window is None else Window.of(window)
+        self._window = None if window is None else Window(iter(()), self._host.state.global_step, whole=window)
 
     def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""

@@ -252,11 +252,6 @@ class Logs:
     metrics: dict[str, list[float]]
     figures: dict[str, list[float]]
 
-    @classmethod
-    def of(cls, trainer: Any) -> Logs:
-        """Return the fields of a trainer."""
-        return cls(trainer._logs, trainer._pending_extra_logs, trainer._pending_metrics, trainer._metrics["train"])
-
 
 def begin_anew(trainer: Any) -> None:
     """Reset the trainer's counters, pending figures, table of completions and entropy controller.
@@ -315,6 +310,20 @@ def to_training_mode(trainer: Any) -> None:
         optimizer.train()
         if after_evaluation:
             vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
+
+
+@contextmanager
+def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
+    """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch."""
+    batches: list[Tensor] = []
+    calculate = trainer._calculate_rewards
+
+    def calculated(*rows: Any) -> Tensor:
+        batches.append(calculate(*rows))
+        return batches[-1]
+
+    with with_settings(trainer, {"_calculate_rewards": calculated}):
+        yield batches
 
 
 def leave_out_step(accelerator: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from dash_trl.checks import check_prompt_lengths, plain_prompt
+from dash_trl.checks import check_prompt_lengths, context_of, plain_prompt
 from dash_trl.seams import decoded, tool_suffix
 from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
 
@@ -20,7 +20,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
     """
     if not trainer.tools and trainer.environment_factories is None:
         return None
-    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
+    tokenizer, context = deepcopy(trainer._tokenizer), context_of(trainer.model.config)  # other threads use the copy
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
         ids = tokenizer.apply_chat_template(

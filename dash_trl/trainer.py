@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
-from torch.utils.data import Sampler
 from transformers import Trainer
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
-from dash_trl.callbacks import dash_callbacks, dispatch
+from dash_trl.callbacks import call_event, dash_callbacks
 from dash_trl.checkpoints import check_weights
-from dash_trl.collect import Rounds
+from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
+from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
@@ -100,7 +100,7 @@ class DASHTrainer(GRPOTrainer):
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
-            checks.check_tied_adapter(self.model)
+            checks.check_adapter(self.model)
             seams.add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
         elif not own_rollouts:
@@ -132,7 +132,8 @@ class DASHTrainer(GRPOTrainer):
 
     def _begin_run(self) -> None:
         seams.begin_anew(self)
-        self.recorder = Recorder(self.args, self.state, seams.Logs.of(self))
+        logs = seams.Logs(self._logs, self._pending_extra_logs, self._pending_metrics, self._metrics["train"])
+        self.recorder = Recorder(self.args, self.state, logs)
         self._run = Run(
             self,
             self._passes,
@@ -176,7 +177,7 @@ class DASHTrainer(GRPOTrainer):
             seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
 
-    def _get_train_sampler(self, dataset=None) -> Sampler:
+    def _get_train_sampler(self, dataset=None) -> EpochOrder:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     # ------------------------------------------------------------------ an optimizer step
@@ -251,8 +252,6 @@ class DASHTrainer(GRPOTrainer):
 
             term = my_term(model, inputs) / self.current_gradient_accumulation_steps
             return super()._compute_loss(model, inputs) + term * inputs["regularizer_scale"]
-
-        A step in which no row survives has no pass, and so no term.
         """
         if not self.model.training:
             return super()._compute_loss(model, inputs)
@@ -330,15 +329,10 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_lengths(tokenized[0], self.context_length)
+            checks.check_prompt_lengths(tokenized[0], checks.context_of(self.model.config))
             return tokenized
 
         return self.ranks.agree(checked)
-
-    @property
-    def context_length(self) -> int | None:
-        """The number of tokens of the model's context; `None` if the model's configuration does not have it."""
-        return checks.context_of(self.model.config)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
         """Call TRL's method. An error on one rank is raised on all ranks."""
@@ -399,10 +393,11 @@ class DASHTrainer(GRPOTrainer):
         return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
-        """Call an event of the callbacks, which may change the rollouts."""
+        """Call an event of the callbacks, which may change the rollouts. An error on one rank is raised on all."""
         arguments = self.args, self.state, self.control
         others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
-        dispatch(event, rollouts, dash_callbacks(self.callback_handler), self.ranks, arguments, others)
+        for callback in dash_callbacks(self.callback_handler):
+            self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
     def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """Run a pass without gradient of the policy or the reference model; return log-probs and entropies."""
@@ -411,9 +406,19 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with seams.with_settings(self, loss_settings(self, training=False)):
-            return super().evaluation_loop(*args, **kwargs)
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Run TRL's evaluation, count each problem once in mean rewards, and add the figures of `eval_k`."""
+        with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
+        own = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
+        if own < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first problems
+            exact = reward_figures(rewards := rewards[:own], names, self.reward_weights)
+            self._metrics["eval"].update({name: [value] for name, value in exact.items()})
+        if (ks := self.args.eval_k) is not None:
+            figures = metrics_of(rewards.tolist(), names, ks, group_size=samples).items()
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures})
+        return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Call TRL's method. Only evaluations use it, because the collector samples in training."""
@@ -422,10 +427,7 @@ class DASHTrainer(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
-        """Run tool calls and further turns of an evaluation, with the time limits of training.
-
-        The turns are sampled in rounds, and all ranks take part in each round, on vLLM servers, too.
-        """
+        """Run tool calls and further turns of an evaluation in rounds, with the time limits of training."""
         assert self._conversations is not None, "TRL calls this method only if there are tools"
         names = self._batch_environments if self.environments else None
         rows = self._conversations.begun(prompt_ids, self.environments, names)

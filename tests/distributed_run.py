@@ -414,6 +414,22 @@ def test_a_step_without_signal_moves_deepspeed_s_own_schedule(train):
 
 
 @ON_DDP
+def test_an_evaluation_counts_each_problem_once(train):
+    """Each rank has one problem at a time, so the first of the three fills up the second batch."""
+    trainer = train(
+        reward=lambda prompts, **_: [float(one.startswith("0 ")) for one in prompts],
+        eval_dataset=prompts(3),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        eval_k=[4],
+    )
+    found = next(log for log in trainer.state.log_history if "eval_loss" in log)
+    names = ("eval_reward", "eval_rewards/<lambda>/mean", "eval_accuracy", "eval_pass_at_4")
+    assert agreed({name: found[name] for name in names}) == dict.fromkeys(names, pytest.approx(1 / 3))
+
+
+@ON_DDP
 def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
     """As if uninterrupted; where one rank lost its window, all refuse."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}

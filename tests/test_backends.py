@@ -359,6 +359,12 @@ class TestProcesses(InAnotherProcess):
         assert said == ["once set()\n", "[(True, 0), (True, 1), True]\n", "[7]\n"]
         assert process.returncode == (-signal.SIGKILL if killed else 0)
 
+    def test_workers_that_start_as_the_backend_closes_say_nothing(self, capfd):
+        for _ in range(3):
+            with closing(ProcessCalls([dict], 8)) as backend:  # one worker is ready after the first call
+                assert one(backend, dict, x=1).value == {"x": 1}
+        assert capfd.readouterr() == ("", "")
+
     def test_a_call_from_a_thread_that_ends_leaves_the_workers(self):
         """On Linux, a process can end with the thread that has started it."""
         with closing(ProcessCalls([count_calls], 1)) as backend:

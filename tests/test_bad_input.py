@@ -78,6 +78,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
     "a negative penalty": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
+    "more tries than completions": (
+        {"eval_k": [1, 8], "num_generations_eval": 2},
+        r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
+    ),
+    "no k": ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
@@ -436,6 +441,7 @@ def test_an_adapter_that_parts_tied_embeddings(tmp_path):
         ({"modules_to_save": ["embed_tokens"]}, ValueError, "set modules_to_save="),
         ({"modules_to_save": ["lm_head"]}, ValueError, "set modules_to_save="),
         ({"target_modules": ["embed_tokens"]}, ValueError, "set modules_to_save="),
+        ({"trainable_token_indices": [5]}, ValueError, r"LoraConfig \(trainable_token_indices=\[5\]\) trains"),
         ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, RuntimeError, "did not answer"),
         ({"modules_to_save": ["norm"]}, RuntimeError, "did not answer"),
     ):

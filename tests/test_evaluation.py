@@ -16,6 +16,7 @@ from dash_trl.evaluation import (
     differences,
     evaluate,
     figures_of,
+    metrics_of,
     pass_at_k,
 )
 from dash_trl.rewards import RewardRunner
@@ -172,8 +173,11 @@ def test_figures():
     assert figures["left_out"] == {"1": 0, "2": 1, "4": 2}
     assert (figures["problems"], figures["samples"]) == (3, 12)
     assert figures["failed"] == pytest.approx(4 / 12) and figures["marked"]
-    assert figures["truncated"] == pytest.approx(1 / 12)
-    assert figures["mean_length"] == pytest.approx((4 * 10 + 4 * 30 + 4 * 10) / 12)
+    assert [figures[name] for name in ("truncated", "mean_length")] == pytest.approx([1 / 12, 200 / 12])
+    marks = [[math.nan if one["reward"] is None else one["reward"], 1.0] for row in rows for one in row]
+    logged = metrics_of(marks, ["a", "b"], [2], group_size=4)
+    assert [logged[f"rewards/a/accuracy{end}"] for end in ("", "_low", "_high")] == [3 / 8, low, high]
+    assert [logged[f"rewards/{name}"] for name in ("a/pass_at_2", "a/failed", "b/pass_at_2")] == [1 / 2, 1 / 3, 1.0]
 
 
 def test_models_are_compared_problem_by_problem():
@@ -193,11 +197,12 @@ def test_models_are_compared_problem_by_problem():
     assert found["pass@4"][0] == pytest.approx(
         figures_of(better, [4])["pass_at"]["4"][0] - figures_of(worse, [4])["pass_at"]["4"][0]
     )
-
-
-def test_a_problem_that_one_model_was_not_scored_on_is_left_out():
-    found = differences([samples(1.0), samples(None)], [samples(0.0), samples(1.0)], [1, 2])
-    assert found == {"accuracy": [1.0, 1.0, 1.0], "pass@1": [1.0, 1.0, 1.0], "pass@2": [None] * 3}
+    # A problem on which one model was not scored is left out.
+    assert differences([samples(1.0), samples(None)], [samples(0.0), samples(1.0)], [1, 2]) == {
+        "accuracy": [1.0, 1.0, 1.0],
+        "pass@1": [1.0, 1.0, 1.0],
+        "pass@2": [None] * 3,
+    }
 
 
 def test_the_chat_template_gets_the_arguments_of_training(tiny_model):

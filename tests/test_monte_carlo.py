@@ -121,7 +121,7 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
 
 def test_rollouts_end_with_the_context(trainer, monkeypatch):
     context, requests = 14, random_requests(longest=18)
-    for owner, name in ((type(trainer), "context_length"), (trainer.args, "vllm_max_model_length")):
+    for owner, name in ((trainer.model.config, "max_position_embeddings"), (trainer.args, "vllm_max_model_length")):
         trainer.sampled.clear()
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, context)

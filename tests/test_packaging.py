@@ -68,7 +68,7 @@ import sys
 sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai", "trackio"]))  # importing one raises
 import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.toy
 from dash_trl.sampling import ScaledLayers
-for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.toy.__all__:
+for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dir(dash_trl.toy):
     assert any(getattr(room, name, None) for room in (dash_trl, dash_trl.evaluation, dash_trl.toy)), name
 with ScaledLayers(layer := torch.nn.Sequential(torch.nn.Linear(1, 1))).outputs():
     half = layer(torch.ones(1))

@@ -476,13 +476,14 @@ def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
         eval_dataset=rows,
         eval_strategy="steps",
         eval_steps=1,
+        eval_k=[2],
         per_device_eval_batch_size=4,
         tool_timeout=TIMEOUT,
         prepare=plays(lambda text, asked: [written("", ("act", {"fate": "hangs"}))] if "hangs" in text else ["no"]),
         more={"tools": [act]},
     )
     (log,) = (one for one in trainer.state.log_history if "eval_reward" in one)
-    assert log["eval_reward"] == 7 and log["eval_tools/call_frequency"] == 0.5
+    assert log["eval_reward"] == 7 and log["eval_failed"] == 0.5 and log["eval_tools/call_frequency"] == 0.5
 
 
 # ---------------------------------------------------------------------- what the policy writes

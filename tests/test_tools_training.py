@@ -214,8 +214,8 @@ def test_the_update_is_trls(start, model, tmp_path, name):
 class BesideThree(Ranks):
     """Another rank has three rows."""
 
-    def least(self, number: int) -> int:
-        return min(super().least(number), -3)
+    def largest(self, number: int) -> int:
+        return max(super().largest(number), 3)
 
 
 def test_ranks_that_share_an_engine_ask_for_equally_many_rows(model, tmp_path):

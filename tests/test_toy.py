@@ -40,9 +40,6 @@ def test_training_and_test_problems_are_disjoint():
         assert train and test and not train & test
         assert problems("train", make) == problems("train", make) != problems("train", make, seed=1)
         assert len(problems("test", make)) == 256 and len(problems("train", make)) == 4096
-
-
-def test_impossible_datasets_are_refused():
     with pytest.raises(ValueError, match=r"size=500: there are only \d\d distinct problems of \(2,\)"):
         arithmetic_dataset("test", size=500, operands=(2,))
 

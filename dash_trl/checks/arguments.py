@@ -44,7 +44,12 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
             "Leave one of the two out."
         )
     check_callbacks(others.get("callbacks") or ())
-    check_vllm(args)
+    if args.use_vllm and args.vllm_mode == "colocate" and args.device.type == "cpu":
+        raise ValueError(
+            "use_vllm=True with vllm_mode='colocate' runs vLLM in the trainer's process, which needs a GPU, but this "
+            "run is on the CPU: leave use_vllm out, so that transformers samples, or start servers and name them with "
+            "vllm_server_urls (docs/howto/vllm.md)."
+        )
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the policy with the sampler, but transformers' generate reports no "
@@ -58,16 +63,6 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
     check_correction(args)
     check_generation_kwargs(args)
     check_model(model, args, others.get("peft_config"))
-
-
-def check_vllm(args: Any) -> None:
-    """Raises a `ValueError` if vLLM should run in the trainer's process, but the run is on the CPU."""
-    if args.use_vllm and args.vllm_mode == "colocate" and args.device.type == "cpu":
-        raise ValueError(
-            "use_vllm=True with vllm_mode='colocate' runs vLLM in the trainer's process, which needs a GPU, but this "
-            "run is on the CPU: leave use_vllm out, so that transformers samples, or start servers and name them with "
-            "vllm_server_urls (docs/howto/vllm.md)."
-        )
 
 
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
@@ -247,11 +242,10 @@ def check_generation_kwargs(args: DASHConfig) -> None:
             then count as truncated and are masked; or if vLLM would ignore an option or cut prompts.
     """
     options = args.generation_kwargs or {}
-    temperature = options.get("temperature", args.temperature)
-    if temperature != args.temperature:
+    if options.get("temperature", args.temperature) != args.temperature:
         raise ValueError(
-            f"generation_kwargs has temperature={temperature}, but the loss uses temperature={args.temperature}, so "
-            "its log-probs would not be those of the sampler. Set temperature in the DASHConfig instead."
+            f"generation_kwargs has temperature={options['temperature']}, but the loss uses temperature="
+            f"{args.temperature}, so its log-probs would not be those of the sampler. Set temperature in the config."
         )
     if args.use_vllm and options.get("stop") and args.mask_truncated_completions:
         raise ValueError(

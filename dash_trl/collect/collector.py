@@ -105,9 +105,9 @@ class Collector:
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
-        prompts = self._announce(examples, step)
+        prompts, global_step = self._announce(examples, step), self._host.state.global_step
         if groups_of_step is None:
-            return Window.of(self._whole(prompts, serves_one_step=serves_one_step))
+            return Window(iter(()), global_step, whole=self._whole(prompts, serves_one_step=serves_one_step))
         batch = self._sample(prompts, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
@@ -120,7 +120,7 @@ class Collector:
             # rows.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
         parts = self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step)
-        return Window(parts, self._host.state.global_step)
+        return Window(parts, global_step)
 
     def pass_on_sampled(self) -> None:
         """Start the rewards of later windows' rows that were sampled since the last call. Called between passes."""
@@ -217,9 +217,10 @@ class Collector:
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
             # Every rank needs the same number of places for its rows.
-            places = max(-self._ranks.least(-int(keep.sum())), self._dynamic.groups * size)
+            places = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:places]  # survivors first
-            self._log_rounds(signal)
+            self._recorder.log(self._dynamic.metrics(signal))
+            self._dynamic.note(signal)
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
@@ -297,7 +298,7 @@ class Collector:
     def _width(self, rollouts: RolloutBatch) -> int:
         """Return `Part.width` of a window with these rows on this rank."""
         lengths = rollouts.lengths()
-        return -self._ranks.least(-int(lengths[:, 0].max() + lengths[:, 1].max()))
+        return self._ranks.largest(int(lengths[:, 0].max() + lengths[:, 1].max()))
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(
@@ -305,13 +306,6 @@ class Collector:
         )
 
     # ------------------------------------------------------------------ logs
-
-    def _log_rounds(self, signal: Sequence[Tensor]) -> None:
-        """Log the rounds of a window; `signal` as in `DynamicSampling.next`."""
-        assert self._dynamic is not None
-        metrics = self._dynamic.metrics(signal)
-        self._dynamic.note(signal)
-        self._recorder.log(metrics)
 
     def _log_whole(
         self,

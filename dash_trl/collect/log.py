@@ -14,6 +14,7 @@ from trl.trainer.utils import nanstd
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.host import Host
 from dash_trl.rollout import joined
+from dash_trl.update import weighted_rewards
 
 # The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
 # of the first window, the run ends at once, as it does if a reward function raises on every row of the first batch.
@@ -49,7 +50,7 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
     for name, column in zip(names, rewards.T, strict=True):
         figures[f"rewards/{name}/mean"] = column.nanmean().item()
         figures[f"rewards/{name}/std"] = nanstd(column).item()
-    total = (rewards * weights.to(rewards.device)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+    total = weighted_rewards(rewards, weights)
     return {**figures, "reward": total.nanmean().item(), "reward_std": nanstd(total).item()}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.evaluation.command import command_parser, main
-    from dash_trl.evaluation.figures import CORRECT_ABOVE, differences
+    from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
     from dash_trl.evaluation.samplers import TOY, Checkpoint
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -42,7 +42,6 @@ from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
 TOY_LENGTH = 64  # in tokens
-SHOWN = 500  # characters of a prompt that the command prints
 
 
 @dataclass
@@ -247,7 +246,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
         reward.check_columns(problems[0].column_names)
         # The user sees a wrong template here. In the figures it only looks like a weak model.
-        print(f"first prompt: {str(problems[0][0]['prompt'])[:SHOWN]!r}")
+        print(f"first prompt: {str(problems[0][0]['prompt'])[:500]!r}")
         folder.mkdir(parents=True, exist_ok=True)
         for (label, checkpoint), rows in zip(jobs.items(), problems, strict=True):
             samples = _sample(label, checkpoint, rows, reward, arguments)
@@ -268,21 +267,17 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Returns short names of models for files and plots.
-
-    A name consists of the last parts of the model's path, as many parts as are needed to make all names different.
+    """Returns names of models for files and plots: their paths, with "-" in place of "/".
 
     Args:
         models: directories or hub names.
     Raises:
         ValueError: if a model is named twice.
     """
-    parts = [Path(os.path.abspath(model) if os.path.isdir(model) else model).parts for model in models]
-    for length in range(1, max(map(len, parts)) + 1):
-        short = ["-".join(one[-length:]).strip("/.-~") for one in parts]
-        if len(set(short)) == len(short):
-            return short
-    raise ValueError(f"The models {list(models)} are the same: name each once.")
+    names = [os.path.normpath(model).replace(os.sep, "-").strip("-.~") for model in models]
+    if len({*names}) < len(names):
+        raise ValueError(f"The models {list(models)} are the same: name each once.")
+    return names
 
 
 def _sample(

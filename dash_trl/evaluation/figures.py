@@ -18,7 +18,6 @@ LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
 MARK = "*"
-EXPLANATION = f"{MARK} More than 1 % of the rewards failed, and count neither as right nor as wrong."
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -116,6 +115,36 @@ def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
 
 
+def metrics_of(
+    rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
+) -> dict[str, float]:
+    """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
+
+    Args:
+        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function does not apply, or
+            this or another function failed on the sample.
+        names: names of the F reward functions.
+        ks: values of k for pass@k; at most `group_size`.
+        group_size: number of samples of a problem.
+    Returns:
+        Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
+        `failed`: the share of samples with NaN. Accuracy and pass@k have an interval, whose ends are further figures,
+        such as `accuracy_low` and `accuracy_high`. If there are several reward functions, each function has its own
+        figures, and their names begin with `rewards/<name>/`.
+    """
+    found: dict[str, float] = {}
+    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
+        samples = [{"reward": None if math.isnan(one) else one, "tokens": 0, "truncated": False} for one in column]
+        figures = figures_of([samples[at : at + group_size] for at in range(0, len(samples), group_size)], ks)
+        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
+        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
+        for what, estimate in {**values, "failed": [figures["failed"]]}.items():
+            for end, value in zip(("", "_low", "_high"), estimate, strict=False):
+                place = f"rewards/{name}/" if len(names) > 1 else ""
+                found[f"{place}{what}{end}"] = math.nan if value is None else value
+    return found
+
+
 def differences(
     rows: Sequence[Sequence[Mapping[str, Any]]],
     others: Sequence[Sequence[Mapping[str, Any]]],
@@ -139,16 +168,12 @@ def differences(
         "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. Three
         None = no problem is left.
     """
-
-    def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
-        counts = map(_counts, found)
-        return [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
-
-    result = {}
-    for name, k in (("accuracy", 1), *((f"pass@{k}", k) for k in ks)):
-        pairs = zip(estimates(rows, k), estimates(others, k), strict=True)
-        result[name] = _estimate([a - b for a, b in pairs if a is not None and b is not None], None, seed)
-    return result
+    counts = [(_counts(row), _counts(other)) for row, other in zip(rows, others, strict=True)]
+    gains = {
+        name: [pass_at_k(*one, k) - pass_at_k(*other, k) for one, other in counts if min(one[0], other[0]) >= k]
+        for name, k in (("accuracy", 1), *((f"pass@{k}", k) for k in ks))
+    }
+    return {name: _estimate(values, None, seed) for name, values in gains.items()}
 
 
 def comparison(name: str, found: Mapping[str, Any]) -> str:
@@ -176,10 +201,14 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
     for name, figures in models.items():
         mark = MARK if figures["marked"] else ""
         cells = [[figures["accuracy"], *(figures["accuracy_interval"] or [0, 0])], *figures["pass_at"].values()]
+        shares = [
+            "–" if share is None else f"{100 * share:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+            for share, low, high in cells
+        ]
         rows.append(
             [
                 name,
-                *(_cell(*cell) + mark for cell in cells),
+                *(share + mark for share in shares),
                 f"{figures['mean_length']:.0f}",
                 f"{figures['truncated']:.1%}",
                 f"{figures['failed']:.1%}",
@@ -187,8 +216,6 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *([EXPLANATION] if any(one["marked"] for one in models.values()) else [])])
-
-
-def _cell(value: float | None, low: float, high: float) -> str:
-    return "–" if value is None else f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    if any(one["marked"] for one in models.values()):
+        lines.append(f"{MARK} More than 1 % of the rewards failed, and count neither as right nor as wrong.")
+    return "\n".join(lines)

@@ -63,8 +63,7 @@ class Reward(AbstractContextManager["Reward"]):
             completion_ids=[one.token_ids for one in samples],
             **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
             trainer_state=TrainerState(),
-            log_extra=_ignore,
-            log_metric=_ignore,
+            **dict.fromkeys(("log_extra", "log_metric"), lambda *_: None),  # an evaluation logs no notes
         )
         # An async function of TRL's form returns a coroutine.
         rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
@@ -74,10 +73,6 @@ class Reward(AbstractContextManager["Reward"]):
     def __exit__(self, *exception: object) -> None:
         if isinstance(self._function, RunnerReward) and not self._is_lent:
             self._function.runner.close()
-
-
-def _ignore(*logged: Any) -> None:
-    """Does nothing: an evaluation logs no notes of the function."""
 
 
 def scored_samples(

@@ -71,7 +71,18 @@ class ProcessRewardCallback(DASHCallback):
     ):
         self.value, self.settings = value, CreditSettings() if settings is None else settings
         self.estimator, self.per_group = estimator, registered(estimator, "credit", "estimator").per_group
-        self._check_value()
+        if isinstance(self.value, type) or not callable(self.value):
+            raise ValueError(
+                f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) "
+                "or another instance or function that takes (requests, trainer). The name of a credit "
+                "estimator goes into estimator='...', and a force prompt into AnswerLogProbValue('...')."
+            )
+        if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):
+            raise ValueError(
+                f"estimator={self.estimator!r} compares values with the outcome, so both must have the same unit: pass "
+                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(). A value estimator of your own "
+                "needs the attribute space = 'probability' or 'reward'."
+            )
         check_settings(estimator, self.settings)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.overlaps_rewards = not getattr(self.value, "needs_rewards", True)
@@ -86,20 +97,6 @@ class ProcessRewardCallback(DASHCallback):
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
         self._columns: dict[str, Any] = {}  # the additional columns of TRL's table of completions
-
-    def _check_value(self) -> None:
-        if isinstance(self.value, type) or not callable(self.value):
-            raise ValueError(
-                f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) "
-                "or another instance or function that takes (requests, trainer). The name of a credit "
-                "estimator goes into estimator='...', and a force prompt into AnswerLogProbValue('...')."
-            )
-        if self.estimator in ("gae", "vineppo") and getattr(self.value, "space", None) not in ("probability", "reward"):
-            raise ValueError(
-                f"estimator={self.estimator!r} compares values with the outcome, so both must have the same unit: pass "
-                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(). A value estimator of your own "
-                "needs the attribute space = 'probability' or 'reward'."
-            )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
+from dash_trl.checks import context_of
 from dash_trl.process_rewards.values import ValueRequest
 from dash_trl.seams import decoded, with_settings
 from dash_trl.update import weighted_rewards
@@ -144,7 +145,7 @@ def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
     """Returns how many tokens may follow a boundary within `max_completion_length` and the model's context."""
-    contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
+    contexts = [length for length in (context_of(trainer.model.config), trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
 

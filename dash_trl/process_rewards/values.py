@@ -167,12 +167,8 @@ class AnswerLogProbValue:
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         trees = trainer.ranks.agree(self._trees, requests, trainer._tokenizer)
-
-        def most(passes: int) -> int:
-            return int(trainer.ranks.gather(torch.tensor([passes])).max())
-
         with trainer.accelerator.autocast():
-            return self._valued(requests, trees, trainer.model, most)
+            return self._valued(requests, trees, trainer.model, trainer.ranks.largest)
 
     def score(
         self,

@@ -88,26 +88,19 @@ class Window:
     optimizer step, because a checkpoint within the step needs them.
 
     Args:
-        parts: iterator over the parts; it may wait for rewards.
+        parts: iterator over the parts; it may wait for rewards. Empty if the window is whole.
         global_step: number of the running optimizer step.
+        whole: see below.
     Attributes:
         rows: number of a rank's rows in the parts that were yielded.
         whole: all parts joined, in which rows that earlier optimizer steps used count as dropped. `None`: they are not
             joined yet, see `wait`.
     """
 
-    def __init__(self, parts: Iterator[Part], global_step: int):
-        self.rows = 0
-        self.whole: Part | None = None
+    def __init__(self, parts: Iterator[Part], global_step: int, *, whole: Part | None = None):
+        self.rows, self.whole = 0, whole
         self._parts, self._global_step = parts, global_step
         self._kept: list[Part] = []
-
-    @classmethod
-    def of(cls, whole: Part) -> Window:
-        """Build a window that is whole already."""
-        window = cls(iter(()), -1)
-        window.whole = whole
-        return window
 
     def __iter__(self) -> Iterator[Part]:
         for part in self._parts:

@@ -32,7 +32,6 @@ WITHOUT = (
     "alpha_pattern",
     "layer_replication",
     "target_parameters",
-    "trainable_token_indices",
     "lora_bias",
     "fan_in_fan_out",
     "alora_invocation_tokens",
@@ -58,12 +57,10 @@ def obstacle(model: Any, most: int) -> str | None:
         return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
     if getattr(model.get_base_model(), "hf_quantizer", None):
         return "the weights of its base model are quantised here"
-    given = [name for name in WITHOUT if getattr(adapter, name, None) not in (None, "none", False, [], {})]
-    if given:
+    if given := [name for name in WITHOUT if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
         return f"vLLM does not support an adapter with {', '.join(given)}"
     parts = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    others = [name for name in trained if not any(map(name.count, parts))]
+    others = [name for name, one in model.named_parameters() if one.requires_grad and not any(map(name.count, parts))]
     if others:
         return f"other parameters are trained, too, such as {others[0]}"
     if most < adapter.r:

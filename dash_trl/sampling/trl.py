@@ -95,13 +95,9 @@ class ServerGeneration(ExactMerges):
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext[Any],
         **others: Any,
     ):
-        self.urls = urls
-        self.request_timeout = request_timeout
-        self.weight_dir = weight_dir
-        self.rank_timeout = rank_timeout
-        self.end_ids = end_ids
-        self.step = step
-        self.timed = timed
+        self.urls, self.weight_dir, self.end_ids = urls, weight_dir, end_ids
+        self.request_timeout, self.rank_timeout = request_timeout, rank_timeout
+        self.step, self.timed = step, timed
         super().__init__(mode="server", **others)
 
     def _init_vllm(self) -> None:
@@ -267,8 +263,7 @@ class ServerGeneration(ExactMerges):
         own, because the completion fits, or because the prompt alone is too long, which the server reports.
         """
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
-        context = self.context
-        left = [most if context is None else context - len(ids) for ids in prompts]
+        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
         return [room if 0 < room < most else None for room in left]
 
     def _sampling(self) -> dict[str, Any]:

@@ -76,6 +76,19 @@ class _Context(LokyContext):
     Process = _Worker
 
 
+class _Pool(ProcessPool):
+    """Pebble's pool, which ends its workers before it removes their locks.
+
+    Pebble removes the locks first. A worker that starts meanwhile would find none, and print a traceback.
+    """
+
+    def _stop_pool(self) -> None:
+        if self._pool_manager_loop is not None:
+            self._pool_manager_loop.join()  # it starts workers
+        self._pool_manager.worker_manager.force_stop_workers()
+        super()._stop_pool()
+
+
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
     """Pickle functions for other processes.
 
@@ -125,7 +138,7 @@ class ProcessCalls(Backend):
         self._started_with = pack(functions), prepare
 
     async def _open(self) -> None:
-        self._pool: ProcessPool | None = None
+        self._pool: _Pool | None = None
         self._futures: set[Future[bytes]] = set()
 
     async def _stop(self) -> None:
@@ -141,7 +154,7 @@ class ProcessCalls(Backend):
             # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
             # load the functions before their first call, so this time does not count towards a timeout.
             begin = *self._started_with, os.getpid()
-            self._pool = ProcessPool(self._workers, initializer=_begin, initargs=begin, context=_Context())
+            self._pool = _Pool(self._workers, initializer=_begin, initargs=begin, context=_Context())
         future = self._pool.schedule(_call, (packed,), timeout=call.timeout)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
