@@ -126,7 +126,7 @@ class Checkpoints:
         self,
         folder: str,
         *,
-        step: int,
+        micro_step: int,
         skipped_steps: int,
         window: Part | None,
         samples_again: bool,
@@ -136,7 +136,7 @@ class Checkpoints:
 
         Args:
             folder: folder of the checkpoint.
-            step: number of the micro-step at which a resumed run continues; see `SavedRun`.
+            micro_step: number of the micro-step at which a resumed run continues; see `SavedRun`.
             skipped_steps: number of optimizer steps skipped so far because their gradient was not finite.
             window: the window in use. `None`: a resumed run does not need this window.
             samples_again: True = a resumed run samples the window in use again. Then the states from before the running
@@ -145,7 +145,7 @@ class Checkpoints:
         """
         states, prompts = self._before if samples_again else self._states(queue)
         position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
-        run = SavedRun(self._shapes, position, step, skipped_steps, window, prompts)
+        run = SavedRun(self._shapes, position, micro_step, skipped_steps, window, prompts)
         run.save(self._file(folder))
         if states and self._ranks.rank == 0:
             torch.save(states, os.path.join(folder, STATES))

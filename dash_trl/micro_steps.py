@@ -18,7 +18,7 @@ from dash_trl.update import Schedule
 class MicroSteps:
     """Collects a window when it is due, keeps the window in use, and makes the inputs of each micro-step's passes.
 
-    All ranks call `wait_for_rest`, and every method with an argument `step`, at the same point.
+    All ranks call `wait_for_rest`, and every method with an argument `micro_step`, at the same point.
 
     Args:
         host: the trainer.
@@ -39,45 +39,47 @@ class MicroSteps:
         )
         self._host, self._micro_batches, self._collector = host, micro_batches, collector
         self._window: Window | None = None  # the window in use
-        self._step = 0  # the micro-step that runs
+        self._micro_step = 0  # the micro-step that runs
 
-    def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
+    def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step, with the arguments of `Schedule.begin_optimizer_step`."""
-        self.schedule.begin_optimizer_step(step, micro_steps, global_step)
+        self.schedule.begin_optimizer_step(first, micro_steps, global_step)
         if self._window is not None:
             self._window.begin_optimizer_step(global_step)
 
-    def inputs(self, step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         Args:
-            step: the micro-step.
+            micro_step: the micro-step.
             examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
             A list with the inputs of some passes, and a bool, True = they are the last passes of the micro-step.
         """
-        self._step = step
-        by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(step)
+        self._micro_step = micro_step
+        by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(micro_step)
         if not by_group:
             self.wait_for_rest()
-        if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
-            one_step = len(self.schedule.steps_of_share(step)) == self.schedule.steps_per_generation
+        if self._window is None or self._window.whole is not None and self.schedule.window_due(micro_step):
+            one_step = len(self.schedule.micro_steps_of_share(micro_step)) == self.schedule.steps_per_generation
             groups = self._groups_of_step if by_group else None
-            self._window = self._collector.window(examples, step=step, groups_of_step=groups, serves_one_step=one_step)
-            self.schedule.window_sampled(step)
+            self._window = self._collector.window(
+                examples, micro_step=micro_step, groups_of_step=groups, serves_one_step=one_step
+            )
+            self.schedule.window_sampled(micro_step)
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
-            passes, planned = self.schedule.passes(step, window)
+            passes, planned = self.schedule.passes(micro_step, window)
             yield self._micro_batches.with_gradient(window, passes, planned), True
-        elif step + 1 < self.schedule.steps_of_share(step).stop:
+        elif micro_step + 1 < self.schedule.micro_steps_of_share(micro_step).stop:
             yield [], True  # the passes of all parts run in the last micro-step of the share
         else:
-            yield from self._inputs_of_parts(step, self._window)
+            yield from self._inputs_of_parts(micro_step, self._window)
 
     def _groups_of_step(self) -> int:
         """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
         return (
-            len(self.schedule.steps_of_share(self._step))
+            len(self.schedule.micro_steps_of_share(self._micro_step))
             * self.schedule.rows_per_step
             // self._host.args.num_generations
         )
@@ -93,18 +95,18 @@ class MicroSteps:
             ran = window.rows
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
-    def window_to_save(self, step: int) -> Part | None:
+    def window_to_save(self, micro_step: int) -> Part | None:
         """Return the window in use if a run that is resumed from a checkpoint can use it.
 
         Call it only when the window in use is whole.
 
         Args:
-            step: the micro-step at which a resumed run continues.
+            micro_step: the micro-step at which a resumed run continues.
         Returns:
-            The window in use. `None`: no window is in use, or it begins after `step`, so that later weights than
+            The window in use. `None`: no window is in use, or it begins after `micro_step`, so that later weights than
             those of the resumed run have sampled it.
         """
-        if self._window is None or self.schedule.sampled_after(step):
+        if self._window is None or self.schedule.sampled_after(micro_step):
             return None
         return self._window.whole
 
@@ -116,12 +118,12 @@ class MicroSteps:
         """
         self._window = None if window is None else Window(iter(()), self._host.state.global_step, whole=window)
 
-    def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    def _inputs_of_parts(self, micro_step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
         for part in window:
-            passes, planned = self.schedule.plan_part(step, part)
+            passes, planned = self.schedule.plan_part(micro_step, part)
             yield self._micro_batches.with_gradient(part, passes, planned), part.ends_step
             if part.ends_step:
                 break
-        if self.schedule.ends_window(step):
+        if self.schedule.ends_window(micro_step):
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole

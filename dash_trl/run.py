@@ -32,7 +32,7 @@ class Run:
         passes: runs the model passes.
         functions: the watched reward functions.
         names: their names.
-        early_rewards: False = `_calculate_rewards` may change rows before they are scored, so rewards must not begin
+        may_score_early: False = `_calculate_rewards` may change rows before they are scored, so rewards must not begin
             before it is called.
         handler: Transformers' callback handler.
         prompts: number of rows of the training set; `None` for a stream.
@@ -55,7 +55,7 @@ class Run:
         functions: list[Any],
         names: list[str],
         *,
-        early_rewards: bool,
+        may_score_early: bool,
         handler: Any,
         prompts: int | None,
         pool: Any,
@@ -69,7 +69,7 @@ class Run:
         self.queue = new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first)
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
         work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
-        self.rewards = Rewards(host, functions, names, in_background=early_rewards and work)
+        self.rewards = Rewards(host, functions, names, in_background=may_score_early and work)
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
         sampler = new_sampler(host, self.rewards, log_probs, pool=pool, conversations=conversations)
@@ -105,14 +105,14 @@ class Run:
                 self.queue.load_state_dict(saved.prompts)
         return 0 if saved is None else saved.step, start
 
-    def begin_optimizer_step(self, step: int, micro_steps: int) -> None:
+    def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
         """Begin an optimizer step.
 
         Args:
-            step: its first micro-step.
+            first: its first micro-step.
             micro_steps: number of its micro-steps.
         """
-        self.micro_steps.begin_optimizer_step(step, micro_steps, self._host.state.global_step)
+        self.micro_steps.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
         self._checkpoints.begin_optimizer_step(self.queue)
 
     def end_optimizer_step(self) -> None:
@@ -124,7 +124,7 @@ class Run:
         if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):
             host.recorder.log(self.off_policy.of_step(host.ranks.sum))
 
-    def save(self, folder: str, step: int) -> None:
+    def save(self, folder: str, micro_step: int) -> None:
         """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
 
         With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
@@ -132,16 +132,16 @@ class Run:
 
         Args:
             folder: folder of the checkpoint.
-            step: number of micro-steps that have run.
+            micro_step: number of micro-steps that have run.
         """
         schedule = self.micro_steps.schedule
-        step = schedule.completed(step, self._host.state.global_step)
+        micro_step = schedule.completed(micro_step, self._host.state.global_step)
         self._checkpoints.save(
             folder,
-            step=step,
+            micro_step=micro_step,
             skipped_steps=self.skipped.total,
-            window=self.micro_steps.window_to_save(step),
-            samples_again=schedule.samples_again(step),
+            window=self.micro_steps.window_to_save(micro_step),
+            samples_again=schedule.samples_again(micro_step),
             queue=self.queue,
         )
 

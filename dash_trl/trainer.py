@@ -139,7 +139,7 @@ class DASHTrainer(GRPOTrainer):
             self._passes,
             self.reward_funcs,
             self.reward_func_names,
-            early_rewards=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,
+            may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,
             handler=self.callback_handler,
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
             pool=self.vllm_generation if on_servers(self) else None,
@@ -184,7 +184,7 @@ class DASHTrainer(GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if (queue := self._run.queue) is not None:
-            epoch_iterator = queue.read(num_batches, step=self._step, state=self.state)
+            epoch_iterator = queue.read(num_batches, micro_step=self._step, state=self.state)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(checks.check_first_step, len(batches), self.args)
@@ -211,13 +211,13 @@ class DASHTrainer(GRPOTrainer):
                 for one in passes:
                     with accumulating(self.accelerator, model):
                         loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-                    run.collector.pass_on_sampled()
+                    run.collector.start_rewards_of_sampled()
         with self.recorder.timed("train"):
             seams.count_pass_time(self, time.perf_counter() - started)
             if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
         checks.check_weighed(self, ran, run.pass_metrics.passes - weighed)
-        run.collector.pass_on_sampled()
+        run.collector.start_rewards_of_sampled()
         if last_pass is None:
             self._step += 1
             if ends_step:

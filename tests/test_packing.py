@@ -110,7 +110,7 @@ def test_what_an_optimizer_step_takes_of_its_window():
     ):
         walk = schedule(per_generation, accumulation=accumulation)
         walk.begin_optimizer_step(begins, taken, 1)
-        assert walk.steps_of_share(begins) == share and walk.has_whole_share(begins) == whole, said
+        assert walk.micro_steps_of_share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
 def test_the_last_micro_step_runs_if_an_earlier_share_did():

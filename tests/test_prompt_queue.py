@@ -132,7 +132,7 @@ class Walk:
         whole = max(shape.accumulation - short, 1)
         readings = [(shape.accumulation, cut) for cut in cuts if cut < shape.accumulation] + [(whole, whole)]
         for number, (size, run) in enumerate(readings):
-            read = [list(queue.read(size, step=self.step, state=state)) for queue in self.queues]
+            read = [list(queue.read(size, micro_step=self.step, state=state)) for queue in self.queues]
             assert all(len(one) == size for one in read)
             if number == 0:
                 self.before.append(self._point())

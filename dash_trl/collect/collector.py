@@ -91,7 +91,7 @@ class Collector:
         self,
         examples: list[dict[str, Any]],
         *,
-        step: int,
+        micro_step: int,
         groups_of_step: Callable[[], int] | None,
         serves_one_step: bool,
     ) -> Window:
@@ -99,13 +99,13 @@ class Collector:
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
-            step: the micro-step with which the window begins.
+            micro_step: the micro-step with which the window begins.
             groups_of_step: see `GenerationBatch.scored_groups`. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
-        prompts, global_step = self._announce(examples, step), self._host.state.global_step
+        prompts, global_step = self._announce(examples, micro_step), self._host.state.global_step
         if groups_of_step is None:
             return Window(iter(()), global_step, whole=self._whole(prompts, serves_one_step=serves_one_step))
         batch = self._sample(prompts, by_group=True)
@@ -122,9 +122,9 @@ class Collector:
         parts = self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step)
         return Window(parts, global_step)
 
-    def pass_on_sampled(self) -> None:
+    def start_rewards_of_sampled(self) -> None:
         """Start the rewards of later windows' rows that were sampled since the last call. Called between passes."""
-        self._sampler.pass_on_sampled()
+        self._sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
         """Drop everything that was sampled or scored ahead, because the run is over or interrupted."""
@@ -134,12 +134,12 @@ class Collector:
 
     # ------------------------------------------------------------------ from prompts to rows
 
-    def _announce(self, examples: list[dict[str, Any]], step: int) -> Prompts:
+    def _announce(self, examples: list[dict[str, Any]], micro_step: int) -> Prompts:
         """Begin the next window: give the sampler its prompts, and the prompts of windows that may be sampled ahead.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        window, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(step)
+        window, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(micro_step)
         new = []
         for later in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
             self._announced[later] = self._prompts([examples, *upcoming][later - window])
@@ -178,8 +178,8 @@ class Collector:
 
     def _log_sampled(self, batches: Sequence[GenerationBatch]) -> None:
         if rows_come_early(self._host):
-            versions, step = torch.cat([one.rollouts.policy_version for one in batches]), self._host.state.global_step
-            self._recorder.log(staleness_metrics(versions, step, self._ranks.gather))
+            versions, now = torch.cat([one.rollouts.policy_version for one in batches]), self._host.state.global_step
+            self._recorder.log(staleness_metrics(versions, now, self._ranks.gather))
         sampled = [batch.sampled for batch in batches]
         self._log.sampled(sampled, torch.cat([self._truncated(one) for one in sampled]))
         self._sampler.log()

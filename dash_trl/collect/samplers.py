@@ -27,7 +27,7 @@ OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
 class Sampler:
     """Base of all samplers. Unless a sampler says otherwise, a method does nothing.
 
-    All ranks call a method at the same point; `pass_on_sampled` and `forget` are the exceptions.
+    All ranks call a method at the same point; `start_rewards_of_sampled` and `forget` are the exceptions.
 
     Args:
         host: the trainer.
@@ -65,7 +65,7 @@ class Sampler:
     def sample_ahead(self) -> None:
         """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
 
-    def pass_on_sampled(self) -> None:
+    def start_rewards_of_sampled(self) -> None:
         """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows.
 
         `on_rows` gets the rows.
@@ -201,7 +201,7 @@ class OnServers(Sampler):
         self._completions[number][own] = completions
         self._on_rows(number, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
-    def pass_on_sampled(self) -> None:
+    def start_rewards_of_sampled(self) -> None:
         if self._on_rows is not None:
             self._pool.show_finished()
 

@@ -77,28 +77,28 @@ class PromptQueue:
         self._source: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
-    def read(self, count: int, *, step: int, state: Any) -> Iterator[Rows]:
+    def read(self, count: int, *, micro_step: int, state: Any) -> Iterator[Rows]:
         """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
 
         Args:
             count: number of micro-steps of the optimizer step.
-            step: number of micro-steps before this optimizer step.
+            micro_step: number of micro-steps before this optimizer step.
             state: the `TrainerState`.
         """
         if self._to_read_again:
             self._read_again()
-        now, last = step // self._window_batches, (step + count - 1) // self._window_batches
+        now, last = micro_step // self._window_batches, (micro_step + count - 1) // self._window_batches
         later = (state.max_steps - state.global_step - 1) * self._accumulation  # micro-steps of later optimizer steps
-        end = (step + count + later - 1) // self._window_batches
+        end = (micro_step + count + later - 1) // self._window_batches
         self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
         for window in range(now, max(last, min(last + self._ahead, end)) + 1):
             if window not in self._windows:
                 self._windows[window] = self.take(self._first())
-        return iter([self._windows[one // self._window_batches] for one in range(step, step + count)])
+        return iter([self._windows[one // self._window_batches] for one in range(micro_step, micro_step + count)])
 
-    def upcoming(self, step: int) -> list[QueuedRows]:
+    def upcoming(self, micro_step: int) -> list[QueuedRows]:
         """Return the first rows of each window that may be sampled ahead, at a micro-step of the last `read`."""
-        now = step // self._window_batches
+        now = micro_step // self._window_batches
         return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
 
     def take(self, prompts: int) -> QueuedRows:
@@ -152,16 +152,16 @@ class PromptQueue:
         self.place = tuple(state["place"])
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
-    def has_sampled(self, step: int) -> None:
+    def has_sampled(self, micro_step: int) -> None:
         """Continue within the window of a checkpoint, which needs no prompts because it is already sampled.
 
         This is for `ignore_data_skip=True`: the next window begins with the first prompt of the dataset.
 
         Args:
-            step: the micro-step at which the run continues.
+            micro_step: the micro-step at which the run continues.
         """
-        if step % self._window_batches:
-            self._windows[step // self._window_batches] = QueuedRows([], [])
+        if micro_step % self._window_batches:
+            self._windows[micro_step // self._window_batches] = QueuedRows([], [])
 
     def _read_again(self) -> None:
         """Read the prompts of a checkpoint's windows from the dataset again."""

@@ -109,7 +109,7 @@ class Schedule:
         # means that the row has run in the current iteration.
         self._ran = torch.zeros(0, 0, dtype=torch.bool)
 
-    def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
+    def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step.
 
         If `global_step` has not changed since the last call, the previous optimizer step was cut short, and its
@@ -120,53 +120,53 @@ class Schedule:
         optimizer step.
 
         Args:
-            step: the first micro-step of the optimizer step.
+            first: the first micro-step of the optimizer step.
             micro_steps: the number of micro-steps of the optimizer step.
             global_step: the number of optimizer steps taken before.
         """
-        cut = global_step == self._global_step and step < self.optimizer_step.stop
+        cut = global_step == self._global_step and first < self.optimizer_step.stop
         if not cut:
-            self._uncut = step
+            self._uncut = first
         if global_step != self._global_step:
-            self._global_step, self._completed = global_step, step
+            self._global_step, self._completed = global_step, first
             self.ran_model = False
             self.shares = {}
-        self.optimizer_step = range(step, step + micro_steps)
+        self.optimizer_step = range(first, first + micro_steps)
         self._planned.clear()
 
-    def completed(self, step: int, global_step: int) -> int:
+    def completed(self, micro_step: int, global_step: int) -> int:
         """Return the number of micro-steps of all completed optimizer steps.
 
         A resumed run continues at this micro-step. Within an optimizer step, the number is smaller than the number of
         micro-steps that have run.
 
         Args:
-            step: the number of micro-steps that have run.
+            micro_step: the number of micro-steps that have run.
             global_step: the number of completed optimizer steps.
         """
-        return self._completed if global_step == self._global_step else step
+        return self._completed if global_step == self._global_step else micro_step
 
-    def sampled_after(self, step: int) -> bool:
-        """Whether the window in use begins after micro-step `step`.
+    def sampled_after(self, micro_step: int) -> bool:
+        """Whether the window in use begins after micro-step `micro_step`.
 
-        If it does, a run that is resumed at `step` cannot use this window, because later weights sampled its rows.
+        If it does, a run that is resumed there cannot use this window, because later weights sampled its rows.
         """
-        return self._sampled_at is not None and self._sampled_at > step
+        return self._sampled_at is not None and self._sampled_at > micro_step
 
-    def samples_again(self, step: int) -> bool:
-        """Whether a run that is resumed at micro-step `step` samples the window in use again.
+    def samples_again(self, micro_step: int) -> bool:
+        """Whether a run that is resumed at micro-step `micro_step` samples the window in use again.
 
-        It does if the window begins at `step` or later.
+        It does if the window begins at `micro_step` or later.
         """
-        return self._sampled_at is not None and self._sampled_at >= step
+        return self._sampled_at is not None and self._sampled_at >= micro_step
 
-    def window_due(self, step: int) -> bool:
+    def window_due(self, micro_step: int) -> bool:
         """Whether a new window begins at this micro-step; False again after `window_sampled`."""
-        return step % self.generate_every == 0 and self._sampled_at != step
+        return micro_step % self.generate_every == 0 and self._sampled_at != micro_step
 
-    def window_sampled(self, step: int) -> None:
+    def window_sampled(self, micro_step: int) -> None:
         """Record that a window was sampled at this micro-step."""
-        self._sampled_at = step
+        self._sampled_at = micro_step
         self._planned.clear()
 
     def window_is_whole(self, ran: int, lengths: Tensor) -> None:
@@ -178,11 +178,11 @@ class Schedule:
         """
         self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
 
-    def passes(self, step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
+    def passes(self, micro_step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Return the passes of a micro-step.
 
         Args:
-            step: the micro-step.
+            micro_step: the micro-step.
             window: the whole window.
         Returns:
             The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
@@ -190,25 +190,25 @@ class Schedule:
         """
         planned: list[MicroBatch] = []
         lengths = window.lengths
-        if step not in self._planned:
-            share = self.steps_of_share(step)
-            steps = range(step, share.stop)
-            left = self._left(step, lengths, micro_steps=len(steps))
+        if micro_step not in self._planned:
+            share = self.micro_steps_of_share(micro_step)
+            steps = range(micro_step, share.stop)
+            left = self._left(micro_step, lengths, micro_steps=len(steps))
             columns = self._columns_of_step(lengths)
             first = share.start % self.steps_per_generation * columns
             whole = lengths[:, first : first + len(share) * columns]
-            plan = self._plan(step, window, left, micro_steps=len(steps), whole=whole)
+            plan = self._plan(micro_step, window, left, micro_steps=len(steps), whole=whole)
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
-        for one in self._planned[step]:
+        for one in self._planned[micro_step]:
             for rank, rows in enumerate(one.micro_batch.rows):
                 self._ran[rank, list(rows)] = True
-        return self._planned[step], planned
+        return self._planned[micro_step], planned
 
-    def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
-        """Return `lengths` up to the last row of `micro_steps` micro-steps from `step` on; 0 for rows that have run."""
+    def _left(self, micro_step: int, lengths: Tensor, micro_steps: int) -> Tensor:
+        """Return `lengths` up to the last row of so many micro-steps from this one on; 0 for rows that have run."""
         columns = self._columns_of_step(lengths)
-        first = step % self.steps_per_generation * columns
+        first = micro_step % self.steps_per_generation * columns
         if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
             self.window_is_whole(first, lengths)
         left = lengths * ~self._ran.unsqueeze(2)
@@ -221,53 +221,55 @@ class Schedule:
         """
         return -(-lengths.shape[1] // self.steps_per_generation)
 
-    def has_whole_share(self, step: int) -> bool:
+    def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
 
         At the end of a stream, an optimizer step runs fewer rows. If the previous optimizer step was cut short, an
         optimizer step also runs the rows that were left over.
         """
-        return len(self.steps_of_share(step)) == min(self.accumulation, self.steps_per_generation)
+        return len(self.micro_steps_of_share(micro_step)) == min(self.accumulation, self.steps_per_generation)
 
-    def steps_of_share(self, step: int) -> range:
-        """Return the micro-steps of this optimizer step that use the window of `step`; their rows are the step's share.
+    def micro_steps_of_share(self, micro_step: int) -> range:
+        """Return the micro-steps of this optimizer step that use the window of a micro-step; their rows are a share.
 
         If the previous optimizer step was cut short with micro-steps left to run, its micro-steps that use this window
         are included.
         """
-        begin = step - step % self.steps_per_generation
+        begin = micro_step - micro_step % self.steps_per_generation
         return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
 
-    def ends_window(self, step: int) -> bool:
+    def ends_window(self, micro_step: int) -> bool:
         """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
-        return (step + 1) % self.steps_per_generation == 0
+        return (micro_step + 1) % self.steps_per_generation == 0
 
-    def plan_part(self, step: int, part: Part) -> tuple[list[Pass], list[MicroBatch]]:
+    def plan_part(self, micro_step: int, part: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Plan the passes over one part of a share, as soon as the rewards of the part have come.
 
         All passes over the parts of a share run in its last micro-step.
 
         Args:
-            step: the last micro-step of the share.
+            micro_step: the last micro-step of the share.
             part: the part.
         Returns:
             The passes over the part, and their micro-batches, for the log.
         """
-        (passes,) = self._plan(step, part, part.lengths, micro_steps=1, whole=part.lengths)
+        (passes,) = self._plan(micro_step, part, part.lengths, micro_steps=1, whole=part.lengths)
         return passes, [one.micro_batch for one in passes]
 
-    def _plan(self, step: int, part: Part, lengths: Tensor, *, micro_steps: int, whole: Tensor) -> list[list[Pass]]:
+    def _plan(
+        self, micro_step: int, part: Part, lengths: Tensor, *, micro_steps: int, whole: Tensor
+    ) -> list[list[Pass]]:
         """Plan the passes of each of `micro_steps` micro-steps, over the rows whose length is not 0.
 
         Args:
-            step: see `passes`.
+            micro_step: see `passes`.
             part: the window, or a part of it.
             lengths: [R, M, 4] of the rows that are left to run.
             micro_steps: number of micro-steps to plan.
             whole: [R, ·, 4], lengths of all rows of the share, also of rows that ran before the previous optimizer
                 step was cut short. In `plan_part`: of all rows of the part.
         """
-        steps, ranks = self.steps_of_share(step), len(lengths)
+        steps, ranks = self.micro_steps_of_share(micro_step), len(lengths)
         share = Share(
             first=steps.start,
             micro_steps=len(steps),
