@@ -172,8 +172,8 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its backward gets `sync_gradients`
-    with nullcontext() if deepspeed else accelerator.no_sync(model):
+    # DeepSpeed's backward gets `sync_gradients`.
+    with nullcontext() if accelerator.distributed_type == DistributedType.DEEPSPEED else accelerator.no_sync(model):
         yield
     state._set_sync_gradients(synchronise)
 

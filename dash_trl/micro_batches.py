@@ -69,9 +69,8 @@ class MicroBatches:
             planned: micro-batches that were planned just now, whose figures are logged.
         """
         if planned:
-            padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
-            metrics = packing_metrics(planned, part.lengths, padding_free=padding_free, min_shared=min_shared)
-            self._recorder.log(metrics)
+            kind = {"padding_free": self.passes.padding_free, "min_shared": self.passes.min_shared}
+            self._recorder.log(packing_metrics(planned, part.lengths, **kind))
         inputs = []
         for one in passes:
             tokens, share = one.tokens[self._rank], one.share
@@ -90,5 +89,4 @@ class MicroBatches:
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""
         rows = part.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
-        inputs = self.passes.inputs(part.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
-        return rows, inputs
+        return rows, self.passes.inputs(part.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)

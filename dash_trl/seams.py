@@ -159,13 +159,12 @@ def decoded(
     Returns:
         B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
     """
-    if not is_conversational({"prompt": prompts[0]}):
-        return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        rows = zip(completion_ids, prompt_ids, strict=True)
-        return [[_parsed(tokenizer, ids, prompt, tools)] for ids, prompt in rows]
+    are_messages = is_conversational({"prompt": prompts[0]})
+    parsers = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
+    if are_messages and parsers != [None, None]:
+        return [[_parsed(tokenizer, *row, tools)] for row in zip(completion_ids, prompt_ids, strict=True)]
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    return [[{"role": "assistant", "content": text}] for text in texts]
+    return [[{"role": "assistant", "content": text}] for text in texts] if are_messages else texts
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:

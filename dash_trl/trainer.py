@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_weights
+from dash_trl.checkpoints import check_optimizer, check_weights
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -150,8 +150,9 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
-        prepared = super()._prepare_for_training(*args, **kwargs)
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        check_optimizer(resume_from_checkpoint, self.optimizer)
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         seams.begin_trackio(self)
         with self.accelerator.autocast():
