@@ -12,8 +12,13 @@ from toy_judge import ToyJudge
 def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
     """Returns the body of a chat completion."""
     message = {"role": "assistant", "content": content, "refusal": refusal}
-    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
-    return {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice] * choices}
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "judge",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}] * choices,
+    }
 
 
 def says(score: Any, explanation: Any = "because") -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling import ServerGeneration, ServerPool, WeightMismatch
 from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
-from tests.tiny import ON_GPU, prompts, run, tiny_tokenizer
+from tests.tiny import ON_GPU, prompts, refusal, run, tiny_tokenizer
 from tests.vllm_run import wait_until
 
 FIRST = 10  # the token of weights that no optimizer step has changed
@@ -150,9 +151,8 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
     """
     settings, begins = SEMANTICS[name]
     fake, watch = fakes(), Watch()
-    groups = settings["steps_per_generation"]  # of 4 rows
-    under_way = [groups * (min(window + level, len(begins) - 1) + 1) for window in range(len(begins))]
-    watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= under_way[window])
+    groups, last = settings["steps_per_generation"], len(begins) - 1  # groups of 4 rows
+    watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= groups * (min(window + level, last) + 1))
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
     asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
     assert [window.step for window in watch.windows] == begins
@@ -281,6 +281,16 @@ def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
     )
 
 
+def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
+    """A server that gets one has lost its old weights, and does not answer any more."""
+    for adapter, said in (
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "['model.embed_tokens.token_adapter."),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "['base_model.lm_head.weight'"),
+    ):
+        fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
+        assert said in refusal(sampler_of(fake, model, tmp_path).sync_weights) and not fake.loads
+
+
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):
     """Rounding is no mismatch, but other weights are."""
     for fault, refused in ((None, nullcontext()), ("old copies", pytest.raises(WeightMismatch, match="bfloat16"))):
@@ -313,8 +323,7 @@ def test_a_completion_fits_into_the_context(sampler, in_training):
         rows = [[0] * length for length in lengths]
         if in_training:
             sampler.expect(0, {0: rows})
-        requests = requests_of(sampler, rows, 1, **kwargs)
-        return {len(one["prompt"]): one["max_tokens"] for one in requests}
+        return {len(one["prompt"]): one["max_tokens"] for one in requests_of(sampler, rows, 1, **kwargs)}
 
     assert limits(12, 15, 20) == {12: 8, 15: 5, 20: 8}
     assert limits(15, 18, max_tokens=3) == {15: 3, 18: 2}
@@ -379,8 +388,7 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     good.version = bad.version = 1  # what comes after
     pool.weights_sent(1, {bad.url: "500 while loading", good.url: None})
     good.hold.set()
-    tokens = {token - FIRST for (row,) in pool.collect(batch) for token in row.token_ids}
-    assert tokens <= {0, 1} and pool.retried == 2
+    assert {token - FIRST for (row,) in pool.collect(batch) for token in row.token_ids} <= {0, 1} and pool.retried == 2
 
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
@@ -401,8 +409,8 @@ def test_stop_tokens_of_the_user_end_rows_and_unknown_log_probs_are_not_correcte
 
     In training the second token is that of no optimizer step, in the evaluation that of one.
     """
-    settings = {"generation_kwargs": {"stop_token_ids": [FIRST, FIRST + 1]}, "mask_truncated_completions": True}
-    trainer, _ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, **STEP, max_steps=1, **settings)
+    settings = {**STEP, "generation_kwargs": {"stop_token_ids": [FIRST, FIRST + 1]}, "mask_truncated_completions": True}
+    trainer, _ = asynchronous(tiny_model, tmp_path, [fake := fakes()], 0, max_steps=1, **settings)
     logged = trainer.state.log_history[0]
     assert logged["completions/clipped_ratio"] == 0.0 and logged["completions/mean_terminated_length"] == 2.0
     assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0

@@ -441,7 +441,6 @@ def test_an_adapter_that_parts_tied_embeddings(tmp_path):
         ({"modules_to_save": ["embed_tokens"]}, ValueError, "set modules_to_save="),
         ({"modules_to_save": ["lm_head"]}, ValueError, "set modules_to_save="),
         ({"target_modules": ["embed_tokens"]}, ValueError, "set modules_to_save="),
-        ({"trainable_token_indices": [5]}, ValueError, r"LoraConfig \(trainable_token_indices=\[5\]\) trains"),
         ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, RuntimeError, "did not answer"),
         ({"modules_to_save": ["norm"]}, RuntimeError, "did not answer"),
     ):

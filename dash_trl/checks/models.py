@@ -84,30 +84,22 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def check_adapter(model: Any) -> None:
-    """Checks that vLLM can hold the weights of a model with an adapter.
+def check_tied_adapter(model: Any) -> None:
+    """Checks that an adapter does not untie tied embeddings, because vLLM has one weight for embeddings and LM head.
 
     Args:
         model: the model, with or without an adapter.
     Raises:
-        ValueError: if the adapter trains what vLLM has no weights for: a prompt or single tokens; or if it unties tied
-            embeddings, because vLLM has one weight for embeddings and LM head.
+        ValueError: if the adapter trains only the embeddings, only the LM head, or a weight for each of the two.
     """
-    if not is_peft_model(model):
+    if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapter, base = model.active_peft_config, model.get_base_model()
-    if (tokens := getattr(adapter, "trainable_token_indices", None)) or adapter.is_prompt_learning:
-        raise ValueError(
-            f"The {type(adapter).__name__} (trainable_token_indices={tokens}) trains a prompt or single tokens. vLLM "
-            "has no weights for them: it would load a part of the others, and fail. Use LoRA without this option, or "
-            "sample without vLLM."
-        )
+    base = model.get_base_model()
     ends = base.get_input_embeddings(), base.get_output_embeddings()
-    one_weight = len({id(getattr(end, "weight", None)) for end in ends}) == 1
-    adapted = any(isinstance(end, BaseTunerLayer) for end in ends)
-    if model.config.get_text_config().tie_word_embeddings and (adapted or not one_weight):
+    weights = {id(getattr(end, "weight", None)) for end in ends}
+    if len(weights) > 1 or any(isinstance(end, BaseTunerLayer) for end in ends):
         raise ValueError(
             f"The adapter trains the embeddings or the LM head of a {type(base).__name__}, where both are one weight "
             "(tie_word_embeddings=True). vLLM keeps one weight for both, so it would sample from another policy. Leave "

@@ -32,6 +32,7 @@ WITHOUT = (
     "alpha_pattern",
     "layer_replication",
     "target_parameters",
+    "trainable_token_indices",
     "lora_bias",
     "fan_in_fan_out",
     "alora_invocation_tokens",
@@ -60,8 +61,8 @@ def obstacle(model: Any, most: int) -> str | None:
     if given := [name for name in WITHOUT if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
         return f"vLLM does not support an adapter with {', '.join(given)}"
     parts = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
-    others = [name for name, one in model.named_parameters() if one.requires_grad and not any(map(name.count, parts))]
-    if others:
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if others := [name for name in trained if not any(map(name.count, parts))]:
         return f"other parameters are trained, too, such as {others[0]}"
     if most < adapter.r:
         room = next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= adapter.r)  # vLLM's choices

@@ -140,8 +140,7 @@ class WeightSync:
         """
 
         def check() -> None:
-            served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
-            check_probe(expected, served, self.dtypes)
+            check_probe(expected, self.pool.ask_all(lambda server: server.log_probs(self.probe)), self.dtypes)
 
         self.ranks.agree(check, main_only=True)
 
@@ -195,8 +194,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, model.named_parameters)
     held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    checksums = pool.ask_all(lambda server: server.weight_checksum())
-    if any(checksum != held.checksum for checksum in checksums.values()):
+    if any(one != held.checksum for one in pool.ask_all(lambda server: server.weight_checksum()).values()):
         sync.send()
         return
 

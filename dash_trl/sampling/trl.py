@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
@@ -228,8 +229,9 @@ class ServerGeneration(ExactMerges):
             self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=self._seen_rows(number, jobs))
         for number, runs in self._to_run.items():
             chains = [Chain(run) for run in runs]
-            seen = self._seen_rows(number, chains)
-            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=order(number), seen=seen)
+            self._in_flight[number] = self.pool.submit_chains(
+                chains, self._sampling(), order=order(number), seen=self._seen_rows(number, chains)
+            )
         self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
@@ -299,10 +301,12 @@ class ServerGeneration(ExactMerges):
         """Check the servers, and choose how they get weights: an adapter alone if that works, otherwise all weights."""
         served = self.ranks.agree(self._check_servers, main_only=True)
         self.context = served.context
-        why_merged = self._why_merged(served) if is_peft_model(self.model) else None
+        sharded = "the adapter alone cannot be sent under FSDP" if self._dist.is_fsdp else None
+        why_merged = (sharded or obstacle(self.model, served.adapter_rank)) if is_peft_model(self.model) else None
         if why_merged is not None and self.accelerator.is_main_process:
             logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
         if not is_peft_model(self.model) or why_merged is not None:
+            self._check_names()
             weights = FileWeights(self.weight_dir, served.dtype)
             gather: Any = self._gather
             perturbation = ScaledLayers(self.model, self._plain_name)
@@ -321,6 +325,21 @@ class ServerGeneration(ExactMerges):
             perturbation,
             self.accelerator.mixed_precision,
         )
+
+    def _check_names(self) -> None:
+        """Check that vLLM knows all names of weights. A server stops loading at one that it does not know, half-way."""
+        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        with torch.device("meta"):
+            known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))(model.config).state_dict()
+        # Weights of adapters are merged. PEFT's copies of modules are sent by the names of the modules, or not at all.
+        apart = (getattr(self.model, "prefix", "original_module"), "original_module", ".modules_to_save.")
+        sent = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
+        if unknown := sorted(sent - known.keys()):
+            raise ValueError(
+                f"vLLM knows no weights {unknown[:3]}, since a {type(model.config).__name__} has none of these names. "
+                "Sample without servers, or train other modules: of PEFT's options, trainable_token_indices and "
+                "virtual tokens cannot be merged."
+            )
 
     def _check_servers(self) -> ServedModel:
         """Check that the servers fit this trainer; return what holds for all of them."""
@@ -344,12 +363,6 @@ class ServerGeneration(ExactMerges):
                 "max_completion_length, or start the servers with a larger --max-model-len."
             )
         return served
-
-    def _why_merged(self, served: ServedModel) -> str | None:
-        """Return the reason why the adapter has to be merged into its model; None if it can be sent alone."""
-        if self._dist.is_fsdp:
-            return "the adapter alone cannot be sent under FSDP"
-        return obstacle(self.model, served.adapter_rank)
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.

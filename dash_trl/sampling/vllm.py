@@ -47,8 +47,7 @@ class VLLMServer(Server):
     ) -> list[Completion]:
         choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
         with _readable(choices):
-            ordered = sorted(choices, key=itemgetter("index"))
-            return list(map(_completion, ordered))
+            return list(map(_completion, sorted(choices, key=itemgetter("index"))))
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:
         choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})

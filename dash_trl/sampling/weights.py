@@ -137,8 +137,7 @@ class FileWeights:
             self._begin()
         folder = self.run / f"version-{version}"
         folder.mkdir()
-        checksum = self._fill(folder, parameters)
-        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(folder))
+        return Snapshot(version, f"{self.run.name}-{version}", self._fill(folder, parameters) % MODULUS, str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         """Write a version's files; return the checksum that servers have to report."""
