@@ -195,8 +195,8 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = Σ_{s ≥ t} r_s with the outcome on the last token.
 
-    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", without a discount and, as there, without
-    whitening. There is no baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
+    This is the REINFORCE++ of "Implementing Process Rewards in VeRL", without its discount (see `gae`) and, as there,
+    without whitening. There is no baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
     """
     return _or_outcome(_returns_to_go(_combined(rewards, settings)), rewards)
 
@@ -205,10 +205,15 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = δ_t + λ·A_{t+1}, δ_t = r_t + V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438, γ = 1).
 
     V_t is V at the last boundary at or before token t, and 0 after the last token. The reward r_t is the outcome on the
-    last token, and 0 on the others. U_k is not added to it, because it is in δ_t already: δ at the last token of
-    episode k is U_k. V must have the unit of the outcome. The result is not whitened, so that a row gets the advantage
-    0 if V is equal to its outcome at each boundary. So choose `gradient_filter_threshold` in the unit of the reward.
-    `process_weight` is not used, because the advantage cannot be divided into an outcome part and a process part.
+    last token, and 0 on the others. V must have the unit of the outcome. The result is not whitened, so that a row gets
+    the advantage 0 if V is equal to its outcome at each boundary. So choose `gradient_filter_threshold` in the unit of
+    the reward. `process_weight` is not used, because the advantage cannot be divided into an outcome part and a process
+    part.
+
+    Deviations from "Implementing Process Rewards in VeRL", which shows process rewards in r_t, and a discount γ: U_k is
+    not added to r_t, where it would count twice, because δ at the last token of episode k is U_k already. γ is 1,
+    because the outcome is paid at the last token only, so a smaller γ would pay a right answer less the longer it is.
+
     Breaks laws 1 (with λ < 1), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
     """
     discounts = torch.full_like(rewards.process, settings.lam)

@@ -37,7 +37,8 @@ def final_text(completion: str) -> str:
 
     If the chat template opens the thought in the prompt, the completion has `</think>` without `<think>`. If such a
     thought never ends, the completion has neither tag, so the thought is read as if it were part of the answer. So is a
-    thought whose tags are special tokens (Gemma 4, Magistral) if these are skipped when the completion is decoded. Of
+    thought whose tags are special tokens (Gemma 4, Magistral) if these are skipped when the completion is decoded, and
+    a thought of Granite 3.2, which begins with words that an answer may have, too ("Here is my thought process:"). Of
     gpt-oss, the names of the channels are left then ("analysis…assistantfinal…"), which are known.
 
     Args:
