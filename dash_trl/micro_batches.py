@@ -69,8 +69,8 @@ class MicroBatches:
             planned: micro-batches that were planned just now, whose figures are logged.
         """
         if planned:
-            kind = {"padding_free": self.passes.padding_free, "min_shared": self.passes.min_shared}
-            self._recorder.log(packing_metrics(planned, part.lengths, **kind))
+            padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
+            self._recorder.log(packing_metrics(planned, part.lengths, padding_free=padding_free, min_shared=min_shared))
         inputs = []
         for one in passes:
             tokens, share = one.tokens[self._rank], one.share
