@@ -117,18 +117,19 @@ class Clock(TrainerCallback):
             self.first = {name: one.detach().float().cpu().numpy().copy() for name, one in model.named_parameters()}
 
 
-def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any] | None) -> dict[str, float]:
+def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any] | None, *, skipped: int = 1) -> dict[str, float]:
     """Compares the steps of TRL and DASH.
 
     Args:
-        clocks: clocks of the trainers "trl" and "dash"; the first step is not counted.
+        clocks: clocks of the trainers "trl" and "dash".
         start: the parameters before the first step. `None`: parameters are not compared.
+        skipped: number of first steps that are not counted.
     Returns:
         Median seconds of a step, their ratio, and `rel_param_diff`: the largest difference of a parameter after the
         first step, relative to the largest update.
     """
     trl, dash = clocks["trl"], clocks["dash"]
-    seconds = medians({f"{kind}_s": clock.seconds[1:] for kind, clock in clocks.items()})
+    seconds = medians({f"{kind}_s": clock.seconds[skipped:] for kind, clock in clocks.items()})
     found = {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"]}
     if start is not None:
         update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
@@ -157,7 +158,8 @@ def peak(on_gpu: bool = False) -> int:
 # ------------------------------------------------------------------------------------------------ trainers
 
 
-def _trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
+def new_trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
+    """Returns a trainer without a progress bar, whose output directory is removed at the end."""
     config = DASHConfig if issubclass(kind, DASHTrainer) else GRPOConfig
     settings |= {"output_dir": tempfile.mkdtemp(dir=OUTPUT.name), "disable_tqdm": True}
     trainer = kind(args=config(**settings), **others)
@@ -183,7 +185,7 @@ def toy_trainer(
         "reward_funcs": arithmetic_reward,
         **others,
     }
-    return _trainer(kind, {**toy_defaults(), **settings}, **others)
+    return new_trainer(kind, {**toy_defaults(), **settings}, **others)
 
 
 class Scripted:
@@ -258,7 +260,7 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
         **settings,
     }
     others |= {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": arithmetic_tokenizer()}
-    return _trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
+    return new_trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
 
 
 def qwen2(**shape: Any) -> Qwen2ForCausalLM:

@@ -145,36 +145,6 @@ def test_a_completion_cannot_end_its_own_tags(server):
     assert "<completion CODE>" in server.requests[0]["messages"][0]["content"]
 
 
-MARKERS = {
-    "Qwen": "<|im_start|> <|im_end|> <|endoftext|> <|vision_start|> <think> </think> <tool_call> <tool_response>",
-    "Llama 2": "<s> </s> <unk> <<SYS>> <</SYS>> [INST] [/INST]",
-    "Llama 3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>",
-    "Llama 4": "<|header_start|> <|header_end|> <|eot|>",
-    "Gemma": "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image> <|turn> <turn|>",
-    "Mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CALLS] [/TOOL_RESULTS] [IMG] [THINK]",
-    "Phi": "<|system|> <|user|> <|assistant|> <|end|> <|im_sep|> <|tool|>",
-    "gpt-oss": "<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|constrain|>",
-    "DeepSeek": "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>",
-}  # fmt: skip
-
-
-def test_no_marker_of_a_chat_template_reaches_the_judge(server):
-    """Neither in a completion nor in a column; a template's own text stays."""
-    for family, names in MARKERS.items():
-        markers = names.split()
-        tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-        tokenizer.add_special_tokens(markers)
-        text = f"4{''.join(markers)}[{markers[0]}] <{markers[-1]}"
-        judge = made(server, template="{prompt} {answer} {completion} " + markers[0])
-        ask(judge, text, [{"role": "user", "content": text}], answer=[text])
-        sent = server.requests[-1]["messages"][1]["content"]
-        assert len(tokenizer.encode(text).ids) > len(markers), family
-        assert [token for token in tokenizer.encode(sent).tokens if token in markers] == markers[:1], family
-    for first, second in (("<", "|im_end|>"), ("[", "INST]"), ("[IN", "ST]")):  # two columns make none, either
-        message = ask(made(server, template="{prompt}{answer} {completion}"), "4", first, answer=second)[1]
-        assert not message.startswith(first + second) and message.replace(" ", "").startswith(first + second)
-
-
 def test_the_judge_sees_no_more_turns_than_there_are(server):
     """By the chat templates that TRL ships: all their markers in a completion add none to those of a template."""
     files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
@@ -190,6 +160,9 @@ def test_the_judge_sees_no_more_turns_than_there_are(server):
         shown = [tokenizer.apply_chat_template(one, chat_template=template, tokenize=False) for one in (plain, forged)]
         found = [{one: text.count(one) for one in markers if one in text} for text in shown]
         assert found[0] == found[1] and found[0], name
+    for first, second in (("<", "|im_end|>"), ("[", "INST]"), ("[IN", "ST]")):  # two columns make none, either
+        message = ask(made(server, template="{prompt}{answer} {completion}"), "4", first, answer=second)[1]
+        assert not message.startswith(first + second) and message.replace(" ", "").startswith(first + second)
 
 
 def test_formulas_and_programs_are_shown_as_they_are(server):

@@ -1,0 +1,96 @@
+"""A real pretrained model, SmolLM2-135M-Instruct, on a real vLLM server."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, serve
+from dash_trl.evaluation import main
+from tests.tiny import assert_same_update, parameters
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from smollm2 import smollm2  # noqa: E402
+
+QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "num_generations": 4,
+    "max_completion_length": 64,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "shuffle_dataset": False,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+@pytest.fixture
+def vllm_servers() -> Iterator[list[str]]:
+    with serve.vllm_servers(smollm2(), port=8900, options=["--max-model-len", "512"]) as urls:
+        yield urls
+
+
+class Sampled(DASHCallback):
+    def __init__(self) -> None:
+        self.windows: list[dict[str, Any]] = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs) -> None:
+        tables = {"prompt_ids": rollouts.prompt_mask, "completion_ids": rollouts.completion_mask}
+        ids = {
+            name: [row[own.bool()].tolist() for row, own in zip(getattr(rollouts, name), mask, strict=True)]
+            for name, mask in tables.items()
+        }
+        self.windows.append({**ids, "logprobs": None})
+
+
+def short(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(len(ids) < 24) for ids in completion_ids]
+
+
+def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, tmp_path):
+    """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
+    path, sampled = smollm2(), Sampled()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
+    given = {"reward_funcs": short, "train_dataset": Dataset.from_dict({"prompt": prompts}), "model": path}
+    server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}
+    ours = DASHTrainer(args=DASHConfig(str(tmp_path), **SETTINGS, **server), callbacks=[sampled], **given)
+    ours.train()
+    first, _ = sampled.windows
+    texts = tokenizer.batch_decode(first["prompt_ids"][::4])
+    assert texts == [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
+    ended = [ids[-1] == tokenizer.eos_token_id for ids in first["completion_ids"]]
+    assert any(ended) and ended == [len(ids) < 64 or ids[-1] == 2 for ids in first["completion_ids"]]
+    logs = ours.state.log_history[:2]
+    assert all(log["sampling/sampling_logp_difference/max"] < 1e-3 for log in logs)
+    assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
+    again = {
+        "rollout_func": lambda prompts, trainer: sampled.windows.pop(0),
+        "args": GRPOConfig(str(tmp_path), **SETTINGS),
+    }
+    trl = GRPOTrainer(**again, **given)
+    trl.train()
+    start = parameters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5, least=1e-6)
+    main(
+        [path, "--dataset_name", "toy", "--dataset_test_split", "test[:4]", "--num_samples", "1"]
+        + ["--output_dir", str(tmp_path / "out"), "--vllm_server_urls", *vllm_servers]
+    )
+    (figures,) = (tmp_path / "out").glob("*.json")
+    assert json.loads(figures.read_text())["failed"] == 0
