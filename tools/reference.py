@@ -53,7 +53,7 @@ def plain(text: str) -> str:
 
 
 def options() -> str:
-    """Returns the page of options: a table of all fields of `DASHConfig`, and a section for each of our own."""
+    """Returns the page of options: our own, with a section for each, and the defaults that TRL has changed."""
     from transformers import TrainingArguments
     from trl import GRPOConfig
 
@@ -62,24 +62,21 @@ def options() -> str:
     trls, transformers = ({one.name: one for one in fields(kind)} for kind in (GRPOConfig, TrainingArguments))
     own = [one for one in fields(DASHConfig) if one.name not in trls or one.metadata != trls[one.name].metadata]
     own.sort(key=lambda one: one.name in trls)
-    others = [one for one in fields(DASHConfig) if one not in own]
     texts = described(DASHConfig, [one.name for one in own])
-    rows = [[f"[{code(one.name)}](#{one.name})", *columns(one, trls.get(one.name))] for one in own]
-    for name, kind in (("TRL", GRPOConfig), ("Transformers", TrainingArguments)):
-        of_kind = [one for one in others if (one.name in transformers) == (kind is TrainingArguments)]
-        rows.append([f"**{name}**", "", "", ""])
-        rows += [[code(one.name), *columns(one, transformers.get(one.name))] for one in of_kind]
-    parts = [table(["option", "type", "default", "meaning"], [["**dash_trl**", "", "", ""], *rows])]
-    parts.append("## The options of `DASHConfig`")
-    parts += [f"### `{one.name}`\n\n{type_of(one)}, default {default(one)}.\n\n{texts[one.name]}" for one in own]
-    return "\n\n".join(parts)
-
-
-def columns(option: Field, inherited: Field | None) -> list[str]:
-    """Returns type, default and meaning of an option; if its inherited default differs, that is added."""
-    changed = inherited is not None and default(inherited) != default(option)
-    was = f" **(Transformers: {default(inherited)})**" if inherited is not None and changed else ""
-    return [type_of(option), default(option) + was, plain(option.metadata.get("help", ""))]
+    rows = [
+        [f"[{code(one.name)}](#{one.name})", type_of(one), default(one), plain(one.metadata["help"])] for one in own
+    ]
+    inherited = [(one, transformers[one.name]) for one in fields(DASHConfig) if one.name in transformers]
+    changed = [[code(one.name), default(one), default(was)] for one, was in inherited if default(one) != default(was)]
+    return "\n\n".join(
+        [
+            table(["option", "type", "default", "meaning"], rows),
+            "## Other defaults than Transformers'",
+            table(["option", "default here", "in Transformers"], changed),
+            "## The options of `DASHConfig`",
+            *(f"### `{one.name}`\n\n{type_of(one)}, default {default(one)}.\n\n{texts[one.name]}" for one in own),
+        ]
+    )
 
 
 @functools.cache
