@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from trl.trainer.utils import remove_none_values
 
 from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
@@ -88,19 +89,22 @@ def plain_prompt(prompt: Any, place: str) -> Any:
 
 
 def _plain_message(message: Any) -> dict[str, Any] | None:
-    """Returns a message whose content is a text; None if it has other content. A tool call needs no content."""
+    """Returns a message whose content is a text; None if it has other content. A tool call needs no content.
+
+    `datasets` gives each message the keys of all messages, with None where a message has no such key. On these, the
+    templates of Llama 3.1 and gpt-oss fail, and others write "null" among the arguments of a tool call. So keys without
+    a value are left out (https://github.com/huggingface/trl/pull/5376).
+    """
     if not isinstance(message, Mapping) or message.get("role") is None:
         return None
-    content = message.get("content")
+    content = "" if message.get("content") is None and message.get("tool_calls") else message.get("content")
     if isinstance(content, list):
         texts: list[Any] = [
             part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)
         ]
         right = len(texts) == len(content) > 0 and all(isinstance(text, str) for text in texts)
         content = "".join(texts) if right else None
-    elif content is None and message.get("tool_calls"):
-        content = ""
-    return {**message, "content": content} if isinstance(content, str) else None
+    return remove_none_values({**message, "content": content}) if isinstance(content, str) else None
 
 
 def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> None:
