@@ -501,6 +501,13 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
 
 
+def test_a_text_that_begins_twice(trainer, monkeypatch):
+    """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
+    monkeypatch.setattr(trainer._tokenizer, "bos_token", "<|endoftext|>")
+    trainer._tokenize_prompts(["<|endoftext|>1 + 1", "1<|endoftext|><|endoftext|>"])
+    assert "the token 0 (bos_token) twice" in refusal(trainer._tokenize_prompts, ["1 + 1", "<|endoftext|>" * 2 + "1"])
+
+
 def test_the_context_of_a_model():
     """Model cards extend it by YaRN and leave `max_position_embeddings` as it is."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}

@@ -107,20 +107,26 @@ def _plain_message(message: Any) -> dict[str, Any] | None:
     return remove_none_values({**message, "content": content}) if isinstance(content, str) else None
 
 
-def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> None:
-    """Checks that each prompt leaves room for a completion in the model's context.
+def check_prompt_ids(prompt_ids: list[list[int]], context: int | None, bos: int | None) -> None:
+    """Checks that each prompt leaves room for a completion in the model's context, and begins once.
 
     Args:
         prompt_ids: token ids of the prompts.
         context: largest number of tokens of prompt and completion together; None = unknown.
+        bos: id of the token with which a text begins; None = there is none.
     Raises:
-        ValueError: if a prompt fills the context.
+        ValueError: if a prompt fills the context, or begins with this token twice, because a text from a chat template
+            already has the token that the tokenizer adds.
     """
-    longest = max(map(len, prompt_ids))
-    if context is not None and longest >= context:
+    if context is not None and (longest := max(map(len, prompt_ids))) >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
             "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
+        )
+    if bos is not None and any(ids[:2] == [bos, bos] for ids in prompt_ids):
+        raise ValueError(
+            f"A prompt begins with the token {bos} (bos_token) twice: its text has one, and the tokenizer adds one. "
+            "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
         )
 
 
