@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from dash_trl.checks import check_prompt_lengths, context_of, plain_prompt
+from dash_trl.checks import check_prompt_ids, context_of, plain_prompt
 from dash_trl.seams import decoded, tool_suffix
 from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules, owns_reward
 
@@ -32,7 +32,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
             return_dict=True,
             **trainer.chat_template_kwargs,
         )["input_ids"]
-        check_prompt_lengths([ids], rules().context)
+        check_prompt_ids([ids], rules().context, tokenizer.bos_token_id)
         return ids
 
     def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:

@@ -149,6 +149,8 @@ class DASHTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)  # Transformers: others only
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -265,8 +267,7 @@ class DASHTrainer(GRPOTrainer):
         inputs = self._run.collector.log_probs.in_pass.corrected(inputs, log_probs, mask)
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
         regularizers = seams.regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
-        settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found}
-        settings |= loss_settings(self, training=True)
+        settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found, **loss_settings(self, training=True)}
         before = {name: len(values) for name, values in self.recorder.metrics.items()}
         with seams.with_settings(self, settings):
             loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
@@ -330,7 +331,7 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_lengths(tokenized[0], checks.context_of(self.model.config))
+            checks.check_prompt_ids(tokenized[0], checks.context_of(self.model.config), self._tokenizer.bos_token_id)
             return tokenized
 
         return self.ranks.agree(checked)
@@ -389,8 +390,7 @@ class DASHTrainer(GRPOTrainer):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """Call `compute_advantages`, and check the result."""
-        rewards = rewards.to(self.accelerator.device)
-        advantages = self.compute_advantages(rewards)
+        advantages = self.compute_advantages(rewards := rewards.to(self.accelerator.device))
         return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:

@@ -203,6 +203,16 @@ RIGHT = {
         (r"\boxed{[3,4), (1,2)}", "(1,2), [3,4)"),
         (r"\boxed{10,\!080}", "10,080"),
     ],
+    "three digits after a comma that separates": [
+        (r"\boxed{(0, 100)}", "(0,100)"),
+        (r"\boxed{[10,100]}", "[10, 100]"),
+        (r"\boxed{\left(-1,120\right)}", "(-1, 120)"),
+        ("The answer is (5,120).", "(5, 120)"),
+        (r"\boxed{\{1,200\}}", "1, 200"),
+        (r"\boxed{(1,000, 2,000)}", "(1000,2000)"),
+        (r"The answer is \(1,200\).", "1200"),
+        (r"\boxed{(1,000)}", "1000"),
+    ],
     "a gold answer that math-verify cannot read": [
         (r"\boxed{m_{\max }=n^{2}-n-1}", r"$m_{\max }=n^{2}-n-1$"),
         (r"\[t(0,4]\]", r"$t(0,4]$"),

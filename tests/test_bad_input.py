@@ -477,13 +477,17 @@ def test_prompts_are_looked_at_as_they_are_sampled(trainer):
     for prompt in (None, "", 7, [], *messages):
         said = refusal(trainer._tokenize_prompts, ["1 + 1", prompt])
         assert re.search(f"A row has the prompt .*{NEITHER}", said), prompt
-    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "id": None}]}  # `datasets` adds such keys
     parts = {
         "role": "user",
         "content": [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1", "image": None}],
+        "tool_calls": None,
     }
-    plain = [{"role": "user", "content": "1 + 1"}, {**call, "content": ""}]
-    assert plain_prompt([parts, call], "A row") == plain_prompt(plain, "A row") == plain
+    plain = [
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]},
+    ]
+    assert plain_prompt([parts, {**call, "content": None}], "A row") == plain_prompt(plain, "A row") == plain
 
 
 def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
@@ -495,6 +499,13 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
     monkeypatch.setattr(trainer.model, "config", BloomConfig())  # of a model without positions
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
+
+
+def test_a_text_that_begins_twice(trainer, monkeypatch):
+    """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
+    monkeypatch.setattr(trainer._tokenizer, "bos_token", "<|endoftext|>")
+    trainer._tokenize_prompts(["<|endoftext|>1 + 1", "1<|endoftext|><|endoftext|>"])
+    assert "the token 0 (bos_token) twice" in refusal(trainer._tokenize_prompts, ["1 + 1", "<|endoftext|>" * 2 + "1"])
 
 
 def test_the_context_of_a_model():

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from types import SimpleNamespace
 
 import numpy
@@ -12,7 +13,7 @@ from dash_trl import DASHTrainer
 from dash_trl.collect import length_figures, reward_figures
 from dash_trl.seams import decoded
 from tests.test_contract import ByTokens, check_logs
-from tests.tiny import EOS, assert_same_update, parameters, prompts, run, tiny_tokenizer
+from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, tiny_tokenizer
 
 
 def rollouts_of(prompts, trainer):
@@ -30,11 +31,13 @@ def rollouts_of(prompts, trainer):
     }
 
 
-def lengths(completion_ids, **columns):
+def lengths(completion_ids, log_extra, **columns):
+    log_extra("note", ["of lengths"] * len(completion_ids))
     return [None if len(ids) % 3 == 0 else float(len(ids)) for ids in completion_ids]
 
 
-def turns(turns, fleet, **columns):
+def turns(turns, fleet, log_extra, **columns):
+    log_extra("note", ["of turns"] * len(turns))  # takes the place of the other notes
     assert set(fleet) == {"two servers"}
     return [float(one) for one in turns]
 
@@ -68,6 +71,14 @@ def test_a_metric_of_a_reward_function_is_a_float(tiny_model, tmp_path):
 
     log = run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]
     assert [type(log[name]) for name in ("measured", "shortest")] == [float, float]
+
+
+def test_a_column_with_a_value_for_some_rows_only(tiny_model, tmp_path):
+    """TRL fails with an IndexError while it writes the table."""
+    settings = {"reward": lambda completions, log_extra, **_: log_extra("note", ["x"]) or [0.5] * len(completions)}
+    run(DASHTrainer, tiny_model, tmp_path, **settings)
+    said = refusal(run, DASHTrainer, tiny_model, tmp_path, log_completions=True, **settings)
+    assert re.search(r"log_extra\('note'\) got 1 values for 16 completions", said)
 
 
 def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):

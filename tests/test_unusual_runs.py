@@ -103,6 +103,10 @@ def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_p
     before, plain = trained(GRPOTrainer)
     _, ours = trained(DASHTrainer, gradient_filter_threshold=None)
     assert_same_update(before, plain, ours)
+    saving = {"save_strategy": "steps", "save_steps": 1, "rollouts": SeededRollouts()}
+    _, whole = trained(DASHTrainer, **saving)
+    _, rest = trained(DASHTrainer, **saving, resume=str(tmp_path / "checkpoint-1"))  # has a folder for "ref"
+    assert_same_update(before, whole, rest)
 
 
 # ---------------------------------------------------------------------------------------------- rewards that come later

@@ -13,7 +13,7 @@ from dash_trl.checks.arguments import (
 from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
 from dash_trl.checks.prompts import (
     check_first_step,
-    check_prompt_lengths,
+    check_prompt_ids,
     checked_rollouts,
     plain_prompt,
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from trl.trainer.utils import remove_none_values
 
 from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
@@ -88,35 +89,44 @@ def plain_prompt(prompt: Any, place: str) -> Any:
 
 
 def _plain_message(message: Any) -> dict[str, Any] | None:
-    """Returns a message whose content is a text; None if it has other content. A tool call needs no content."""
+    """Returns a message whose content is a text; None if it has other content. A tool call needs no content.
+
+    `datasets` gives each message the keys of all messages, with None where a message has no such key. On these, the
+    templates of Llama 3.1 and gpt-oss fail, and others write "null" among the arguments of a tool call. So keys without
+    a value are left out (https://github.com/huggingface/trl/pull/5376).
+    """
     if not isinstance(message, Mapping) or message.get("role") is None:
         return None
-    content = message.get("content")
+    content = "" if message.get("content") is None and message.get("tool_calls") else message.get("content")
     if isinstance(content, list):
         texts: list[Any] = [
             part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)
         ]
         right = len(texts) == len(content) > 0 and all(isinstance(text, str) for text in texts)
         content = "".join(texts) if right else None
-    elif content is None and message.get("tool_calls"):
-        content = ""
-    return {**message, "content": content} if isinstance(content, str) else None
+    return remove_none_values({**message, "content": content}) if isinstance(content, str) else None
 
 
-def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> None:
-    """Checks that each prompt leaves room for a completion in the model's context.
+def check_prompt_ids(prompt_ids: list[list[int]], context: int | None, bos: int | None) -> None:
+    """Checks that each prompt leaves room for a completion in the model's context, and begins once.
 
     Args:
         prompt_ids: token ids of the prompts.
         context: largest number of tokens of prompt and completion together; None = unknown.
+        bos: id of the token with which a text begins; None = there is none.
     Raises:
-        ValueError: if a prompt fills the context.
+        ValueError: if a prompt fills the context, or begins with this token twice, because a text from a chat template
+            already has the token that the tokenizer adds.
     """
-    longest = max(map(len, prompt_ids))
-    if context is not None and longest >= context:
+    if context is not None and (longest := max(map(len, prompt_ids))) >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
             "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
+        )
+    if bos is not None and any(ids[:2] == [bos, bos] for ids in prompt_ids):
+        raise ValueError(
+            f"A prompt begins with the token {bos} (bos_token) twice: its text has one, and the tokenizer adds one. "
+            "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
         )
 
 

@@ -132,9 +132,13 @@ class WindowLog:
                 apply, or the row is unscored.
             advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
             silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
+        Raises:
+            ValueError: with `log_completions`, if reward functions have logged fewer values than rows in a column.
         """
-        self._figures(reward_figures(rewards, self._names, self._host.reward_weights))
-        self._figures({"frac_reward_zero_std": silent.float().mean().item()})
+        self._figures(
+            reward_figures(rewards, self._names, self._host.reward_weights)
+            | {"frac_reward_zero_std": silent.float().mean().item()}
+        )
         for name, rows in (("prompt", prompts), ("completion", completions)):
             self._tables[name] = _table(self._gathered(rows))
         for name, column in zip(self._names, rewards.T, strict=True):
@@ -142,13 +146,21 @@ class WindowLog:
         self._tables["advantages"] = _table(advantages.tolist())
         # Sorted, because each name is gathered in its own collective, and ranks may have logged in different orders.
         names = sorted(set(self._gathered(list(self._extra))))
-        for name in set(self._tables["extra"]).difference(names):
-            del self._tables["extra"][name]  # of an earlier window, which may have had another number of rows
-        for name in names:
-            self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
-        for name in sorted(set(self._gathered(list(self._metrics)))):
-            values = self._gathered([float(one) for one in self._metrics.get(name, [])])
-            self._figures({name: sum(values) / len(values)})
+        self._tables["extra"].clear()  # of an earlier window, which may have had another number of rows
+        missing, wanted = [None] * len(prompts), len(rewards) if self._host.args.log_completions else 0
+        for name in names:  # if two functions have logged a column, the values of the second stay, as in TRL
+            if len(values := self._gathered(self._extra.get(name, missing)[-len(prompts) :])) < wanted:
+                raise ValueError(
+                    f"log_extra({name!r}) got {len(values)} values for {wanted} completions, so it is not known which "
+                    "rows of the table of completions they belong to. Log one value for each completion (None = no "
+                    "value), or single numbers with log_metric."
+                )
+            self._tables["extra"][name] = _table(values)
+        numbers = {
+            name: self._gathered([float(one) for one in self._metrics.get(name, [])])
+            for name in sorted(set(self._gathered(list(self._metrics))))
+        }
+        self._figures({name: sum(values) / len(values) for name, values in numbers.items()})
         self._extra.clear()
         self._metrics.clear()
 

@@ -27,7 +27,7 @@ def normalize_answer(answer: str) -> str:
     answer = re.sub(r"(?<!\\)\$|\*\*", "", _to_latex(answer))
     for pattern, spelling in _SPELLINGS if re.search("[a-zA-Z]", answer) else ():
         answer = pattern.sub(spelling, answer)
-    answer = _GROUPS.sub(lambda number: re.sub(r"\D", "", number[0]), answer)
+    answer = _GROUPS.sub(lambda found: found["tuple"] or re.sub(r"\D", "", found[0]), answer)
     answer = _LARGE.sub(lambda one: f"{Decimal(one[1]).scaleb(_THOUSANDS[one[2]]):f}", answer)
     answer = _MIXED.sub(lambda one: rf"\frac{{{int(one[1]) * int(one[3]) + int(one[2])}}}{{{one[3]}}}", answer)
     answer = re.sub(r"^(?:\s|=|\\approx)+", "", answer)
@@ -91,7 +91,12 @@ _SPELLINGS = [
         (rf"{_TEXT}i\}}|(?<=\d)\s*(?:\\cdot\s*)?i(?![a-zA-Z])", " i"),
     )
 ]
-_GROUPS = re.compile(r"(?<![\d.,/^])\d{1,3}(?:(?:,|\{,\}|[ ~]|\\[ ,;]|,?\\!\s*)\d{3})+(?!\d)")  # groups of three digits
+# Groups of three digits. A comma without a space separates the members of (5,120) and \{1,200\}, which are no numbers
+# (lm-evaluation-harness #4038). (1,000) is a number, since no member is 000; so is the formula \(1,200\).
+_GROUPS = re.compile(
+    r"(?P<tuple>(?:(?<![\\\d})])[(\[]|\\\{)\s*-?\d+(?:,-?(?!0\d)\d+)+\s*(?:\\right)?(?:[)\]]|\\\}))"
+    r"|(?<![\d.,/^])[1-9]\d{0,2}(?:(?:,|\{,\}|[ ~]|\\[ ,;]|,?\\!\s*)\d{3})+(?!\d)"
+)
 _MIXED = re.compile(r"(?<![\d.,/^])(\d{1,15})\s*(?:\\[dt]?frac\s*\{?|(?<=\s))(\d+)(?:\}\s*\{|/)(\d+)(?![\d.])\}?")
 _THOUSANDS = {"thousand": 3, "million": 6, "billion": 9}
 _LARGE = re.compile(r"(?<![\w.,/^])(\d{1,15}(?:\.\d{1,10})?)(?:\s|~|\\ )*(thousand|million|billion)(?![a-zA-Z])")

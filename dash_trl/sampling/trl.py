@@ -47,11 +47,15 @@ class ExactMerges(VLLMGeneration):
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded."""
+        """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded.
+
+        Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
+        modules for the adapter "ref" have other names, which vLLM does not know, and are left out.
+        """
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
         try:
-            yield from super()._iter_named_params()
+            yield from (one for one in super()._iter_named_params() if ".modules_to_save." not in one[0])
         finally:  # also after an error or an interrupt, which TRL leaves merged
             for layer in layers:
                 if layer.merged:
@@ -395,9 +399,7 @@ class ServerGeneration(ExactMerges):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        # Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
-        # modules for the adapter "ref" have other names and are left out.
-        return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
+        return self._iter_named_params()
 
     def _plain_name(self, name: str) -> str:
         """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
