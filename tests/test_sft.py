@@ -161,12 +161,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
     sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))
     assert len(measured) == 2
-
-
-def test_what_was_cut_off_is_not_kept_though_it_passes():
-    fates = {(1.0, False): "kept", (1.0, True): "cut off", (0.0, True): "wrong", (None, False): "failed"}
-    for (reward, truncated), fate in fates.items():
-        assert traces.fate({"reward": reward, "truncated": truncated}) == fate
+    assert traces.fate({"reward": 1.0, "truncated": True}) == "cut off", "it is not kept, though it passes"
 
 
 def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(toy, tmp_path, monkeypatch):

@@ -80,11 +80,11 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, tmp_path):
     logs = ours.state.log_history[:2]
     assert all(log["sampling/sampling_logp_difference/max"] < 1e-3 for log in logs)
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
-    again = {
-        "rollout_func": lambda prompts, trainer: sampled.windows.pop(0),
-        "args": GRPOConfig(str(tmp_path), **SETTINGS),
-    }
-    trl = GRPOTrainer(**again, **given)
+    trl = GRPOTrainer(
+        args=GRPOConfig(str(tmp_path), **SETTINGS),
+        rollout_func=lambda prompts, trainer: sampled.windows.pop(0),
+        **given,
+    )
     trl.train()
     start = parameters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5, least=1e-6)
