@@ -57,7 +57,7 @@ class Host(Protocol):
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts."""
 
-    def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         """Run a pass of the policy or the reference model; return log-probs [S, T], and entropies [S, T] or `None`."""
 
 

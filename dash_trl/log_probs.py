@@ -155,7 +155,7 @@ class LogProbs:
             lengths = lengths * self._ranks.gather(unknown).view(self._ranks.count, -1, 1)
 
         def run(inputs: Inputs) -> list[Tensor]:
-            return [self._host.forward(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
+            return [self._host.run_pass(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
 
         with self._host.recorder.timed("logprobs"):
             known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
@@ -205,7 +205,7 @@ class LogProbs:
         )
         with self._host.recorder.timed("logprobs"):
             _, window = self._window(rollouts, rollouts.lengths())
-            (known,) = self._found(window, window.lengths, self._host.forward, 1)
+            (known,) = self._found(window, window.lengths, self._host.run_pass, 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:

@@ -109,7 +109,7 @@ def use_own_generator(dataloader: Any, seed: int) -> None:
     getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
 
-def without_index(args: Any) -> None:
+def drop_device_index(args: Any) -> None:
     """Let a run on CPUs train on the device "cpu", not "cpu:0".
 
     With several processes, accelerate gives the CPU an index. `torch.load`, with which Transformers reads the optimizer

@@ -2,7 +2,7 @@
 
 get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
                           │
-    MicroSteps: the passes of a micro-step ◄── Collector: prompts → the parts of a window
+    MicroSteps: the passes of a micro-step ◄── Collector: the rows of a window
 """
 
 import math
@@ -45,8 +45,8 @@ class DASHTrainer(GRPOTrainer):
     padding-free if the model's attention allows that.
 
     With `beta=0`, no entropy bonus, no auxiliary loss and a threshold that drops only rows without signal, the update
-    equals TRL's. Otherwise, the loss lacks the KL, entropy and auxiliary terms of dropped rows and, with a higher
-    threshold, their policy terms. If no row on any rank has signal, the optimizer step changes nothing: neither
+    equals TRL's. Otherwise, dropped rows add no KL, entropy or auxiliary terms and, with a higher threshold, no policy
+    terms. If no row on any rank has signal, the optimizer step changes nothing: neither
     momentum nor weight decay is applied.
 
     Args:
@@ -93,8 +93,8 @@ class DASHTrainer(GRPOTrainer):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
-        seams.without_index(args)
-        # TRL's own client for servers needs CUDA, so `install` gives the trainer ours.
+        seams.drop_device_index(args)
+        # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
         with seams.with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         checks.check_tokenizer(self._tokenizer)
@@ -150,7 +150,7 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
-            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)  # Transformers: others only
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)  # Transformers skips it
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -203,10 +203,10 @@ class DASHTrainer(GRPOTrainer):
         started = time.perf_counter()
         seams.to_training_mode(self)
         run, ran = self._run, 0
-        ends_step = self.accelerator.sync_gradients  # False if the step goes on, as at the end of a stream
+        ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
         last_pass: dict[str, Any] | None = None
-        weighed = run.pass_metrics.passes
+        before = run.pass_metrics.passes
         for passes, are_last in run.micro_steps.inputs(self._step, inputs):
             ran += len(passes)
             last_pass = passes.pop() if are_last and passes else None
@@ -219,7 +219,7 @@ class DASHTrainer(GRPOTrainer):
             seams.count_pass_time(self, time.perf_counter() - started)
             if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
-        checks.check_weighed(self, ran, run.pass_metrics.passes - weighed)
+        checks.check_weighed(self, ran, run.pass_metrics.passes - before)
         run.collector.start_rewards_of_sampled()
         if last_pass is None:
             self._step += 1
@@ -246,8 +246,8 @@ class DASHTrainer(GRPOTrainer):
             add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
                                    `per_token_loss` as advantages, if it is not `None` (`with_token_loss`)
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
-            weigh it               `loss_scale` · TRL's loss; but the entropy bonus and the router loss, which are part
-                                   of TRL's loss, get the weight `regularizer_scale`
+            weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
+                                   TRL's loss that comes from the entropy bonus and the router
             take TRL's figures     of this pass out of its logs, until the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. To give the term the weight that it has in TRL, multiply it by
@@ -290,7 +290,7 @@ class DASHTrainer(GRPOTrainer):
             advantages: [S, 1] or [S, T].
             mask: [S, T], 1 = a token that the loss counts.
         Returns:
-            [S, T]. `None`: TRL computes the loss of each token, too.
+            [S, T]. `None`: TRL's own loss of each token.
         """
         if self.args.loss_type != "aipo":
             return None
@@ -298,12 +298,12 @@ class DASHTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
-        padded = self._passes.padded(super()._get_per_token_logps_and_entropies)
+        compute = self._passes.padded(super()._get_per_token_logps_and_entropies)
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
-            return padded(*batch, **kwargs)
+            return compute(*batch, **kwargs)
         with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
-            return self._passes.log_probs(padded, *batch, **kwargs)
+            return self._passes.log_probs(compute, *batch, **kwargs)
 
     def _clip_grad_norm(self, model):
         # Without a model pass there are no gradients to clip, and a GradScaler (fp16) would raise an error.
@@ -400,8 +400,8 @@ class DASHTrainer(GRPOTrainer):
         for callback in dash_callbacks(self.callback_handler):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
-    def forward(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
-        """Run a pass without gradient of the policy or the reference model; return log-probs and entropies."""
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        """Run a model, policy or reference, without gradient; return log-probs and entropies."""
         with seams.reference(self) if reference else nullcontext(self.model) as model:
             return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs, **kwargs)
 
@@ -412,9 +412,9 @@ class DASHTrainer(GRPOTrainer):
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
-        own = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
-        if own < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first problems
-            exact = reward_figures(rewards := rewards[:own], names, self.reward_weights)
+        real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
+        if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first problems
+            exact = reward_figures(rewards := rewards[:real], names, self.reward_weights)
             self._metrics["eval"].update({name: [value] for name, value in exact.items()})
         if (ks := self.args.eval_k) is not None:
             figures = metrics_of(rewards.tolist(), names, ks, group_size=samples).items()

@@ -95,7 +95,7 @@ class Collector:
         groups_of_step: Callable[[], int] | None,
         serves_one_step: bool,
     ) -> Window:
-        """Sample the next window, and wait for its rewards, or only begin them if they are awaited group by group.
+        """Sample the window that begins, and wait for its rewards unless they are awaited group by group.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
@@ -107,7 +107,7 @@ class Collector:
         """
         prompts, global_step = self._announce(examples, micro_step), self._host.state.global_step
         if groups_of_step is None:
-            return Window(iter(()), global_step, whole=self._whole(prompts, serves_one_step=serves_one_step))
+            return Window(iter(()), global_step, whole=self._together(prompts, serves_one_step=serves_one_step))
         batch = self._sample(prompts, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
@@ -119,11 +119,10 @@ class Collector:
             # Old log-probs belong to the weights before the first of these steps, so they are computed now, for all
             # rows.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        parts = self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step)
-        return Window(parts, global_step)
+        return Window(self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step), global_step)
 
     def start_rewards_of_sampled(self) -> None:
-        """Start the rewards of later windows' rows that were sampled since the last call. Called between passes."""
+        """Between passes, start the rewards of later windows' rows that were sampled since the last call."""
         self._sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
@@ -139,19 +138,18 @@ class Collector:
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        window, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(micro_step)
+        current, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(micro_step)
         new = []
-        for later in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
-            self._announced[later] = self._prompts([examples, *upcoming][later - window])
-            new.append(self._announced[later])
-        prompts = self._announced.pop(window)
+        for window in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
+            self._announced[window] = self._prompts([examples, *upcoming][window - current])
+            new.append(self._announced[window])
+        prompts = self._announced.pop(current)
         self._sampler.begin(prompts.number, new)
         return prompts
 
     def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
         with self._recorder.timed("generate"):
-            tokenized = self._host.tokenize(examples)
-        prompts = Prompts(next(self._numbers), examples, tokenized)
+            prompts = Prompts(next(self._numbers), examples, self._host.tokenize(examples))
         self._rewards.announce(prompts.number, examples)
         return prompts
 
@@ -186,7 +184,7 @@ class Collector:
 
     # ------------------------------------------------------------------ from rewards to parts
 
-    def _whole(self, prompts: Prompts, *, serves_one_step: bool) -> Part:
+    def _together(self, prompts: Prompts, *, serves_one_step: bool) -> Part:
         """Sample a window, with dynamic sampling in several rounds, and wait for all of its rewards.
 
         Args:
@@ -202,7 +200,7 @@ class Collector:
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
-                signal.append(self._signal(credited))
+                signal.append(self._end_round(credited))
                 if not (groups := self._dynamic.next(signal)):
                     break
                 assert self._queue is not None, "dynamic sampling has a queue"
@@ -216,7 +214,7 @@ class Collector:
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # Every rank needs the same number of places for its rows.
+            # `lengths` needs equally many rows on all ranks.
             places = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:places]  # survivors first
             self._recorder.log(self._dynamic.metrics(signal))
@@ -266,8 +264,8 @@ class Collector:
         self._host.dispatch("on_advantages", credited)
         return Credited(credited, outcome)
 
-    def _signal(self, rounds: Sequence[Credited]) -> Tensor:
-        """Return which groups of the last round have signal. Also end the round in the log, which fills up its columns.
+    def _end_round(self, rounds: Sequence[Credited]) -> Tensor:
+        """End the last round in the log, which fills up its columns, and return which of its groups have signal.
 
         Args:
             rounds: the rounds of the window so far.
@@ -280,7 +278,7 @@ class Collector:
         return self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool()
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
-        """Return the rows that the filter keeps, in the given order.
+        """Return the rows to train on, in the given order.
 
         Args:
             rollouts: this rank's rows.
@@ -328,8 +326,7 @@ class Collector:
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
         self._log.rewarded(prompts, completions, rewards, advantages, silent)
-        filtered = self._filtered(rollouts)
-        metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
+        metrics = filter_metrics(rollouts, self._filtered(rollouts), self._ranks.sum)
         self._recorder.log(metrics)
         if self._dynamic is not None and self._queue is not None:
             self._recorder.total("prompts/epoch", self._queue.epochs)

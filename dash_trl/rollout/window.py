@@ -2,7 +2,7 @@
 
                  Collector                                                    MicroSteps
     announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes ──► next window
-    (prompts)     └─ GenerationBatch ─┘  └──────────── Part, Part, … ───────────┘
+    (prompts)     └─ GenerationBatch ─┘               └───────── Part, Part, … ─────────┘
 
 A window usually has one part with all of its rows. If rewards are awaited group by group, the groups whose rewards have
 come are a part, which is trained on while the other rewards are awaited. A checkpoint saves the window, joined into one
@@ -31,8 +31,8 @@ class Part:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, M, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
             are in the order in which micro-steps get them.
-        width: number of columns of TRL's padded micro-batches of this window, dropped rows included: on the rank with
-            the widest rows, the longest prompt plus the longest completion that the loss counts.
+        width: columns that TRL would pad the window to, dropped rows included: the longest prompt plus the longest
+            completion that the loss counts, on the widest rank.
         num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
@@ -55,14 +55,14 @@ class Part:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts of a window into one. The rows that earlier optimizer steps used come first, as dropped rows.
+        """Join parts into one, after `used` dropped rows in place of those that earlier optimizer steps used.
 
         Args:
             used: number of rows of each rank that earlier optimizer steps have used.
             parts: the parts with the other rows, at least one.
         """
         first = parts[0]
-        lengths = [torch.zeros_like(first.lengths[:, :1]).expand(-1, used, -1), *(part.lengths for part in parts)]
+        lengths = [first.lengths.new_zeros(len(first.lengths), used, 4), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
         return cls(rollouts, torch.cat(lengths, dim=1), first.width, first.num_items_in_batch)
 
@@ -82,17 +82,17 @@ class Part:
 
 
 class Window:
-    """The window in use. Its parts come one after the other until the window is whole.
+    """The window in use. Its parts come one after the other.
 
     Iterating over the window waits for the next parts, and yields them. The window keeps the parts of the running
     optimizer step, because a checkpoint within the step needs them.
 
     Args:
-        parts: iterator over the parts; it may wait for rewards. Empty if the window is whole.
+        parts: iterator over the parts; it may wait for rewards. Empty if `whole` is given.
         global_step: number of the running optimizer step.
         whole: see below.
     Attributes:
-        rows: number of a rank's rows in the parts that were yielded.
+        rows: number of a rank's rows in the yielded parts; 0 if `whole` was given.
         whole: all parts joined, in which rows that earlier optimizer steps used count as dropped. `None`: they are not
             joined yet, see `wait`.
     """
@@ -114,11 +114,11 @@ class Window:
         Args:
             global_step: number of the optimizer step.
         """
-        if global_step != self._global_step and self.whole is None:
+        if global_step != self._global_step:
             self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
-        """Wait for all remaining parts, and return the whole window."""
+        """Wait for the other parts, and return the window; only while `whole` is `None`."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
