@@ -417,8 +417,11 @@ def test_a_step_without_signal_moves_deepspeed_s_own_schedule(train):
 def test_an_evaluation_counts_each_problem_once(train):
     """Each rank has one problem at a time, so the first of the three fills up the second batch."""
     trainer = train(
-        reward=lambda prompts, **_: [float(one.startswith("0 ")) for one in prompts],
-        eval_dataset=prompts(3),
+        reward=lambda prompts, completion_ids, answer, **_: [
+            float(prompt.startswith("0 ") if mark < 0 else sum(ids) % 2)
+            for prompt, ids, mark in zip(prompts, completion_ids, answer, strict=True)
+        ],
+        eval_dataset=prompts(3).remove_columns("answer").add_column("answer", [-1] * 3),
         eval_strategy="steps",
         eval_steps=1,
         per_device_eval_batch_size=4,
@@ -426,7 +429,7 @@ def test_an_evaluation_counts_each_problem_once(train):
     )
     found = next(log for log in trainer.state.log_history if "eval_loss" in log)
     names = ("eval_reward", "eval_rewards/<lambda>/mean", "eval_accuracy", "eval_pass_at_4")
-    assert agreed({name: found[name] for name in names}) == dict.fromkeys(names, pytest.approx(1 / 3))
+    assert [found[name] for name in names] == pytest.approx([1 / 3] * 4) and agreed([found[name] for name in names])
 
 
 @ON_DDP

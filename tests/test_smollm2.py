@@ -1,6 +1,7 @@
 """A real pretrained model, SmolLM2-135M-Instruct, on a real vLLM server."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,7 @@ from dash_trl import DASHCallback, DASHConfig, DASHTrainer, serve
 from dash_trl.evaluation import main
 from tests.tiny import assert_same_update, parameters
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from smollm2 import smollm2  # noqa: E402
-
+ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -27,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 64,
     "max_steps": 2,
     "optim": "sgd",
-    "learning_rate": 1e-3,
+    "learning_rate": 0.03,  # smaller updates would be lost in the rounding of the weights
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
     "shuffle_dataset": False,
@@ -41,8 +40,13 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def vllm_servers() -> Iterator[list[str]]:
-    with serve.vllm_servers(smollm2(), port=8900, options=["--max-model-len", "512"]) as urls:
+def path() -> str:
+    return subprocess.check_output([sys.executable, ROOT / "benchmarks" / "smollm2.py"], text=True).splitlines()[-1]
+
+
+@pytest.fixture
+def vllm_servers(path) -> Iterator[list[str]]:
+    with serve.vllm_servers(path, port=8900, options=["--max-model-len", "512"]) as urls:
         yield urls
 
 
@@ -59,26 +63,26 @@ class Sampled(DASHCallback):
         self.windows.append({**ids, "logprobs": None})
 
 
-def short(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    return [float(len(ids) < 24) for ids in completion_ids]
+def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(sum(ids) % 2) for ids in completion_ids]
 
 
-def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, tmp_path):
+def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_path):
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
-    path, sampled = smollm2(), Sampled()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    sampled, tokenizer = Sampled(), AutoTokenizer.from_pretrained(path)
     prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
-    given = {"reward_funcs": short, "train_dataset": Dataset.from_dict({"prompt": prompts}), "model": path}
+    given = {"reward_funcs": odd, "train_dataset": Dataset.from_dict({"prompt": prompts}), "model": path}
     server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}
     ours = DASHTrainer(args=DASHConfig(str(tmp_path), **SETTINGS, **server), callbacks=[sampled], **given)
     ours.train()
     first, _ = sampled.windows
-    texts = tokenizer.batch_decode(first["prompt_ids"][::4])
-    assert texts == [tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts]
+    assert tokenizer.batch_decode(first["prompt_ids"][::4]) == [
+        tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts
+    ]
     ended = [ids[-1] == tokenizer.eos_token_id for ids in first["completion_ids"]]
     assert any(ended) and ended == [len(ids) < 64 or ids[-1] == 2 for ids in first["completion_ids"]]
     logs = ours.state.log_history[:2]
-    assert all(log["sampling/sampling_logp_difference/max"] < 1e-3 for log in logs)
+    assert all(abs(log["off_policy/ratio_mean"] - 1) < 1e-3 and log["off_policy/kl"] < 1e-6 for log in logs)
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
     trl = GRPOTrainer(
         args=GRPOConfig(str(tmp_path), **SETTINGS),
@@ -87,7 +91,7 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, tmp_path):
     )
     trl.train()
     start = parameters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5, least=1e-6)
+    assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5)
     main(
         [path, "--dataset_name", "toy", "--dataset_test_split", "test[:4]", "--num_samples", "1"]
         + ["--output_dir", str(tmp_path / "out"), "--vllm_server_urls", *vllm_servers]

@@ -267,17 +267,20 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Returns names of models for files and plots: their paths, with "-" in place of "/".
+    """Returns names of models for files and plots: the last part of each path or, if two are equal, the whole paths.
 
     Args:
         models: directories or hub names.
     Raises:
         ValueError: if a model is named twice.
     """
-    names = [os.path.normpath(model).replace(os.sep, "-").strip("-.~") for model in models]
-    if len({*names}) < len(names):
-        raise ValueError(f"The models {list(models)} are the same: name each once.")
-    return names
+    for names in (
+        [os.path.basename(os.path.abspath(model)) for model in models],
+        [os.path.normpath(model).replace(os.sep, "-").strip("-.~") for model in models],
+    ):
+        if len({*names}) == len(names):
+            return names
+    raise ValueError(f"The models {list(models)} are the same: name each once.")
 
 
 def _sample(
