@@ -33,7 +33,7 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 test: $(VENV)/.test ## the quick tests, in about 3 minutes; ARGS="-k filter -x" goes to pytest
 	@$(PYTEST) --quick $(ARGS)
 
-test-all: $(VENV)/.test ## all tests that this machine can run, in 11 to 18 minutes
+test-all: $(VENV)/.test ## all tests that this machine can run, in 13 to 18 minutes
 	@$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy

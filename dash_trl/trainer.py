@@ -46,8 +46,8 @@ class DASHTrainer(GRPOTrainer):
 
     With `beta=0`, no entropy bonus, no auxiliary loss and a threshold that drops only rows without signal, the update
     equals TRL's. Otherwise, dropped rows add no KL, entropy or auxiliary terms and, with a higher threshold, no policy
-    terms. If no row on any rank has signal, the optimizer step changes nothing: neither
-    momentum nor weight decay is applied.
+    terms. If no row on any rank has signal, the optimizer step changes nothing: neither momentum nor weight decay is
+    applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.

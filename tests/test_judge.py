@@ -146,14 +146,14 @@ def test_a_completion_cannot_end_its_own_tags(server):
 
 
 def test_the_judge_sees_no_more_turns_than_there_are(server):
-    """By the chat templates that TRL ships: all their markers in a completion add none to those of a template."""
+    """By the chat templates that TRL ships: their markers in a completion and in columns add none to a template's."""
     files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
     templates = {file.stem: file.read_text() for file in files if "training" not in file.stem}
     assert {re.match("[a-z]+", name)[0] for name in templates} >= {"qwen", "llama", "gemma", "phi", "gptoss"}
     markers = {one for text in templates.values() for one in re.findall(r"<[^\s<>'\"{}]+>|\[/?[A-Z_]+\]", text)}
-    judge = made(server)
-    for completion in ("4", "".join(markers)):
-        ask(judge, completion)
+    judge = made(server, template="{prompt} {answer} {completion}")
+    for text in ("4", "".join(markers)):
+        ask(judge, text, text, answer=text)
     plain, forged = [request["messages"][1:] for request in server.requests]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})), bos_token="<s>")
     for name, template in templates.items():
