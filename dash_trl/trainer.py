@@ -34,7 +34,7 @@ from dash_trl.run import Run
 from dash_trl.sampling import install
 from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
-from dash_trl.update import aipo, checked_advantages, outcome_advantages, to_device, with_token_loss
+from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 
 
 class DASHTrainer(GRPOTrainer):
@@ -378,20 +378,6 @@ class DASHTrainer(GRPOTrainer):
         super().add_callback(callback)
 
     # ------------------------------------------------------------------ what the objects of a run ask, see `Host`
-
-    def tokenize(self, examples: list[dict[str, Any]]) -> tuple[Any, ...]:
-        """Return what `_tokenize_prompts` returns for the prompts of rows; an empty tuple if they are tokenized later.
-
-        A `rollout_func` tokenizes prompts itself. An environment may add to its prompt when it is reset.
-        """
-        if self.rollout_func is not None or self.environment_factories is not None:
-            return ()
-        return self._tokenize_prompts([row["prompt"] for row in examples])
-
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Call `compute_advantages`, and check the result."""
-        advantages = self.compute_advantages(rewards := rewards.to(self.accelerator.device))
-        return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts. An error on one rank is raised on all."""

@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
-from dash_trl.update import MicroBatch, Pass, Share, filter_rows
+from dash_trl.update import MicroBatch, Pass, Share
 from tests.test_rollouts import rollouts
 
 
 def test_shares_are_of_the_rows_of_all_ranks():
     """Rows of 3, 1 and 5 tokens, the first kept; the other ranks together have 2 of everything."""
     batch = rollouts()
-    batch.advantages = torch.tensor([0.5, 0.05, 0.0])
-    filtered = filter_rows(batch.advantages, batch.loss_mask, torch.ones(3, dtype=torch.bool), 0.1)
-    metrics = filter_metrics(batch, filtered, lambda local: local + 2)
+    batch.rewards, batch.advantages = torch.zeros(3, 1), torch.tensor([0.5, 0.05, 0.0])
+    metrics = filter_metrics(batch, 0.1, lambda local: local + 2)
     assert metrics["filter/kept_tokens"] == (3 + 2) / (9 + 2)
     assert metrics["filter/dropped_threshold"] == metrics["filter/dropped_constant"] == (1 + 2) / (3 + 4 * 2)
     assert metrics["advantage/abs_mean"] == (0.5 + 2) / (1 + 2)

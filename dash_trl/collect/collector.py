@@ -7,6 +7,7 @@
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -36,7 +37,7 @@ from dash_trl.rollout import (
     widened,
 )
 from dash_trl.seams import shuffled
-from dash_trl.update import Filtered, filter_rows
+from dash_trl.update import checked_advantages, filter_rows
 
 
 class Credited(NamedTuple):
@@ -45,10 +46,12 @@ class Credited(NamedTuple):
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
         outcome_advantages: [M], their advantages before callbacks change them.
+        keep: [M] bool, True = the filter keeps the row.
     """
 
     rollouts: CreditedRollouts
     outcome_advantages: Tensor
+    keep: Tensor
 
 
 class Collector:
@@ -84,7 +87,7 @@ class Collector:
         self._pad_token_id = host.processing_class.pad_token_id
         self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
-        self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
+        self._announced: deque[Prompts] = deque()  # the first prompts of the windows that have not begun, in order
         self._empty_windows = EmptyWindows()
 
     def window(
@@ -105,10 +108,16 @@ class Collector:
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
-        prompts, global_step = self._announce(examples, micro_step), self._host.state.global_step
+        global_step = self._host.state.global_step
+        # The sampler gets the prompts of this window, and of those later windows that may be sampled ahead now.
+        windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
+        numbers = self._ahead.begin(global_step, known=len(windows) - 1)
+        new = [self._announce(windows[number - self._ahead.window]) for number in numbers]
+        self._announced.extend(new)
+        prompts = self._announced.popleft()
         if groups_of_step is None:
-            return Window(iter(()), global_step, whole=self._together(prompts, serves_one_step=serves_one_step))
-        batch = self._sample(prompts, by_group=True)
+            return Window(iter(()), global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
+        batch = self._sample(prompts, new, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
@@ -133,29 +142,28 @@ class Collector:
 
     # ------------------------------------------------------------------ from prompts to rows
 
-    def _announce(self, examples: list[dict[str, Any]], micro_step: int) -> Prompts:
-        """Begin the next window: give the sampler its prompts, and the prompts of windows that may be sampled ahead.
+    def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
+        """Tokenize the prompts of a generation batch, and announce the batch to the rewards.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        current, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(micro_step)
-        new = []
-        for window in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
-            self._announced[window] = self._prompts([examples, *upcoming][window - current])
-            new.append(self._announced[window])
-        prompts = self._announced.pop(current)
-        self._sampler.begin(prompts.number, new)
-        return prompts
-
-    def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
-        with self._recorder.timed("generate"):
-            prompts = Prompts(next(self._numbers), examples, self._host.tokenize(examples))
+        tokenized: tuple[Any, ...] = ()
+        if self._sampler.needs_token_ids:
+            with self._recorder.timed("generate"):
+                tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
+        prompts = Prompts(next(self._numbers), examples, tokenized)
         self._rewards.announce(prompts.number, examples)
         return prompts
 
-    def _sample(self, prompts: Prompts, *, by_group: bool = False) -> GenerationBatch:
-        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
-        sampled = self._ranks.agree(self._sampler.sample, prompts)  # decoding may fail on one rank
+    def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
+        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`.
+
+        Args:
+            prompts: the generation batch.
+            new: see `Sampler.sample`.
+            by_group: see `Rewards.begin`.
+        """
+        sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         own = self._ranks.own(len(prompts.examples))
         rollouts = to_rollouts(
@@ -184,11 +192,12 @@ class Collector:
 
     # ------------------------------------------------------------------ from rewards to parts
 
-    def _together(self, prompts: Prompts, *, serves_one_step: bool) -> Part:
+    def _together(self, prompts: Prompts, new: Sequence[Prompts], *, serves_one_step: bool) -> Part:
         """Sample a window, with dynamic sampling in several rounds, and wait for all of its rewards.
 
         Args:
             prompts: the prompts of the window's first round.
+            new: see `Sampler.sample`.
             serves_one_step: see `window`.
         """
         batches: list[GenerationBatch] = []
@@ -196,7 +205,7 @@ class Collector:
         signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has signal
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():
-                batches.append(self._sample(prompts))
+                batches.append(self._sample(prompts, new))
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
@@ -204,11 +213,10 @@ class Collector:
                 if not (groups := self._dynamic.next(signal)):
                     break
                 assert self._queue is not None, "dynamic sampling has a queue"
-                prompts = self._prompts(self._queue.take(groups))
-                self._sampler.begin(prompts.number, [prompts])
+                new = [prompts := self._announce(self._queue.take(groups))]
         self._log_sampled(batches)
         rollouts = joined(widened([one.rollouts for one in credited], self._pad_token_id))
-        keep, num_items = self._filtered(rollouts).keep, rollouts.loss_mask.sum()
+        keep, num_items = torch.cat([one.keep for one in credited]), rollouts.loss_mask.sum()
         order = torch.arange(len(rollouts))
         if self._dynamic is not None:
             size = self._args.num_generations
@@ -242,7 +250,7 @@ class Collector:
             known.append(rows)
             credited.append(self._credited(scored))
             rollouts = credited[-1].rollouts
-            kept = self._survivors(rollouts, self._filtered(rollouts).keep, torch.arange(len(rollouts)))
+            kept = self._survivors(rollouts, credited[-1].keep, torch.arange(len(rollouts)))
             part = Part(*kept, width, num_items, ends_step)
             if serves_one_step:
                 self.log_probs.of_window(part, serves_one_step=True)
@@ -255,14 +263,18 @@ class Collector:
             yield part
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
-        """Compute the advantages of rows, and call the callbacks that may change rewards and advantages."""
+        """Compute the advantages of rows, call the callbacks that may change rewards and advantages, and filter."""
         self._host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
-        rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
-        outcome = self._host.advantages(rewards)[self._ranks.own(len(rollouts))]
+        rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
+        advantages = self._host.compute_advantages(rewards)
+        advantages = checked_advantages(advantages, rewards, f"{type(self._host).__name__}.compute_advantages")
+        outcome = advantages[self._ranks.own(len(rollouts))].cpu()
         credited = rollouts.with_advantages(outcome.clone())
         self._host.dispatch("on_advantages", credited)
-        return Credited(credited, outcome)
+        threshold = self._args.gradient_filter_threshold
+        filtered = filter_rows(credited.advantages, credited.loss_mask, credited.scored, threshold)
+        return Credited(credited, outcome, filtered.keep)
 
     def _end_round(self, rounds: Sequence[Credited]) -> Tensor:
         """End the last round in the log, which fills up its columns, and return which of its groups have signal.
@@ -272,9 +284,9 @@ class Collector:
         Returns:
             [R, K] bool for the groups of all ranks, True = the filter keeps at least one row of the group.
         """
-        *earlier, last = (one.rollouts for one in rounds)
-        self._log.end_round(sum(map(len, earlier)), len(last))  # callbacks have logged their columns, too
-        groups = self._filtered(last).keep.view(-1, self._args.num_generations).any(dim=1)
+        *earlier, last = (len(one.rollouts) for one in rounds)
+        self._log.end_round(sum(earlier), last)  # callbacks have logged their columns, too
+        groups = rounds[-1].keep.view(-1, self._args.num_generations).any(dim=1)
         return self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool()
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
@@ -297,11 +309,6 @@ class Collector:
         """Return `Part.width` of a window with these rows on this rank."""
         lengths = rollouts.lengths()
         return self._ranks.largest(int(lengths[:, 0].max() + lengths[:, 1].max()))
-
-    def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
-        return filter_rows(
-            rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._args.gradient_filter_threshold
-        )
 
     # ------------------------------------------------------------------ logs
 
@@ -326,7 +333,7 @@ class Collector:
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
         self._log.rewarded(prompts, completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, self._filtered(rollouts), self._ranks.sum)
+        metrics = filter_metrics(rollouts, self._args.gradient_filter_threshold, self._ranks.sum)
         self._recorder.log(metrics)
         if self._dynamic is not None and self._queue is not None:
             self._recorder.total("prompts/epoch", self._queue.epochs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import Filtered, MicroBatch, Pass, Share, importance_sampling_ratio, unknown_log_probs
+from dash_trl.update import MicroBatch, Pass, Share, filter_rows, importance_sampling_ratio, unknown_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ DROPPED = {
 
 
 def filter_metrics(
-    rollouts: CreditedRollouts, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
+    rollouts: CreditedRollouts, threshold: float | None, reduce_sum: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
@@ -38,14 +38,14 @@ def filter_metrics(
 
     Args:
         rollouts: B rows with their advantages.
-        filtered: the result of the filter for these rows.
+        threshold: see `filter_rows`.
         reduce_sum: function that adds up a tensor over the ranks. It is called twice: with an int64 tensor, and with a
             float32 tensor (MPS has no float64).
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
-    keep = filtered.keep
-    counted = [keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
+    filtered = filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
+    counted = [keep := filtered.keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
     *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
