@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
-from dash_trl.update import MicroBatch, Pass, Share
+from dash_trl.update import MicroBatch, Pass, Share, filter_rows
 from tests.test_rollouts import rollouts
 
 
 def test_shares_are_of_the_rows_of_all_ranks():
     """Rows of 3, 1 and 5 tokens, the first kept; the other ranks together have 2 of everything."""
     batch = rollouts()
-    batch.rewards, batch.advantages = torch.zeros(3, 1), torch.tensor([0.5, 0.05, 0.0])
-    metrics = filter_metrics(batch, 0.1, lambda local: local + 2)
+    batch.advantages = torch.tensor([0.5, 0.05, 0.0])
+    filtered = filter_rows(batch.advantages, batch.loss_mask, torch.ones(3, dtype=torch.bool), 0.1)
+    metrics = filter_metrics(batch, filtered, lambda local: local + 2)
     assert metrics["filter/kept_tokens"] == (3 + 2) / (9 + 2)
     assert metrics["filter/dropped_threshold"] == metrics["filter/dropped_constant"] == (1 + 2) / (3 + 4 * 2)
     assert metrics["advantage/abs_mean"] == (0.5 + 2) / (1 + 2)
@@ -47,8 +48,7 @@ def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
         lambda local: torch.cat([local, torch.full((5,), torch.nan)]),
     )
     assert list(found.values()) == [0.25, 0.25, 0.5, 0.75, 1.0]
-    nothing = torch.zeros(1, 2)
-    assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), nothing, lambda local: local) == {}
+    assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), torch.zeros(1, 2), lambda local: local) == {}
 
 
 def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
@@ -56,6 +56,7 @@ def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     share = Share(first=0, micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
     one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
-        metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}
-        metrics.take(logged, {}, one, 1.0, per_token=per_token)
+        metrics, logged = PassMetrics(per_row=False), dict[str, list[float]]()
+        with metrics.taken(logged, one, 1.0, per_token=per_token):
+            logged["vespo/phi_seq_mean"] = [mean]
         assert metrics.of_step([share]) == {"vespo/phi_seq_mean": pytest.approx(0.5)}

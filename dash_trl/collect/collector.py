@@ -37,7 +37,7 @@ from dash_trl.rollout import (
     widened,
 )
 from dash_trl.seams import shuffled
-from dash_trl.update import checked_advantages, filter_rows
+from dash_trl.update import Filtered, checked_advantages, filter_rows
 
 
 class Credited(NamedTuple):
@@ -45,13 +45,13 @@ class Credited(NamedTuple):
 
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
-        outcome_advantages: [M], their advantages before callbacks change them.
-        keep: [M] bool, True = the filter keeps the row.
+        filtered: which rows the filter keeps and drops.
+        silent: bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
     """
 
     rollouts: CreditedRollouts
-    outcome_advantages: Tensor
-    keep: Tensor
+    filtered: Filtered
+    silent: Tensor
 
 
 class Collector:
@@ -87,7 +87,7 @@ class Collector:
         self._pad_token_id = host.processing_class.pad_token_id
         self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
-        self._announced: deque[Prompts] = deque()  # the first prompts of the windows that have not begun, in order
+        self._announced: deque[Prompts] = deque()  # for each window that has not begun: the prompts of its first round
         self._empty_windows = EmptyWindows()
 
     def window(
@@ -103,35 +103,34 @@ class Collector:
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
             micro_step: the micro-step with which the window begins.
-            groups_of_step: see `GenerationBatch.scored_groups`. `None`: await rewards together, not group by group.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+                from the window. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
         global_step = self._host.state.global_step
-        # The sampler gets the prompts of this window, and of those later windows that may be sampled ahead now.
         windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
-        numbers = self._ahead.begin(global_step, known=len(windows) - 1)
-        new = [self._announce(windows[number - self._ahead.window]) for number in numbers]
+        # The sampler gets the prompts of this window, unless it has them, and of windows that it may sample ahead now.
+        new = [self._announce(windows[one]) for one in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
         prompts = self._announced.popleft()
         if groups_of_step is None:
-            return Window(iter(()), global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
+            return Window(global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
         batch = self._sample(prompts, new, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
-        # Groups are trained on in the order in which their rewards come. A random order is drawn and dropped, so that
-        # the random state, and with it later samples, do not depend on `reward_pipeline`.
+        # Draw the random order that `_together` draws, and drop it, so that later samples do not depend on
+        # `reward_pipeline`. Groups are trained on in the order in which their rewards come.
         shuffled(len(batch.rollouts))
         if not serves_one_step:
-            # Old log-probs belong to the weights before the first of these steps, so they are computed now, for all
-            # rows.
+            # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        return Window(self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step), global_step)
+        return Window(global_step, self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step))
 
     def start_rewards_of_sampled(self) -> None:
-        """Between passes, start the rewards of later windows' rows that were sampled since the last call."""
+        """Start the rewards of later windows' rows that servers have sampled meanwhile. Called between passes."""
         self._sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
@@ -160,13 +159,14 @@ class Collector:
 
         Args:
             prompts: the generation batch.
-            new: see `Sampler.sample`.
-            by_group: see `Rewards.begin`.
+            new: generation batches that the sampler does not know yet, see `Sampler.sample`.
+            by_group: True = its rewards are awaited group by group.
         """
         sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         own = self._ranks.own(len(prompts.examples))
-        rollouts = to_rollouts(
+        rollouts = self._ranks.agree(  # a `rollout_func` may have returned what is no number
+            to_rollouts,
             sampled,
             sampled.examples(prompts.examples),
             group=torch.arange(own.start, own.stop) // self._args.num_generations,
@@ -174,6 +174,7 @@ class Collector:
             masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
+        # In the background, rewards run while the next window is sampled, and while callbacks work.
         batch = self._rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
         self._ranks.agree(self._sampler.sample_ahead)
         self._host.dispatch("on_rollouts_sampled", rollouts)
@@ -197,41 +198,46 @@ class Collector:
 
         Args:
             prompts: the prompts of the window's first round.
-            new: see `Sampler.sample`.
+            new: see `_sample`.
             serves_one_step: see `window`.
         """
         batches: list[GenerationBatch] = []
         credited: list[Credited] = []
-        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has signal
+        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the filter keeps a row of it
         while True:
-            with self._recorder.timed("dynamic_sampling") if batches else nullcontext():
+            with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
                 batches.append(self._sample(prompts, new))
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
-                signal.append(self._end_round(credited))
-                if not (groups := self._dynamic.next(signal)):
+                self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
+                groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
+                signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
+                if not (more := self._dynamic.next(signal)):
                     break
                 assert self._queue is not None, "dynamic sampling has a queue"
-                new = [prompts := self._announce(self._queue.take(groups))]
+                prompts = self._announce(self._queue.take(more))
+                new = [prompts]
         self._log_sampled(batches)
         rollouts = joined(widened([one.rollouts for one in credited], self._pad_token_id))
-        keep, num_items = torch.cat([one.keep for one in credited]), rollouts.loss_mask.sum()
-        order = torch.arange(len(rollouts))
+        filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
+        keep, order = filtered.keep, torch.arange(len(rollouts))
         if self._dynamic is not None:
+            # More rows may be sampled than a window has. `chosen`: those of the window, of which the loss counts the
+            # tokens; `trained`: those of them whose group has signal.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # `lengths` needs equally many rows on all ranks.
-            places = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
-            order = (~keep).long().argsort(stable=True)[:places]  # survivors first
+            # Survivors first; then dropped rows, because `lengths` needs equally many rows on all ranks.
+            rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
+            order = (~keep).long().argsort(stable=True)[:rows]
             self._recorder.log(self._dynamic.metrics(signal))
             self._dynamic.note(signal)
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
-        self.log_probs.of_window(part, serves_one_step=serves_one_step)
-        self._log_whole(batches, rollouts, torch.cat([one.outcome_advantages for one in credited]), part.rollouts)
+        part = self.log_probs.added(part, serves_one_step=serves_one_step)
+        self._log_whole(batches, rollouts, filtered, torch.cat([one.silent for one in credited]), part.rollouts)
         return part
 
     def _by_group(
@@ -241,53 +247,41 @@ class Collector:
 
         Args:
             batch: the rows of the window. If several optimizer steps use the window, they have their log-probs already.
-            num_items: number of loss tokens of the window on all ranks, dropped rows included.
+            num_items: `Part.num_items_in_batch`.
             groups_of_step: see `window`.
             serves_one_step: see `window`.
         """
-        known, credited, survivors, width = [], [], [], self._width(batch.rollouts)
+        arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         for rows, scored, ends_step in batch.scored_groups(groups_of_step):
-            known.append(rows)
+            arrived.append(rows)
             credited.append(self._credited(scored))
             rollouts = credited[-1].rollouts
-            kept = self._survivors(rollouts, credited[-1].keep, torch.arange(len(rollouts)))
+            kept = self._survivors(rollouts, credited[-1].filtered.keep, torch.arange(len(rollouts)))
             part = Part(*kept, width, num_items, ends_step)
-            if serves_one_step:
-                self.log_probs.of_window(part, serves_one_step=True)
+            if serves_one_step:  # otherwise the rows have their log-probs already
+                part = self.log_probs.added(part, serves_one_step=True)
             survivors.append(part.rollouts)
-            if sum(map(len, known)) == len(batch.rollouts):
-                order = torch.cat(known).argsort()
+            if sum(map(len, arrived)) == len(batch.rollouts):  # log before the optimizer step of the last part
+                order = torch.cat(arrived).argsort()
                 rollouts = joined([one.rollouts for one in credited]).rows(order)
-                outcome_advantages = torch.cat([one.outcome_advantages for one in credited])[order]
-                self._log_whole([batch], rollouts, outcome_advantages, joined(survivors))
+                filtered = joined([one.filtered for one in credited]).rows(order)
+                silent = torch.cat([one.silent for one in credited])
+                self._log_whole([batch], rollouts, filtered, silent, joined(survivors))
             yield part
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
         """Compute the advantages of rows, call the callbacks that may change rewards and advantages, and filter."""
         self._host.dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
+        unscored = ~rollouts.scored.unsqueeze(1)  # now, since a callback may have changed rewards
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
         advantages = self._host.compute_advantages(rewards)
         advantages = checked_advantages(advantages, rewards, f"{type(self._host).__name__}.compute_advantages")
-        outcome = advantages[self._ranks.own(len(rollouts))].cpu()
-        credited = rollouts.with_advantages(outcome.clone())
+        silent = (advantages.view(-1, self._args.num_generations) == 0).all(dim=1).cpu()
+        credited = rollouts.with_advantages(advantages[self._ranks.own(len(rollouts))].cpu())
         self._host.dispatch("on_advantages", credited)
         threshold = self._args.gradient_filter_threshold
         filtered = filter_rows(credited.advantages, credited.loss_mask, credited.scored, threshold)
-        return Credited(credited, outcome, filtered.keep)
-
-    def _end_round(self, rounds: Sequence[Credited]) -> Tensor:
-        """End the last round in the log, which fills up its columns, and return which of its groups have signal.
-
-        Args:
-            rounds: the rounds of the window so far.
-        Returns:
-            [R, K] bool for the groups of all ranks, True = the filter keeps at least one row of the group.
-        """
-        *earlier, last = (len(one.rollouts) for one in rounds)
-        self._log.end_round(sum(earlier), last)  # callbacks have logged their columns, too
-        groups = rounds[-1].keep.view(-1, self._args.num_generations).any(dim=1)
-        return self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool()
+        return Credited(credited, filtered, silent)
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
         """Return the rows to train on, in the given order.
@@ -300,8 +294,8 @@ class Collector:
             This rank's survivors, and `Part.lengths` of all ranks, with 0 for a dropped row.
         """
         lengths = (rollouts.lengths() * keep.unsqueeze(1))[order]
-        # Column 1 counts completion tokens. It is also 0 for a masked row (`mask_truncated_completions`), so such a row
-        # is no survivor, even if the filter keeps it.
+        # Column 1 counts completion tokens. It is 0 for a masked row (`mask_truncated_completions`), too, which is no
+        # survivor, even with `gradient_filter_threshold=None`, which keeps every row.
         survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
@@ -316,7 +310,8 @@ class Collector:
         self,
         batches: Sequence[GenerationBatch],
         rollouts: CreditedRollouts,
-        outcome_advantages: Tensor,
+        filtered: Filtered,
+        silent: Tensor,
         survivors: Survivors,
     ) -> None:
         """Log a window whose rewards have all come.
@@ -324,16 +319,17 @@ class Collector:
         Args:
             batches: the generation batches of the window.
             rollouts: all rows of these batches, in the same order.
-            outcome_advantages: [B], the advantages of the rows before callbacks changed them.
+            filtered: which of these rows the filter has kept and dropped.
+            silent: see `Credited`, for the groups of all these batches.
             survivors: the rows that are trained on.
         """
+        # Rank by rank, as the advantages, and not round by round.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
-        silent = (self._ranks.gather(outcome_advantages).view(-1, self._args.num_generations) == 0).all(dim=1)
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
         self._log.rewarded(prompts, completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, self._args.gradient_filter_threshold, self._ranks.sum)
+        metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
         if self._dynamic is not None and self._queue is not None:
             self._recorder.total("prompts/epoch", self._queue.epochs)

@@ -5,7 +5,8 @@ Letters: B rows of a rank, T completion tokens, R ranks.
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import MicroBatch, Pass, Share, filter_rows, importance_sampling_ratio, unknown_log_probs
+from dash_trl.update import Filtered, MicroBatch, Pass, Share, importance_sampling_ratio, unknown_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ DROPPED = {
 
 
 def filter_metrics(
-    rollouts: CreditedRollouts, threshold: float | None, reduce_sum: Callable[[Tensor], Tensor]
+    rollouts: CreditedRollouts, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
@@ -38,13 +39,12 @@ def filter_metrics(
 
     Args:
         rollouts: B rows with their advantages.
-        threshold: see `filter_rows`.
+        filtered: the result of the filter for these rows.
         reduce_sum: function that adds up a tensor over the ranks. It is called twice: with an int64 tensor, and with a
             float32 tensor (MPS has no float64).
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
-    filtered = filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
     counted = [keep := filtered.keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
     *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
@@ -292,35 +292,28 @@ class PassMetrics:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, float] = defaultdict(float)
 
-    def take(
-        self,
-        logged: dict[str, list[float]],
-        before: dict[str, int],
-        one: Pass,
-        loss_scale: float,
-        *,
-        per_token: bool,
-    ) -> None:
-        """Move the figures of a pass out of `logged`, after TRL has computed the loss of the pass.
+    @contextmanager
+    def taken(self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool) -> Iterator[None]:
+        """`with` block in which TRL computes the loss of a pass. At its end, TRL's figures are moved out of `logged`.
 
         Args:
             logged: TRL's metrics, name → values since the last log.
-            before: name → number of values before TRL's loss was computed.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.
         """
+        before = {name: len(values) for name, values in logged.items()}
+        yield
         self.passes += 1
         self.per_row &= not per_token
         tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
-        kept = sum(map(len, one.micro_batch.rows))
         for name in (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP):
             if len(logged.get(name, ())) == before.get(name, 0):
                 continue  # TRL logs it only with other settings
             of_rows = name == "vespo/phi_seq_mean" and not per_token
             per_row = of_rows or (self.per_row and name in CLIPPED)
             count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
-            dummies = rows - kept if of_rows else 0.0  # their weight is 1
+            dummies = rows - sum(map(len, one.micro_batch.rows)) if of_rows else 0.0  # their weight is 1
             self._sums[name] += logged[name].pop() * count - dummies
             self._counts[name] += count - dummies
 
@@ -331,8 +324,7 @@ class PassMetrics:
             shares: the shares of the optimizer step.
         """
         clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in shares)
-        micro_steps = sum(one.micro_steps for one in shares)
-        whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
+        whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, sum(one.micro_steps for one in shares))
         divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
         figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
         # The names stay, so that the shares of a step without a pass are logged as 0.

@@ -68,6 +68,8 @@ class Conversations:
         tokenize: function: a prompt, and the tools to list in it → token ids.
         end_id: id of the only token in a completion if the environment failed before the first turn.
         use_environments: function that passes the environments of rows to reward functions.
+    Attributes:
+        environments: as above.
     """
 
     def __init__(
