@@ -148,6 +148,8 @@ class LogProbs:
         """
         rules, survivors, lengths = self.rules, part.rollouts, part.lengths
         names = rules.names(serves_one_step=serves_one_step)
+        if not names:
+            return part
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         if rules.sampler_is_old:
             unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
@@ -252,8 +254,6 @@ class LogProbs:
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
-        if not count:
-            return []
         args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for rows, inputs in self._micro_batches.without_gradient(window, lengths):
