@@ -227,7 +227,7 @@ def sync_weights(trainer: Any) -> None:
         trainer._last_loaded_step = trainer.state.global_step
 
 
-def vllm_is_behind(trainer: Any) -> None:
+def send_weights_again(trainer: Any) -> None:
     """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
 
     TRL itself sends weights only after an optimizer step.
@@ -308,7 +308,7 @@ def to_training_mode(trainer: Any) -> None:
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
         if after_evaluation:
-            vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
+            send_weights_again(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 An optimizer step has `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes, and
 `MicroSteps` asks `Collector` for the window.
 
-What touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`, and
+What else touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`, and
 raises an error of one rank on all ranks.
 """
 
@@ -44,8 +44,8 @@ from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    A row has signal if its advantage is not 0. The trainer samples all rows of a window (TRL's generation batch) at
-    once and keeps them in CPU memory. Before any model pass, it drops rows without signal, and with
+    A row has signal if its advantage is not 0. The trainer samples all rows of a window at once (TRL's generation
+    batch) and keeps them in CPU memory. Before any model pass, it drops rows without signal, and with
     `gradient_filter_threshold` above 0 rows with little signal, and packs the others into few passes. Passes are
     padding-free if the model's attention allows that.
 
@@ -154,7 +154,7 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
-            # With several adapters, Transformers loads only the others.
+            # With several adapters, Transformers does not load "default".
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
@@ -203,26 +203,26 @@ class DASHTrainer(GRPOTrainer):
         """Run one micro-step: any number of forward and backward passes, or none if no row survived.
 
         `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes. Each pass
-        divides by the number of loss tokens in its own inputs, and not by `num_items_in_batch`.
+        divides by `num_items_in_batch` of its inputs, the whole window's, and not by the argument.
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, count, has_last = self._run, 0, False
+        run, passes, is_last = self._run, 0, False
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
-        counted_before = run.pass_metrics.passes
-        for one, has_last in run.micro_steps.inputs(self._step, inputs):
-            count += 1
+        weighed = run.pass_metrics.passes
+        for one, is_last in run.micro_steps.inputs(self._step, inputs):
+            passes += 1
             with self.recorder.timed("train"):
-                if has_last:  # this pass synchronises gradients, and TRL's method adds 1 to `_step`
+                if is_last:  # of the micro-step; TRL's method adds 1 to `_step`
                     seams.count_pass_time(self, time.perf_counter() - started)
                     loss = loss + super().training_step(model, one, num_items_in_batch)
                 else:
                     with accumulating(self.accelerator, model):
                         loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
             run.collector.start_rewards_of_sampled()
-        checks.check_weighed(self, count, run.pass_metrics.passes - counted_before)
-        if not has_last:  # no pass ran, because no row has signal
+        checks.check_weighed(self, passes, run.pass_metrics.passes - weighed)
+        if not is_last:  # this micro-step has run no pass
             seams.count_pass_time(self, time.perf_counter() - started)
             run.collector.start_rewards_of_sampled()
             self._step += 1
@@ -235,7 +235,7 @@ class DASHTrainer(GRPOTrainer):
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""
+        """Move the inputs of a pass to the device. In an evaluation, TRL samples and scores (scales: for overrides)."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
@@ -247,11 +247,11 @@ class DASHTrainer(GRPOTrainer):
 
             run the pass           log-probs, entropies and router loss
             add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
-                                   what makes `per_token_loss` TRL's loss, if it is not `None` (`with_token_loss`)
+                                   that with which TRL computes the loss of `per_token_loss` (`with_token_loss`)
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
-            weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
-                                   TRL's loss that comes from the entropy bonus and the router
-            take TRL's figures     of this pass out of its logs, until the optimizer step ends (`PassMetrics`)
+            weigh it               `loss_scale` · TRL's loss + (`regularizer_scale` − `loss_scale`) · R, where R is
+                                   the part of TRL's loss that comes from the entropy bonus and the router
+            take TRL's figures     from its logs; their means are logged when the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps`. Multiply
         it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of micro-batches::
@@ -303,8 +303,8 @@ class DASHTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding.
 
-        `ModelPasses.run` calls this method, which may be overridden; it calls `ModelPasses.log_probs`, which calls
-        TRL's method for a padded pass.
+        The calls: `ModelPasses.run` ──► this method or an override ──► `ModelPasses.log_probs` ──► for a padded pass,
+        TRL's method.
         """
         compute = self._passes.padded(super()._get_per_token_logps_and_entropies)
         batch = model, input_ids, attention_mask, logits_to_keep
@@ -323,12 +323,12 @@ class DASHTrainer(GRPOTrainer):
             seams.begin_without_gradient(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
-        by_deepspeed = None
+        skipped_by_deepspeed = None
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already made the step
-            by_deepspeed = self.accelerator.optimizer_step_was_skipped
+            skipped_by_deepspeed = self.accelerator.optimizer_step_was_skipped
         elif not math.isfinite(norm):
             model.zero_grad()  # without gradients, the optimizer changes neither parameters nor its own state
-        self._run.skipped.count(norm, self.state.global_step + 1, by_deepspeed=by_deepspeed)
+        self._run.skipped.count(norm, self.state.global_step + 1, by_deepspeed=skipped_by_deepspeed)
         self.recorder.total("skipped_steps", self._run.skipped.total)
         return norm
 
@@ -429,16 +429,16 @@ class DASHTrainer(GRPOTrainer):
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
         """Run tool calls and further turns of an evaluation in rounds, with the time limits of training."""
         assert self._conversations is not None, "TRL calls this method only if there are tools"
-        names = self._batch_environments if self.environments else None
-        rows = self._conversations.begun(prompt_ids, self.environments, names)
+        kinds = self._batch_environments if self.environments else None
+        rows = self._conversations.begun(prompt_ids, self.environments, kinds)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        seams.vllm_is_behind(self)
+        seams.send_weights_again(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
+        # Wait for this window's rewards before saving anything. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             self._run.micro_steps.wait_for_rest()

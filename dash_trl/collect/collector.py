@@ -4,6 +4,8 @@
        ▲            └── meanwhile: the next window is sampled, and its rewards begin
        └── with dynamic sampling: more groups, while too few groups have signal ──┘
 
+A generation batch is what is sampled at once: the rows of a window or, with dynamic sampling, those of one round.
+
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
 
@@ -46,7 +48,7 @@ class Credited(NamedTuple):
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
         filtered: which rows the filter keeps and drops.
-        silent: bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
+        silent: bool for the groups of all ranks, True = `compute_advantages` gave only 0.
     """
 
     rollouts: CreditedRollouts
@@ -111,8 +113,8 @@ class Collector:
         """
         global_step = self._host.state.global_step
         windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
-        # The sampler gets the prompts of this window, unless it has them, and of windows that it may sample ahead now.
-        new = [self._announce(windows[one]) for one in self._ahead.begin(global_step, known=len(windows) - 1)]
+        # Announce this window, unless that is done, and the windows that may be sampled ahead from now on.
+        new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
         prompts = self._announced.popleft()
         if groups_of_step is None:
@@ -165,7 +167,7 @@ class Collector:
         sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         own = self._ranks.own(len(prompts.examples))
-        rollouts = self._ranks.agree(  # a `rollout_func` may have returned what is no number
+        rollouts = self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
             to_rollouts,
             sampled,
             sampled.examples(prompts.examples),
@@ -174,7 +176,7 @@ class Collector:
             masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
-        # In the background, rewards run while the next window is sampled, and while callbacks work.
+        # Rewards first: in the background, they run while the sampler and the callbacks work.
         batch = self._rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
         self._ranks.agree(self._sampler.sample_ahead)
         self._host.dispatch("on_rollouts_sampled", rollouts)
@@ -203,14 +205,15 @@ class Collector:
         """
         batches: list[GenerationBatch] = []
         credited: list[Credited] = []
-        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the filter keeps a row of it
+        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has a kept row
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
                 batches.append(self._sample(prompts, new))
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
-                self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
+                before = sum(len(one.rollouts) for one in credited[:-1])
+                self._log.end_round(before, len(credited[-1].rollouts))
                 groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
                 signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
                 if not (more := self._dynamic.next(signal)):
@@ -223,12 +226,12 @@ class Collector:
         filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
         keep, order = filtered.keep, torch.arange(len(rollouts))
         if self._dynamic is not None:
-            # More rows may be sampled than a window has. `chosen`: those of the window, of which the loss counts the
-            # tokens; `trained`: those of them whose group has signal.
+            # More rows may have been sampled than a window has. `chosen`: the window's rows, whose tokens the loss
+            # counts; `trained`: the chosen rows whose group has signal.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # Survivors first; then dropped rows, because `lengths` needs equally many rows on all ranks.
+            # All survivors, filled up with dropped rows, so that `lengths` has equally many rows of every rank.
             rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
             self._recorder.log(self._dynamic.metrics(signal))
@@ -294,8 +297,8 @@ class Collector:
             This rank's survivors, and `Part.lengths` of all ranks, with 0 for a dropped row.
         """
         lengths = (rollouts.lengths() * keep.unsqueeze(1))[order]
-        # Column 1 counts completion tokens. It is 0 for a masked row (`mask_truncated_completions`), too, which is no
-        # survivor, even with `gradient_filter_threshold=None`, which keeps every row.
+        # Column 1, completion tokens, is 0 for dropped and for masked rows. So a masked row
+        # (`mask_truncated_completions`) is no survivor, even if the filter keeps it (`gradient_filter_threshold=None`).
         survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
@@ -320,10 +323,10 @@ class Collector:
             batches: the generation batches of the window.
             rollouts: all rows of these batches, in the same order.
             filtered: which of these rows the filter has kept and dropped.
-            silent: see `Credited`, for the groups of all these batches.
+            silent: see `Credited`, for all these groups, in any order.
             survivors: the rows that are trained on.
         """
-        # Rank by rank, as the advantages, and not round by round.
+        # In the order of the advantages: rank by rank, and not round by round.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]

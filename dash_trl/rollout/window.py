@@ -30,12 +30,12 @@ class Part:
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, M, 4] int64, for the rows of every rank the numbers of prompt tokens, completion tokens and loss
-            tokens, and the prompt's checksum (`RolloutBatch.lengths`); all 0 for a dropped row. The rows are in the
-            order in which micro-steps get them.
-        width: columns that TRL would pad the window (not only this part) to, dropped rows included: the longest prompt
-            plus the longest completion that the loss counts, on the widest rank. It bounds the tokens of a pass.
+            tokens, and the prompt's checksum, which finds equal prompts; all 0 for a dropped row
+            (`RolloutBatch.lengths`). The rows are in the order in which micro-steps get them.
+        width: columns of the padded window (not only of this part), dropped rows included: the longest prompt plus the
+            longest completion that is not masked, on the widest rank. It bounds the tokens of a pass.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
-        ends_step: True = the running optimizer step uses no later part.
+        ends_step: True = the last part that the running optimizer step uses.
     """
 
     rollouts: Survivors
@@ -75,8 +75,9 @@ class Part:
 class Window:
     """The window in use: either whole, or a sequence of parts that come one after the other.
 
-    Iterating over the window waits for the next parts, and yields them. The window keeps the parts of the running
-    optimizer step. If the step is cut short (see `Schedule.begin_optimizer_step`), the next one may need their rows.
+    Iterating goes on where the last iteration stopped: it waits for the next parts, and yields them. The window keeps
+    the parts of the running optimizer step. If the step is cut short, because the epoch ends, its rows may be needed
+    again (see `Schedule.begin_optimizer_step`).
 
     Args:
         global_step: number of the running optimizer step.
@@ -102,13 +103,13 @@ class Window:
         """Drop the parts of the previous optimizer step, unless that step was cut short.
 
         Args:
-            global_step: number of the optimizer step; a step that was cut short is begun again with the same number.
+            global_step: number of optimizer steps so far. It does not change when a step was cut short.
         """
         if global_step != self._global_step:
             self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
-        """Wait for the other parts, join all parts, and return the whole window. Call it only once."""
+        """Wait for the other parts, join them to the kept parts, and return the whole window. Call it only once."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
