@@ -205,29 +205,20 @@ class DASHTrainer(GRPOTrainer):
         run, ran = self._run, 0
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
-        last_pass: dict[str, Any] | None = None
         before = run.pass_metrics.passes
         for passes, are_last in run.micro_steps.inputs(self._step, inputs):
             ran += len(passes)
-            last_pass = passes.pop() if are_last and passes else None
-            with self.recorder.timed("train"):
-                for one in passes:
-                    with accumulating(self.accelerator, model):
-                        loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-                    run.collector.start_rewards_of_sampled()
-        with self.recorder.timed("train"):
-            seams.count_pass_time(self, time.perf_counter() - started)
-            if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
-                loss = loss + super().training_step(model, last_pass, num_items_in_batch)
+            for left, one in zip(reversed(range(len(passes))), passes, strict=True):
+                gradients = nullcontext() if are_last and not left else accumulating(self.accelerator, model)
+                with self.recorder.timed("train"), gradients:
+                    loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
+                run.collector.start_rewards_of_sampled()
         checks.check_weighed(self, ran, run.pass_metrics.passes - before)
         run.collector.start_rewards_of_sampled()
-        if last_pass is None:
-            self._step += 1
-            if ends_step:
-                seams.log_step_time(self)
-                if not run.micro_steps.schedule.ran_model:
-                    seams.leave_out_step(self.accelerator)
+        seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
+            if not run.micro_steps.schedule.ran_model:
+                seams.leave_out_step(self.accelerator)
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
@@ -248,7 +239,7 @@ class DASHTrainer(GRPOTrainer):
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
             weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
                                    TRL's loss that comes from the entropy bonus and the router
-            take TRL's figures     of this pass out of its logs, until the optimizer step ends (`PassMetrics`)
+            take TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. To give the term the weight that it has in TRL, multiply it by
         `inputs["regularizer_scale"]`, because the number of passes is not TRL's number of micro-batches::
@@ -268,11 +259,9 @@ class DASHTrainer(GRPOTrainer):
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
         regularizers = seams.regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
         settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found, **loss_settings(self, training=True)}
-        before = {name: len(values) for name, values in self.recorder.metrics.items()}
-        with seams.with_settings(self, settings):
+        with seams.with_settings(self, settings), seams.unread_figures(self) as figures:
             loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
-        per_token = inputs["advantages"].dim() == 2
-        self._run.pass_metrics.take(self.recorder.metrics, before, inputs["pass"], scale, per_token=per_token)
+        self._run.pass_metrics.take(figures, inputs["pass"], scale, per_token=inputs["advantages"].dim() == 2)
         return loss
 
     def per_token_loss(
