@@ -120,7 +120,8 @@ class Run:
         """Log the figures of an optimizer step."""
         host = self._host
         host.recorder.end_step()
-        host.recorder.log(self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()))
+        for figures in self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()):
+            host.recorder.log(figures)
         self.collector.log_probs.log_step()
         if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):  # not the policy itself has sampled
             host.recorder.log(self.off_policy.of_step(host.ranks.sum))

@@ -207,30 +207,23 @@ class DASHTrainer(GRPOTrainer):
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, passes, is_last = self._run, 0, False
+        run, passes = self._run, 0
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
         weighed = run.pass_metrics.passes
         for one, is_last in run.micro_steps.inputs(self._step, inputs):
             passes += 1
-            with self.recorder.timed("train"):
-                if is_last:  # of the micro-step; TRL's method adds 1 to `_step`
-                    seams.count_pass_time(self, time.perf_counter() - started)
-                    loss = loss + super().training_step(model, one, num_items_in_batch)
-                else:
-                    with accumulating(self.accelerator, model):
-                        loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
+            # Only the last pass of a micro-step may synchronise gradients.
+            gradients = nullcontext() if is_last else accumulating(self.accelerator, model)
+            with self.recorder.timed("train"), gradients:
+                loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
             run.collector.start_rewards_of_sampled()
         checks.check_weighed(self, passes, run.pass_metrics.passes - weighed)
-        if not is_last:  # this micro-step has run no pass
-            seams.count_pass_time(self, time.perf_counter() - started)
-            run.collector.start_rewards_of_sampled()
-            self._step += 1
-            if ends_step:
-                seams.log_step_time(self)
-                if not run.micro_steps.schedule.ran_model:
-                    seams.leave_out_step(self.accelerator)
+        run.collector.start_rewards_of_sampled()  # a micro-step may have no pass
+        seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
+            if not run.micro_steps.schedule.ran_model:
+                seams.leave_out_step(self.accelerator)
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
@@ -251,7 +244,7 @@ class DASHTrainer(GRPOTrainer):
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
             weigh it               `loss_scale` · TRL's loss + (`regularizer_scale` − `loss_scale`) · R, where R is
                                    the part of TRL's loss that comes from the entropy bonus and the router
-            take TRL's figures     from its logs; their means are logged when the optimizer step ends (`PassMetrics`)
+            keep TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps`. Multiply
         it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of micro-batches::
@@ -272,12 +265,10 @@ class DASHTrainer(GRPOTrainer):
         regularizers = seams.regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
         settings = loss_settings(self, training=True)
         settings["_get_per_token_logps_and_entropies"] = lambda *_, **__: results  # TRL does not run the pass again
-        per_token, figures = inputs["advantages"].dim() == 2, self._run.pass_metrics
-        with (
-            seams.with_settings(self, settings),
-            figures.taken(self.recorder.metrics, inputs["pass"], scale, per_token=per_token),
-        ):
-            return scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
+        with seams.with_settings(self, settings), seams.unread_figures(self) as figures:
+            loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
+        self._run.pass_metrics.take(figures, inputs["pass"], scale, per_token=inputs["advantages"].dim() == 2)
+        return loss
 
     def per_token_loss(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor

@@ -56,7 +56,6 @@ def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     share = Share(first=0, micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
     one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
-        metrics, logged = PassMetrics(per_row=False), dict[str, list[float]]()
-        with metrics.taken(logged, one, 1.0, per_token=per_token):
-            logged["vespo/phi_seq_mean"] = [mean]
-        assert metrics.of_step([share]) == {"vespo/phi_seq_mean": pytest.approx(0.5)}
+        metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}
+        metrics.take({**logged, "other": [0.25]}, one, 1.0, per_token=per_token)
+        assert metrics.of_step([share]) == [{"vespo/phi_seq_mean": pytest.approx(0.5)}, {"other": 0.25}]
