@@ -3,11 +3,10 @@
 A name is imported when it is first used, so `import dash_trl` is quick and needs neither torch nor trl.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from dash_trl._lazy import lazy
-from dash_trl.versions import warn_of_trl
+from dash_trl.versions import installed, warn_of_trl
 
 if TYPE_CHECKING:
     from dash_trl.callbacks import DASHCallback
@@ -19,10 +18,7 @@ if TYPE_CHECKING:
     from dash_trl.tools import ProcessTool
     from dash_trl.trainer import DASHTrainer
 
-try:
-    __version__ = version("dash_trl")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0.0.0"
+__version__ = installed("dash_trl") or "0.0.0"  # a source tree that is not installed
 
 warn_of_trl()  # before any import from TRL, because a newer TRL may lack a private name that this package imports
 

@@ -8,20 +8,21 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import nbformat
 import pyarrow.parquet
 import pytest
 import toy_tools
+import train_code
+import train_judge
 import train_math
 import yaml
-from train_code import Programming
-from train_delayed import Delayed
-from train_judge import Judged
-from train_math import MathArguments, Mathematics
+from train_math import MathArguments
 from transformers import TrainerCallback
 
+import dash_trl.script
 from dash_trl.evaluation import evaluate
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
@@ -102,13 +103,13 @@ class Interrupts(TrainerCallback):
     ("saves", "said"), [("steps", "with --resume_from_checkpoint .*-1"), ("no", "no checkpoint: --save_st")]
 )
 def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, saves, said):
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    monkeypatch.setattr(train_math, "toy_accuracies", lambda *arguments: {})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
     for twice, ends in ((False, SystemExit), (True, KeyboardInterrupt)):
         with pytest.raises(ends) as ended:
+            monkeypatch.setattr(train_math, "TimeLimitCallback", lambda limit, twice=twice: Interrupts(twice=twice))
             train_math.main(
-                flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1}),
-                make_callbacks=lambda script, twice=twice: [Interrupts(twice=twice)],
+                flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
             )
         assert twice or ended.value.code == 130
     assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 1
@@ -118,10 +119,11 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
 def test_real_problems_with_flags(toy, tmp_path, capsys):
     """GSM8K with the math reward, delayed, evaluation, checkpoints; the tiny model solves next to no problem."""
     main(
-        *("train_delayed", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_math", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("--reward_path", DEMO.with_name("delayed.py"), "--reward_name", "briefly"),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
-        *flags({"per_device_eval_batch_size": 4, "delay_scale": 0.01, "reward_pipeline": True}),
+        *flags({"per_device_eval_batch_size": 4, "reward_pipeline": True}),
     )
     (step,) = steps(tmp_path)
     assert step["rewards/delayed/mean"] < 0.2 and step["filter/dropped_unscored"] == 0
@@ -164,7 +166,7 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
 
 
 def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    monkeypatch.setattr(dash_trl.script, "toy_accuracies", lambda *arguments: {})
     settings = {**SMALL, "max_completion_length": 64, "reward_path": "own.py", "reward_name": "Length"}
     main("train_math_process", *flags({**settings, "output_dir": tmp_path}))
     (step,) = steps(tmp_path)
@@ -179,7 +181,7 @@ def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
     def of_some(model, tokenizer, problems, *reward, **sampling):
         return evaluate(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)
 
-    monkeypatch.setattr(train_math, "evaluate", of_some)
+    monkeypatch.setattr(dash_trl.script, "evaluate", of_some)
     settings = {"max_steps": count, "gradient_accumulation_steps": 4 if count == 1 else 16, "output_dir": tmp_path}
     main("train_code", *flags(settings))
     before, after = measured(capsys.readouterr().out)["sampled"]
@@ -214,10 +216,9 @@ JUDGED = """
 import sys
 
 import train_judge
-import train_math
 
-train_math.measure = lambda *arguments: {}
-train_judge.main(sys.argv[1:], make_task=train_judge.Judged)
+train_judge.toy_accuracies = lambda *arguments: {}
+train_judge.main(sys.argv[1:])
 """
 
 
@@ -251,57 +252,55 @@ MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jso
 THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
 
 
-MISTAKES: list[tuple[type, list[str], str]] = [
+MISTAKES: list[tuple[Any, list[str], str]] = [
     # half a task, in all spellings that argparse takes
-    (Mathematics, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
-    (Mathematics, ["--model_name=./nowhere"], "give both"),
-    (Mathematics, ["--config", "model.yaml"], "give both"),
-    (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
-    (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-    (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
+    (train_math, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
+    (train_math, ["--model_name=./nowhere"], "give both"),
+    (train_math, ["--config", "model.yaml"], "give both"),
+    (train_math, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
+    (train_math, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (train_math, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
     # options without effect
-    (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
+    (train_math, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
     (
-        Mathematics,
+        train_math,
         ["--dataset_train_split", "trian"],
         r"\['dataset_train_split'\] have no effect without --model_n",
     ),
-    (Mathematics, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
+    (train_math, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
     (
-        Mathematics,
+        train_math,
         [*MODEL, *DATA, "--dataset_test_split", "dev"],
-        "no effect, since nothing is evaluated: add --ev",
+        "no effect without --eval_strategy steps .or epoch., since nothing is evaluated",
     ),
     (
-        Mathematics,
+        train_math,
         [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
         r"\['lora_r', 'use_dora'\] have no effect without",
     ),
-    (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
-    (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
+    (train_math, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
     # the YAML file, by TRL
-    (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
-    (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
+    (train_math, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
+    (train_math, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
     # what is not there
-    (Mathematics, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
-    (Mathematics, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
-    (Mathematics, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
-    (Mathematics, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
-    (Mathematics, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
-    (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-    (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
+    (train_math, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
+    (train_math, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
+    (train_math, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
+    (train_math, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
+    (train_math, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
+    (train_math, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (train_code, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
     # the judge
     (
-        Judged,
+        train_judge,
         ["--judge_url", "http://127.0.0.1:9/v1"],
         "judge_url='http://127.0.0.1:9/v1'.* Name it with --judge_model",
     ),
-    (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
-    (Judged, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
-    (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
-    (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
-    (Judged, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
-    (Delayed, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
+    (train_judge, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
+    (train_judge, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
+    (train_judge, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
+    (train_judge, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
+    (train_judge, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
 ]
 
 
@@ -313,10 +312,10 @@ def test_mistakes(own_folder, monkeypatch):
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    for task, arguments, message in MISTAKES:
+    for example, arguments, message in MISTAKES:
         monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
         with pytest.raises(ValueError, match=message):
-            train_math.main([*arguments, *flags(SMALL)], make_task=task)
+            example.main([*arguments, *flags(SMALL)])
 
 
 def test_a_file_without_the_reward(own_rewards):
