@@ -115,7 +115,7 @@ class DASHConfig(GRPOConfig):
             groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
             sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
         bf16 (`bool` or `None`, defaults to `None`):
-            TRL's option, whose default is `True`. `None`: compute in bf16 if a GPU can and `fp16` is not set; otherwise,
+            TRL's option, whose default is `True`. `None`: compute in bf16 if a GPU can and `fp16` is not set; if not,
             as on a CPU, in float32.
         logging_nan_inf_filter (`bool`, defaults to `False`):
             Transformers' option, whose default is `True`. It makes each micro-step wait for the device. Here a loss
@@ -235,8 +235,8 @@ class DASHConfig(GRPOConfig):
         if self.vllm_server_urls is not None:
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm, self.vllm_mode = True, "server"
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        can = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        self.bf16 = can if self.bf16 is None else self.bf16
         super().__post_init__()
         if (
             self.deepspeed

@@ -52,7 +52,6 @@ TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
-EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
 def load_math_dataset(
@@ -340,5 +339,5 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str) -> None:
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(values)} rows lack {what}; the first is row {missing[0]}: "
-            f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Remove these rows and load the copy that save_to_disk writes."
+            f"{str(dataset[missing[0]]):.200}. Remove these rows and load the copy that save_to_disk writes."
         )

@@ -44,15 +44,17 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
     if "--help_all" not in argv:
-        mro = [kind for one in types for kind in one.__mro__]
-        ours = [kind for kind in mro if not kind.__module__.startswith(("trl.", "transformers."))]
+        ours = [
+            kind for one in types for kind in one.__mro__ if not kind.__module__.startswith(("trl.", "transformers."))
+        ]
         shown = {"help", "help_all", *HELP}.union(*map(get_annotations, ours))
         for action in parser._actions:
             action.help = action.help if action.dest in shown else SUPPRESS
     model, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
-    is_toy = model.model_name_or_path in (None, TOY)
     # Log every step, for the progress bar, the metrics file and the plot; by default TRL logs every tenth step.
-    parser.set_defaults_with_config(**{"logging_steps": 1} | (toy_defaults if is_toy else {}))
+    parser.set_defaults_with_config(
+        **{"logging_steps": 1} | (toy_defaults if model.model_name_or_path in (None, TOY) else {})
+    )
     script, args, *others = parser.parse_args_and_config(argv)
     args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     return script, args, *others
@@ -73,8 +75,9 @@ def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
             "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
             f"the toy model learns arithmetic, and {TOY!r} names it and its problems."
         )
-    groups = (script, model_args)
-    given = {one.name for group in groups for one in fields(group) if getattr(group, one.name) != one.default}
+    given = {
+        one.name for part in (script, model_args) for one in fields(part) if getattr(part, one.name) != one.default
+    }
     unused = {
         "--model_name_or_path and --dataset_name, since the toy problems have no such options": (
             given & {*OF_PROBLEMS} if script.is_toy else ()
@@ -104,8 +107,11 @@ def toy_accuracies(trainer: Any, problems: Dataset, reward: Any) -> dict[str, fl
     """
     if getattr(trainer, "tools", None):
         return {"sampled": trainer.evaluate(problems)["eval_reward"]}
-    sharded = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
-    if sharded or not trainer.args.should_save:
+    if (
+        not trainer.args.should_save
+        or trainer.is_fsdp_enabled
+        or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
+    ):
         return {}
     return {
         name: evaluate(

@@ -125,8 +125,8 @@ def with_completions(problems: Dataset) -> Dataset:
     """Adds a column `completion`: the solutions in the form of the prompts, texts or messages of the assistant.
 
     Args:
-        problems: as `load_math_dataset` or `load_code_dataset` returns them with `solution=True`. A column `completion`
-            stays unchanged.
+        problems: as `load_math_dataset` or `load_code_dataset` returns them with `solution=True`. The texts of a column
+            `completion` stay unchanged.
     Raises:
         ValueError: if a row has no solution.
     """
@@ -138,11 +138,12 @@ def with_completions(problems: Dataset) -> Dataset:
                 f"Row {number} lacks a solution (an answer alone is none, without #### before it): {str(row):.200}. "
                 "Remove such rows and load the copy that save_to_disk writes."
             )
+        prompt, text = row["prompt"], solution
         if "completion" not in row:
-            prompt = row["prompt"]
-            gold = [row["answer"]] if "answer" in row else []
-            text = (math_solution if gold else code_solution)(solution, prompt, *gold)
-            row["completion"] = text if isinstance(prompt, str) else [{"role": "assistant", "content": text.strip()}]
+            write = math_solution if "answer" in row else code_solution
+            text = write(solution, prompt, row.get("answer"))
+        is_text = isinstance(prompt, str) or isinstance(text, list)
+        row["completion"] = text if is_text else [{"role": "assistant", "content": text.strip()}]
     return Dataset.from_list(rows)
 
 
@@ -162,7 +163,7 @@ def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str
     return text if str(prompt)[-1:].isspace() else f" {text}"
 
 
-def code_solution(solution: str, prompt: str | list[dict[str, str]]) -> str:
+def code_solution(solution: str, prompt: str | list[dict[str, str]], answer: None = None) -> str:
     """Makes a completion from a program, in a fence if the prompt asks for one."""
     text = "\n".join(solution.splitlines()).strip("\n")  # lines in MBPP end in \r\n
     if "```" in str(prompt):

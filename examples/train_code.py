@@ -27,8 +27,7 @@ TOY_DEFAULTS = {"output_dir": "outputs/toy_code", "max_completion_length": 24, "
 
 
 def main(argv: list[str]) -> None:
-    types = (MathArguments, DASHConfig, ModelConfig)
-    script, args, model_args = parse(argv, types, toy_defaults() | TOY_DEFAULTS)
+    script, args, model_args = parse(argv, (MathArguments, DASHConfig, ModelConfig), toy_defaults() | TOY_DEFAULTS)
     check_effects(script, args, model_args)
     tokenizer = load_tokenizer(args, model_args, program_model)
     train_dataset, eval_dataset = load_problems(script, args, tokenizer, program_dataset)

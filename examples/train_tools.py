@@ -45,8 +45,7 @@ class ToolArguments(MathArguments):
 
 
 def main(argv: list[str]) -> None:
-    types = (ToolArguments, DASHConfig, ModelConfig)
-    script, args, model_args = parse(argv, types, toy_defaults() | TOY_DEFAULTS)
+    script, args, model_args = parse(argv, (ToolArguments, DASHConfig, ModelConfig), toy_defaults() | TOY_DEFAULTS)
     check_effects(script, args, model_args)
     tokenizer = load_tokenizer(args, model_args, calculator_model)
     train_dataset, eval_dataset = load_problems(script, args, tokenizer, calculator_dataset)

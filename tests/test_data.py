@@ -189,7 +189,7 @@ def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
         calls.append((args, kwargs))
         return datasets.DatasetDict(train=datasets.Dataset.from_list(GSM8K), test=datasets.Dataset.from_list(GSM8K[1:]))
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("dash_trl.data.load_dataset", load_dataset)
     assert len(load_math_dataset("openai/gsm8k", config="main", split="test")) == 1
     assert len(load_math_dataset("openai/gsm8k", config="main", split="all")) == 3
     assert calls == [(("openai/gsm8k", "main"), {})] * 2

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 import dash_trl.script
 from dash_trl.evaluation import evaluate
 from dash_trl.rewards import load_reward
-from dash_trl.toy import WarmUp
+from dash_trl.toy import WarmUp, toy_defaults
 from tests.launching import CONFIGS, ROOT
 from tests.tiny import read_rows
 
@@ -82,6 +82,17 @@ def test_the_demo_learns(toy, tmp_path, capsys):
     assert found["sampled"][1] - found["sampled"][0] >= 0.2
     assert found["greedy"][1] >= 0.9  # 0.938 to 0.973 on three machines: the sums are not unlearned
     assert len(steps(tmp_path)) == 40
+
+
+def test_the_minimal_script_draws_and_saves_and_started_again_goes_on(toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for last in (2, 3):
+        settings = {**toy_defaults(), "gradient_accumulation_steps": 4, "max_steps": last}
+        with mock.patch("dash_trl.toy.toy_defaults", return_value=settings):
+            main("minimal")
+        assert [step["step"] for step in steps(Path("outputs/minimal"))] == [*range(1, last + 1)]
+    assert Path("outputs/minimal/run.png").exists() and Path("outputs/minimal/model.safetensors").exists()
+    assert "| 3/3 [" in (said := capsys.readouterr().err) and "reward=" in said and "'reward'" not in said
 
 
 class Interrupts(TrainerCallback):

@@ -132,10 +132,8 @@ class Task:
         """
         if self.reward_path is not None:
             reward = load_reward(self.reward_path, self.reward_name)
-        elif self.is_toy:
-            reward = toy
         else:
-            reward = CodeReward() if self.has_tests else MathAccuracyReward()
+            reward = toy if self.is_toy else CodeReward() if self.has_tests else MathAccuracyReward()
         return RewardRunner(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
 

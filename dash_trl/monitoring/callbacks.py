@@ -59,8 +59,8 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            resumes = state.global_step > 0 and self.path.exists()
-            lines = self.path.read_text().splitlines(keepends=True) if resumes else []
+            self.path.touch()
+            lines = self.path.read_text().splitlines(keepends=True) if state.global_step else []
             self.path.write_text("".join(one for one in lines if json.loads(one)["step"] <= state.global_step))
 
     def on_log(self, args, state: TrainerState, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
