@@ -16,19 +16,17 @@ from typing import Any
 
 from dash_trl import MathAccuracyReward, RewardRunner
 
-SHORTEST, LONGEST = 1.0, 40.0  # seconds
-
 
 def after_a_while(scale: float) -> RewardRunner:
     """Returns the reward of a right answer, which takes 1 to 40 s times `scale`."""
     times, right = random.Random(), MathAccuracyReward()
 
     def delayed(completion: Any, answer: str) -> float:
-        time.sleep(scale * times.uniform(SHORTEST, LONGEST))
+        time.sleep(scale * times.uniform(1, 40))
         return right(completions=[completion], answer=[answer])[0]
 
     # All rewards of a window wait at once, as for a service.
-    return RewardRunner(delayed, timeout=60 + scale * LONGEST, max_concurrency=4096)
+    return RewardRunner(delayed, timeout=60 + scale * 40, max_concurrency=4096)
 
 
 delayed, briefly = after_a_while(1.0), after_a_while(0.01)

@@ -55,11 +55,9 @@ class SupervisedConfig(SFTConfig):
         default=None,
         metadata={"help": "Cut rows off after this many tokens, even within the answer. Default: no limit."},
     )
-
-    def __post_init__(self) -> None:
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        super().__post_init__()
+    bf16: bool | None = field(
+        default_factory=is_torch_bf16_gpu_available, metadata={"help": "Compute in bf16. Default: if a GPU can."}
+    )
 
 
 def supervised_defaults() -> dict[str, Any]:
@@ -97,8 +95,8 @@ def main(argv: list[str]) -> None:
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Raises a `ValueError` if an argument would have no effect."""
-    needs_no_dataset = script.completions is not None or script.dataset_name in TOYS
-    check_effects(replace(script, dataset_name=TOY) if needs_no_dataset else script, args, model_args)
+    needs_none = script.completions is not None or script.dataset_name in TOYS
+    check_effects(replace(script, dataset_name=TOY) if needs_none else script, args, model_args)
 
 
 def load_solutions(
@@ -142,8 +140,11 @@ def with_completions(problems: Dataset) -> Dataset:
         if "completion" not in row:
             write = math_solution if "answer" in row else code_solution
             text = write(solution, prompt, row.get("answer"))
-        is_text = isinstance(prompt, str) or isinstance(text, list)
-        row["completion"] = text if is_text else [{"role": "assistant", "content": text.strip()}]
+        row["completion"] = (
+            text
+            if isinstance(prompt, str) or isinstance(text, list)
+            else [{"role": "assistant", "content": text.strip()}]
+        )
     return Dataset.from_list(rows)
 
 
@@ -174,13 +175,12 @@ def code_solution(solution: str, prompt: str | list[dict[str, str]], answer: Non
 def human_dataset(split: str, seed: int = 0) -> Dataset:
     """Returns the toy problems with solutions like those of a human: right, with two operations per line."""
     rows = arithmetic_dataset(split, seed=seed)
-    texts = [human_solution(prompt[0]["content"]) for prompt in rows["prompt"]]
-    return rows.add_column("completion", [[{"role": "assistant", "content": text}] for text in texts])
+    return rows.map(lambda row: {"completion": [{"role": "assistant", "content": human_solution(row["prompt"])}]})
 
 
-def human_solution(problem: str) -> str:
+def human_solution(prompt: list[dict[str, str]]) -> str:
     """Returns a solution with two operations per line, unlike those of the toy model's warm-up, which have one."""
-    total, *operations = re.findall(r"[+-]?\d+", problem)
+    total, *operations = re.findall(r"[+-]?\d+", prompt[0]["content"])
     lines = []
     for start in range(0, len(operations), 2):
         step = operations[start : start + 2]

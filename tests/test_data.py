@@ -1,5 +1,7 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -27,12 +29,8 @@ def new_file(folder: Path, rows: list[dict]) -> Path:
     return write_rows(folder / f"{len(list(folder.iterdir()))}.jsonl", rows)
 
 
-def solved_math(path: Path, **settings: object) -> datasets.Dataset:
-    return with_completions(load_math_dataset(path, solution=True, **settings))
-
-
-def solved_code(path: Path, **settings: object) -> datasets.Dataset:
-    return with_completions(load_code_dataset(path, solution=True, **settings))
+def solved(load: Callable, path: Path, **settings: object) -> datasets.Dataset:
+    return with_completions(load(path, solution=True, **settings))
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +198,7 @@ def test_the_real_files():
     """Their rows, answers and solutions: the reward calls each of these right, whatever the prompt asks for."""
     sizes = {("gsm8k", "train"): 7_473, ("gsm8k", "test"): 1_319, ("math500", "test"): 500}
     for (name, split), size in sizes.items():
-        rows = solved_math(SHARED / name, split=split)
+        rows = solved(load_math_dataset, SHARED / name, split=split)
         assert (rows.column_names, len(rows)) == (["prompt", "answer", "solution", "completion"], size)
         assert name != "gsm8k" or all(float(answer).is_integer() for answer in rows["answer"])
         assert not any("<<" in text or "####" in text for text in rows["completion"]) or name != "gsm8k"
@@ -337,7 +335,7 @@ def test_completions_of_math(tmp_path):
     ]:
         path = new_file(tmp_path, [row])
         for chat in (False, True):
-            (loaded,) = solved_math(path, prompt_template=template, chat=chat)
+            (loaded,) = solved(load_math_dataset, path, prompt_template=template, chat=chat)
             text = completion.strip() if chat and "completion" not in row else completion
             expected = [{"role": "assistant", "content": text}] if chat else text
             assert loaded["completion"] == expected, (row, template)
@@ -356,7 +354,7 @@ def test_completions_of_code(tmp_path):
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
     ]:
         path = new_file(tmp_path, [row])
-        (loaded,) = solved_code(path, prompt_template=template, chat=chat)
+        (loaded,) = solved(load_code_dataset, path, prompt_template=template, chat=chat)
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
 
 
@@ -384,7 +382,7 @@ def test_what_is_missing_is_named(tmp_path):
         (load_math_dataset, [READY], {"answer_column": "gold"}, r"no answer column: looked for \['gold'\]"),
         (load_code_dataset, [READY], {}, r"has no tests column: looked for .*'tests'.*\]. Rename the right one"),
         (
-            solved_code,
+            partial(solved, load_code_dataset),
             [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}],
             {},
             "Row 0 lacks a solution",
@@ -424,14 +422,19 @@ def test_what_is_missing_is_named(tmp_path):
         ),
         # solutions
         (
-            solved_math,
+            partial(solved, load_math_dataset),
             [{"problem": "p", "answer": "Add. #### 1"}, {"problem": "p", "answer": "1"}],
             {},
             r"Row 1 lacks a solution \(an answer alone is none",
         ),
-        (solved_math, [EXPLAINED, {**EXPLAINED, "solution": " "}], {}, "Row 1 lacks a solution"),
-        (solved_math, [EXPLAINED, {**EXPLAINED, "solution": None}], {}, "Row 1 lacks a solution"),
-        (solved_code, [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
+        (partial(solved, load_math_dataset), [EXPLAINED, {**EXPLAINED, "solution": " "}], {}, "Row 1 lacks a solution"),
+        (
+            partial(solved, load_math_dataset),
+            [EXPLAINED, {**EXPLAINED, "solution": None}],
+            {},
+            "Row 1 lacks a solution",
+        ),
+        (partial(solved, load_code_dataset), [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
     ]:
         with pytest.raises(ValueError, match=f"(?s){message}"):
             load(new_file(tmp_path, rows), **settings)

@@ -30,7 +30,7 @@ def test_humans_are_right_and_skip_steps():
     rows = list(sft.human_dataset("train"))[:500]
     texts = [row["completion"][0]["content"] for row in rows]
     assert set(arithmetic_reward(texts, [row["answer"] for row in rows])) == {1.0}
-    assert sft.human_solution("7+9-2-2+4") == "7+9-2=14\n14-2+4=16\nThe answer is 16"
+    assert sft.human_solution([{"content": "7+9-2-2+4"}]) == "7+9-2=14\n14-2+4=16\nThe answer is 16"
 
 
 # -------------------------------------------------------------------------------------------------------- sft.py
@@ -165,20 +165,13 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
 
 def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cache = tmp_path / "cache" / "dash_trl"
-    shutil.copytree(Path(toy), cache / Path(toy).name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 8}
-    short = {**train_math.toy_defaults(), **short}
-    for module in (train_math, traces):
-        monkeypatch.setattr(module, "toy_defaults", lambda: short)
-    monkeypatch.setattr(train_math, "toy_accuracies", lambda *arguments: {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traces, "toy_model", lambda: toy)
     run = ["toy", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
-    traces.main(run)
-    (teacher,) = (path for path in cache.glob("teacher-*") if path.is_dir())
-    assert (teacher / "metrics.jsonl").exists() and read_rows(tmp_path / "one.jsonl")
-    monkeypatch.setattr(train_math, "main", None)
-    traces.main(run)
+    for trains in (lambda argv: shutil.copytree(toy, argv[1], dirs_exist_ok=True), None):
+        monkeypatch.setattr(train_math, "main", trains)
+        traces.main(run)
+    assert list((tmp_path / "dash_trl").glob("teacher-*/model.safetensors")) and read_rows(tmp_path / "one.jsonl")
 
 
 @pytest.mark.exhaustive
