@@ -26,7 +26,6 @@ from datasets import Dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from toy_programs import program_dataset, program_model
 from train_math import MathArguments, load_tokenizer, train
-from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward
@@ -49,14 +48,11 @@ class SupervisedArguments(MathArguments):
 
 @dataclass
 class SupervisedConfig(SFTConfig):
-    """TRL's `SFTConfig` with `max_length=None` (TRL's 1,024 tokens would cut off answers) and float32 on a CPU."""
+    """TRL's `SFTConfig` with `max_length=None`: TRL's default of 1,024 tokens would cut off answers."""
 
     max_length: int | None = field(
         default=None,
         metadata={"help": "Cut rows off after this many tokens, even within the answer. Default: no limit."},
-    )
-    bf16: bool | None = field(
-        default_factory=is_torch_bf16_gpu_available, metadata={"help": "Compute in bf16. Default: if a GPU can."}
     )
 
 

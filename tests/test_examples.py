@@ -83,6 +83,8 @@ def test_the_demo_learns(toy, tmp_path, capsys):
 
 
 def test_the_minimal_script_draws_and_saves_and_started_again_goes_on(toy, tmp_path, monkeypatch, capsys):
+    _, _, code = (ROOT / "examples" / "minimal.py").read_text().partition("from pathlib")
+    assert code in (ROOT / "docs" / "tutorials" / "quickstart.md").read_text()
     monkeypatch.chdir(tmp_path)
     for last in (2, 3):
         few = {"gradient_accumulation_steps": 4, "max_steps": last}
