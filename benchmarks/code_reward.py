@@ -81,8 +81,8 @@ def constant_passes(box: Sandbox, solution: str, problem: dict[str, Any]) -> tup
 
 
 def main(data: Path, workers: int) -> dict[str, Any]:
-    problems = list(load_code_dataset(data, split="all", prompt_template="plain", completion=True))
-    codes = [one["completion"] for one in problems]
+    problems = list(load_code_dataset(data, split="all", prompt_template="plain", solution=True))
+    codes = [one["solution"] for one in problems]
     count = len(problems)
     box, start = harness.timed(Sandbox)
     with CodeReward(box) as reward, ThreadPoolExecutor(workers) as pool:

@@ -3,11 +3,10 @@
 A name is imported when it is first used, so `import dash_trl` is quick and needs neither torch nor trl.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dash_trl._lazy import lazy
-from dash_trl.versions import warn_of_trl
+from dash_trl.versions import installed, refuse_other_trl
 
 if TYPE_CHECKING:
     from dash_trl.callbacks import DASHCallback
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
     from dash_trl.tools import ProcessTool
     from dash_trl.trainer import DASHTrainer
 
-try:
-    __version__ = version("dash_trl")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0.0.0"
+__version__ = installed("dash_trl") or "0.0.0"  # a source tree that is not installed
 
-warn_of_trl()  # before any import from TRL, because a newer TRL may lack a private name that this package imports
-
-__getattr__, __dir__, _names = lazy(__name__)
+_get, __dir__, _names = lazy(__name__)
 __all__ = [*_names, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    refuse_other_trl()  # before any import from TRL: a newer TRL may lack a private name that this package imports
+    return _get(name)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from dash_trl.sampling import check_urls
@@ -113,6 +114,9 @@ class DASHConfig(GRPOConfig):
             further prompts are sampled until the window is full of groups with signal, or until the number of sampled
             groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
             sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
+        bf16 (`bool` or `None`, defaults to `None`):
+            TRL's option, whose default is `True`. `None`: compute in bf16 if a GPU can and `fp16` is not set; if not,
+            as on a CPU, in float32.
         logging_nan_inf_filter (`bool`, defaults to `False`):
             Transformers' option, whose default is `True`. It makes each micro-step wait for the device. Here a loss
             that is not finite counts as 0 in the log, and its optimizer step is skipped and counted (`skipped_steps`).
@@ -194,6 +198,10 @@ class DASHConfig(GRPOConfig):
             "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
         },
     )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."},
+    )
     logging_nan_inf_filter: bool = field(
         default=False,
         metadata={"help": "Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."},
@@ -227,16 +235,9 @@ class DASHConfig(GRPOConfig):
         if self.vllm_server_urls is not None:
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm, self.vllm_mode = True, "server"
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            if "support bf16" not in str(error):
-                raise
-            raise ValueError(
-                "bf16=True, which is TRL's default, but no GPU of this machine computes in bf16. To train on a CPU, "
-                "set use_cpu=True and bf16=False (--use_cpu true --bf16 false); on an older GPU, set bf16=False or "
-                "fp16=True."
-            ) from error
+        can = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        self.bf16 = can if self.bf16 is None else self.bf16
+        super().__post_init__()
         if (
             self.deepspeed
             and self.max_grad_norm != 1

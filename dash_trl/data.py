@@ -2,7 +2,7 @@ r"""Loads math and programming problems as datasets for TRL. A dataset has exact
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
-                                                     completion=True ──► and the human solution, as `completion`
+                                                       solution=True ──► and the human solution
 
 The following columns are read. Upper and lower case of column names do not matter.
 
@@ -26,17 +26,14 @@ MBPP+ is published as one split of 378 problems. Here it has the two of the pape
 the first 264 problems are "train", and the last 114 (594, 596, … 809) are "test". "all" means the whole dataset.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dash_trl.rewards import completion_text, last_boxed, last_hashes, plain_answer
+from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+from dash_trl.rewards import last_boxed, last_hashes, plain_answer
 
 PROMPT_TEMPLATES = {
     "plain": "{problem}",
@@ -49,13 +46,12 @@ PROMPT_TEMPLATES = {
 FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 SOLUTION_COLUMNS = ("completion", "solution", "answer", "code")
+ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
-EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
 def load_math_dataset(
@@ -65,7 +61,7 @@ def load_math_dataset(
     split: str = "train",
     prompt_template: str | None = None,
     chat: bool = False,
-    completion: bool = False,
+    solution: bool = False,
     problem_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
@@ -82,18 +78,16 @@ def load_math_dataset(
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "boxed"; but the
             prompts of a column `prompt` stay unchanged.
         chat: True = make each prompt a conversation of one user message, for a tokenizer with a chat template.
-        completion: True = add a column with the solutions, for supervised fine-tuning. GSM8K's <<calculator marks>> are
-            removed. If a solution has no ``\boxed{}``, a last sentence with the answer is added. This sentence has a
-            box if the prompt asks for a box.
+        solution: True = keep the first of `SOLUTION_COLUMNS` that exists, unchanged. Its name becomes `solution`; a
+            ready-made `completion` keeps its name.
         problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
         answer_column: name of the column with the gold answers. None = in each row, the first column of
             `ANSWER_COLUMNS` that has an answer in it. A `solution` has one only in a ``\boxed{}`` or after `####`.
     Returns:
-        A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
-        (in the form of the prompt), in the order of the source.
+        A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, the solution,
+        in the order of the source.
     Raises:
-        ValueError: if the path, split, template or a column does not exist, or a row lacks a problem, an answer or a
-            solution.
+        ValueError: if the path, split, template or a column does not exist, or a row lacks a problem or an answer.
     """
     dataset = _load(name_or_path, config, split)
     prompts = _prompts(dataset, problem_column, prompt_template, "boxed", chat)
@@ -104,10 +98,7 @@ def load_math_dataset(
     ]
     where = " or ".join(map(repr, answers_from))
     _require_all(answers, dataset, f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)")
-    loaded = {"prompt": prompts, "answer": answers}
-    if completion:
-        loaded["completion"] = _completions(dataset, math_solution, prompts, answers)
-    return dataset.from_dict(loaded)
+    return dataset.from_dict({"prompt": prompts, "answer": answers, **(_solutions(dataset) if solution else {})})
 
 
 def load_code_dataset(
@@ -117,7 +108,7 @@ def load_code_dataset(
     split: str = "train",
     prompt_template: str | None = None,
     chat: bool = False,
-    completion: bool = False,
+    solution: bool = False,
     problem_column: str | None = None,
 ) -> Dataset:
     r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`::
@@ -131,8 +122,7 @@ def load_code_dataset(
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "code", which asks
             for a fenced block; but ready-made prompts stay unchanged.
         chat: see `load_math_dataset`.
-        completion: True = add a column with the solutions, for supervised fine-tuning. A solution is in a fenced block
-            if the prompt asks for this block.
+        solution: see `load_math_dataset`.
         problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
     Returns:
         A dataset in the order of the source, with these columns:
@@ -141,7 +131,7 @@ def load_code_dataset(
         - `tests`: list of scripts that test the program. For programs that read standard input, the columns are
           `inputs` and `outputs` instead: lists of strings, one for each test. A dataset may have all three columns.
         - `entry_point`: the name of the function, or None.
-        - `completion`: the solution, as a text or a conversation like the prompt; only with `completion=True`.
+        - the solution, as in `load_math_dataset`; only with `solution=True`.
     Raises:
         ValueError: as in `load_math_dataset`; also if a row has no tests, or an entry point that is not a name.
     """
@@ -155,9 +145,7 @@ def load_code_dataset(
     _require_all(tested, dataset, "tests in 'tests', or in 'inputs' and 'outputs'")
     named = [None if name and not name.isidentifier() else True for name in loaded["entry_point"]]
     _require_all(named, dataset, "an `entry_point` that a program can define (for a method, name its class)")
-    if completion:
-        loaded["completion"] = _completions(dataset, code_solution, prompts)
-    return dataset.from_dict(loaded)
+    return dataset.from_dict(loaded | (_solutions(dataset) if solution else {}))
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
@@ -245,30 +233,6 @@ def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str,
     return [{"role": "user", "content": text}] if chat else text
 
 
-def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str) -> str:
-    r"""Makes a completion from the solution of a math problem: without calculator marks, with the answer at its end.
-
-    Args:
-        solution: the solution. If it has a ``\boxed{}``, no answer is added at its end.
-        prompt: the prompt. The added answer is in a box if the prompt asks for a box.
-        answer: the gold answer.
-    """
-    text = re.sub(r"<<[^<>]*>>", "", solution).strip()
-    if last_boxed(text) is None:
-        final = rf"\boxed{{{answer}}}" if r"\boxed" in str(prompt) else answer
-        text = f"{text.partition('####')[0].rstrip()}\nThe answer is {final}.".lstrip()
-    # Tokens often begin with a space. A newline would form one token with the punctuation mark at the prompt's end.
-    return text if str(prompt)[-1:].isspace() else f" {text}"
-
-
-def code_solution(solution: str, prompt: str | list[dict[str, str]]) -> str:
-    """Makes a completion from a program, in a fence if the prompt asks for one."""
-    text = "\n".join(solution.splitlines()).strip("\n")  # lines in MBPP end in \r\n
-    if "```" in str(prompt):
-        text = f"```python\n{text}\n```"
-    return text if str(prompt)[-1:].isspace() else f"\n{text}"
-
-
 def final_answer(value: Any, marked: bool = False) -> str | None:
     r"""Returns the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value.
 
@@ -296,8 +260,6 @@ def _load(name_or_path: str | Path, config: str | None, split: str) -> Dataset:
 
 
 def _splits(source: str, config: str | None) -> dict[str, Dataset]:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
     path = Path(source).expanduser()
     # Cells of a table are texts: as numbers, 007 would lose its zeros, and an answer "None" would be missing.
     # Converters of columns that do not exist are ignored.
@@ -331,8 +293,6 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     Raises:
         ValueError: if the split does not exist.
     """
-    from datasets import ReadInstruction, concatenate_datasets
-
     try:
         parts = ReadInstruction.from_spec("+".join(splits) if split == "all" else split)
         ranges = parts.to_absolute({name: len(rows) for name, rows in splits.items()})
@@ -368,26 +328,10 @@ def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Datas
     return found
 
 
-def _completions(dataset: Dataset, write: Callable[..., str], prompts: list[Any], *more: list[Any]) -> list[Any]:
-    """Returns the solutions in the form of the prompts: texts, or conversations of one message of the assistant.
-
-    Args:
-        dataset: a dataset with one of `SOLUTION_COLUMNS`. The texts of a column `completion` stay unchanged.
-        write: makes a text from a solution, its prompt and one value of each list in `more`.
-        prompts: the prompts.
-        more: see `write`.
-    """
+def _solutions(dataset: Dataset) -> dict[str, Any]:
+    """Returns the column with the solutions, by its new name."""
     column = _columns("solution", None, SOLUTION_COLUMNS, dataset)[0]
-    found: list[Any] = [
-        one if completion_text(one).strip() and (column != "answer" or "####" in one) else None
-        for one in dataset[column]
-    ]
-    _require_all(found, dataset, f"a solution in {column!r} (an answer alone is none, without #### before it)")
-    texts = found if column == "completion" else map(write, found, prompts, *more)
-    return [
-        text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text.strip()}]
-        for text, prompt in zip(texts, prompts, strict=True)
-    ]
+    return {"completion" if column == "completion" else "solution": dataset[column][:]}
 
 
 def _require_all(values: Sequence[Any], dataset: Dataset, what: str) -> None:
@@ -395,5 +339,5 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str) -> None:
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(values)} rows lack {what}; the first is row {missing[0]}: "
-            f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Remove these rows and load the copy that save_to_disk writes."
+            f"{str(dataset[missing[0]]):.200}. Remove these rows and load the copy that save_to_disk writes."
         )

@@ -1,6 +1,5 @@
 """Compares the versions of installed packages with the version ranges in the metadata of dash_trl."""
 
-import warnings
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -17,11 +16,9 @@ def installed(package: str) -> str | None:
 
 def bounds() -> dict[str, SpecifierSet]:
     """Return the tested version range of each package that dash_trl or one of its extras requires."""
-    try:
-        asked = map(Requirement, requires("dash_trl") or ())
-        return {one.name: one.specifier for one in asked if not one.extras}
-    except PackageNotFoundError:  # a source tree that is not installed
-        return {}
+    # A source tree that is not installed has no metadata.
+    asked = map(Requirement, installed("dash_trl") and requires("dash_trl") or ())
+    return {one.name: one.specifier for one in asked if not one.extras}
 
 
 def fits(found: str, asked: SpecifierSet) -> bool:
@@ -34,16 +31,15 @@ def fits(found: str, asked: SpecifierSet) -> bool:
     return asked.contains(found.partition("+")[0], prereleases=True)
 
 
-def warn_of_trl() -> None:
-    """Warn if the installed version of TRL is outside the tested range.
+def refuse_other_trl() -> None:
+    """Raise an `ImportError` if the installed version of TRL is outside the tested range.
 
-    DASHTrainer overrides private methods of TRL's trainer, which may change with any version.
+    DASHTrainer overrides private methods of TRL's trainer, which may change with any minor version.
     """
     found, asked = installed("trl"), bounds().get("trl")
     if found is not None and asked is not None and not fits(found, asked):
-        warnings.warn(
-            f"trl {found} is installed, but dash_trl was tested with trl{asked} only. DASHTrainer overrides private "
-            f"methods of GRPOTrainer, which may differ here. If something fails, run `pip install 'trl{asked}'`.",
-            RuntimeWarning,
-            stacklevel=3,
+        raise ImportError(
+            f"trl {found} is installed, but dash_trl {installed('dash_trl')} needs trl{asked}: DASHTrainer overrides "
+            f"private methods of GRPOTrainer, which may differ in every minor version. Run `pip install 'trl{asked}'`, "
+            "or install a dash_trl for your TRL (docs/reference/compatibility.md)."
         )

@@ -15,32 +15,25 @@ has tests, so the models of all three scripts can be compared. `toy` names the t
 `--dataset_name toy_code` the toy programs.
 """
 
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
 from torch.distributed.elastic.multiprocessing.errors import record
-from train_code import TASKS, task_of
-from train_math import (
-    METRICS,
-    MathArguments,
-    check_adapter,
-    check_effects,
-    is_toy,
-    load_problems,
-    parse,
-    train_and_measure,
-    with_model_arguments,
-)
-from transformers import AutoTokenizer
+from toy_programs import program_dataset, program_model
+from train_math import MathArguments, load_tokenizer, train
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
-from dash_trl.checks import check_model
+from dash_trl import CodeReward
 from dash_trl.evaluation import TOY
-from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
-from dash_trl.toy import toy_defaults
+from dash_trl.monitoring import TimeLimitCallback
+from dash_trl.rewards import completion_text, last_boxed
+from dash_trl.script import check_effects, parse, toy_accuracies
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
 
 @dataclass
@@ -78,42 +71,126 @@ def main(argv: list[str]) -> None:
     types = (SupervisedArguments, SupervisedConfig, ModelConfig)
     script, args, model_args = parse(argv, types, supervised_defaults())
     check_arguments(script, args, model_args)
-    with_model_arguments(args, model_args)
-    if not is_toy(model_args):
-        check_model(model_args.model_name_or_path, args)
-    name = script.dataset_name or (TOY if is_toy(model_args) else None)
-    with args.main_process_first(local=False, desc="the dataset, and the toy model's warm-up"):
-        task = task_of(replace(script, dataset_name=name))
-        if is_toy(model_args):
-            model_args.model_name_or_path = task.toy_model(progress=args.should_save)
-        completions = script.completions and Dataset.from_json(script.completions)
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path,
-        revision=args.model_init_kwargs["revision"],
-        trust_remote_code=args.trust_remote_code,
-    )
-    train_dataset, eval_dataset = completions, None
-    if completions is None:
-        train_dataset, eval_dataset = load_problems(task, args, tokenizer, completion=True)
+    name = script.dataset_name or (TOY if model_args.model_name_or_path in (None, TOY) else None)
+    make_model, solved_toy, toy_reward = TOYS.get(name, TOYS[TOY])
+    tokenizer = load_tokenizer(args, model_args, make_model)
+    train_dataset, eval_dataset = load_solutions(script, args, tokenizer, solved_toy if name in TOYS else None)
     check_completions(train_dataset, tokenizer, args)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=args,
-        train_dataset=train_dataset.select_columns(["prompt", "completion"]),
-        eval_dataset=eval_dataset and eval_dataset.select_columns(["prompt", "completion"]),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[TimeLimitCallback(script.time_limit), MetricsFileCallback(Path(args.output_dir, METRICS))],
+        callbacks=[TimeLimitCallback(script.time_limit)],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    train_and_measure(trainer, tokenizer, task, task.toy_defaults()["max_completion_length"], measured=name in TASKS)
+    train(trainer, partial(toy_accuracies, trainer, solved_toy("test"), toy_reward) if name in TOYS else dict)
 
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Raises a `ValueError` if an argument would have no effect."""
-    check_adapter(model_args)
-    if script.completions is None:
-        check_effects(replace(script, dataset_name=TOY) if script.dataset_name in TASKS else script, args, model_args)
+    needs_none = script.completions is not None or script.dataset_name in TOYS
+    check_effects(replace(script, dataset_name=TOY) if needs_none else script, args, model_args)
+
+
+def load_solutions(
+    script: SupervisedArguments, args: SupervisedConfig, tokenizer: Any, solved_toy: Callable[..., Dataset] | None
+) -> tuple[Dataset, Dataset | None]:
+    """Returns prompts with completions for training, and those for the evaluation (None = no evaluation)."""
+    splits = [script.dataset_train_split, *([script.dataset_test_split] if args.do_eval or args.eval_on_start else [])]
+    with args.main_process_first(local=False, desc="the dataset"):
+        if script.completions is not None:
+            found = [Dataset.from_json(script.completions)]
+        elif solved_toy is not None:
+            found = [solved_toy(split, seed=args.seed if split == "train" else 0) for split in splits]
+        else:
+            chat = tokenizer.chat_template is not None
+            found = [with_completions(script.problems(chat, split, solution=True)) for split in splits]
+    train_dataset, *others = (one.select_columns(["prompt", "completion"]) for one in found)
+    return train_dataset, next(iter(others), None)
+
+
+# ----------------------------------------------------------------------------------------- from a solution to a text
+
+
+def with_completions(problems: Dataset) -> Dataset:
+    """Adds a column `completion`: the solutions in the form of the prompts, texts or messages of the assistant.
+
+    Args:
+        problems: as `load_math_dataset` or `load_code_dataset` returns them with `solution=True`. The texts of a column
+            `completion` stay unchanged.
+    Raises:
+        ValueError: if a row has no solution.
+    """
+    rows = problems.to_list()
+    for number, row in enumerate(rows):
+        solution = row.get("completion", row.get("solution"))
+        if completion_text(solution).strip() in ("", row.get("answer")):
+            raise ValueError(
+                f"Row {number} lacks a solution (an answer alone is none, without #### before it): {str(row):.200}. "
+                "Remove such rows and load the copy that save_to_disk writes."
+            )
+        prompt, text = row["prompt"], solution
+        if "completion" not in row:
+            write = math_solution if "answer" in row else code_solution
+            text = write(solution, prompt, row.get("answer"))
+        row["completion"] = (
+            text
+            if isinstance(prompt, str) or isinstance(text, list)
+            else [{"role": "assistant", "content": text.strip()}]
+        )
+    return Dataset.from_list(rows)
+
+
+def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str) -> str:
+    r"""Makes a completion from the solution of a math problem: without calculator marks, with the answer at its end.
+
+    Args:
+        solution: the solution. If it has a ``\boxed{}``, no answer is added at its end.
+        prompt: the prompt. The added answer is in a box if the prompt asks for a box.
+        answer: the gold answer.
+    """
+    text = re.sub(r"<<[^<>]*>>", "", solution).strip()
+    if last_boxed(text) is None:
+        final = rf"\boxed{{{answer}}}" if r"\boxed" in str(prompt) else answer
+        text = f"{text.partition('####')[0].rstrip()}\nThe answer is {final}.".lstrip()
+    # Tokens often begin with a space. A newline would form one token with the punctuation mark at the prompt's end.
+    return text if str(prompt)[-1:].isspace() else f" {text}"
+
+
+def code_solution(solution: str, prompt: str | list[dict[str, str]], answer: None = None) -> str:
+    """Makes a completion from a program, in a fence if the prompt asks for one."""
+    text = "\n".join(solution.splitlines()).strip("\n")  # lines in MBPP end in \r\n
+    if "```" in str(prompt):
+        text = f"```python\n{text}\n```"
+    return text if str(prompt)[-1:].isspace() else f"\n{text}"
+
+
+def human_dataset(split: str, seed: int = 0) -> Dataset:
+    """Returns the toy problems with solutions like those of a human: right, with two operations per line."""
+    rows = arithmetic_dataset(split, seed=seed)
+    return rows.map(lambda row: {"completion": [{"role": "assistant", "content": human_solution(row["prompt"])}]})
+
+
+def human_solution(prompt: list[dict[str, str]]) -> str:
+    """Returns a solution with two operations per line, unlike those of the toy model's warm-up, which have one."""
+    total, *operations = re.findall(r"[+-]?\d+", prompt[0]["content"])
+    lines = []
+    for start in range(0, len(operations), 2):
+        step = operations[start : start + 2]
+        left = total + "".join(step)
+        total = str(sum(map(int, [total, *step])))
+        lines.append(f"{left}={total}")
+    return "\n".join([*lines, f"The answer is {total}"])
+
+
+# Name of toy problems → the model, the problems with solutions, and the reward function that measures the model.
+TOYS: dict[str | None, tuple[Any, Any, Any]] = {
+    TOY: (toy_model, human_dataset, arithmetic_reward),
+    "toy_code": (program_model, partial(program_dataset, completion=True), CodeReward),
+}
 
 
 def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> None:

@@ -8,12 +8,13 @@ The two values are also tests; the other three tests are hidden.
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from datasets import Dataset
 
-from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer
+from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer, toy_model
 from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -84,3 +85,5 @@ PROGRAM_LESSONS = Lessons(
     lambda generator, settings: _functions("train", generator),
     _solution,
 )
+
+program_model = partial(toy_model, settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS)

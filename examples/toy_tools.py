@@ -14,14 +14,68 @@ from itertools import islice
 from typing import Any
 
 from datasets import Dataset
+from tokenizers import AddedToken
 from transformers.utils import get_json_schema
 
-from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer
+from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer, toy_model
 from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
+from dash_trl.toy.tokenizer import END_OF_TURN
 
 OPERANDS = (2, 3)  # numbers in a chain: one or two calls
 SMALLEST, LARGEST = 100, 999  # range of the numbers and of every running total
 LONGEST_EXPRESSION = 100  # characters
+
+
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+
+# The toy model's template with tools. To save tokens, it lists only the names of a tool and its arguments. A call has
+# one argument per line:
+#
+#     <|im_start|>system                  <|im_start|>assistant                         <|im_start|>tool
+#     calculator(expression)<|im_end|>    <tool_call>calculator                         421<|im_end|>
+#                                         expression=512-91</tool_call><|im_end|>
+#
+# Each message is rendered independently of the others, so the text of the first messages is a prefix of the whole text.
+# The model's text stands between `generation` tags: `apply_chat_template` returns a mask of the tokens between them.
+TOOL_CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system' }}"
+    "{% for tool in tools %}"
+    "{{ '\n' + tool['function']['name'] + '(' + tool['function']['parameters']['properties'] | join(',') + ')' }}"
+    "{% endfor %}{{ '<|im_end|>' + '\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function']['name'] }}"
+    "{% for name, value in call['function']['arguments'] | items %}{{ '\n' + name + '=' }}{{ value }}{% endfor %}"
+    "{{ '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}"
+    "{{ message['content'] }}{{ '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Describes a message of the assistant for `parse_response` of Transformers, which finds the calls in the message and
+# converts the values from text to the types of the tool's arguments.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<tool_call>(?P<name>\w+)(?:\n|(?=</tool_call>))",
+            "close": END_OF_CALL,
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"kv_sep": "="},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": END_OF_TURN, "content": "text"},
+    },
+}
 
 
 def calculator(expression: str) -> str:
@@ -112,11 +166,27 @@ def _solution(problem: str, generator: random.Random, guess_rate: float, slip_ra
     return [*messages, _answer(total)]
 
 
+def calculator_tokenizer() -> Any:
+    """Makes the toy model's tokenizer with a chat template for tools, and a response template, which finds calls."""
+    tokenizer = arithmetic_tokenizer(
+        ["The answer is", "calculator(expression)", "calculator\nexpression", "system", "tool"]
+    )
+    tokenizer.chat_template, tokenizer.response_template = TOOL_CHAT_TEMPLATE, RESPONSE_TEMPLATE
+    # As in Qwen: one token each, and not special, so that decoded completions show the calls.
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (CALL, END_OF_CALL)])
+    return tokenizer
+
+
 CALCULATOR_WARM_UP = WarmUp(steps=500, clean_share=0.7, slip_rate=0.5, wait_rate=0.05)
 CALCULATOR_LESSONS = Lessons(
     "calculator",
-    lambda: arithmetic_tokenizer(["The answer is", "calculator(expression)", "calculator\nexpression"], tools=True),
+    calculator_tokenizer,
     lambda generator, settings: _problems("train", generator),
     _solution,
     (get_json_schema(calculator),),
 )
+
+
+def calculator_model(progress: bool) -> str:
+    """Returns the directory of the toy model that was warmed up with the calculator."""
+    return toy_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)

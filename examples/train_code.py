@@ -11,49 +11,40 @@ local path, with the columns of MBPP, or with `prompt` and `tests` (docs/howto/c
 """
 
 import sys
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from toy_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
-from train_math import Mathematics, main
+from torch.distributed.elastic.multiprocessing.errors import record
+from toy_programs import program_dataset, program_model
+from train_math import MathArguments, load_problems, load_tokenizer, train
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from dash_trl import CodeReward
-from dash_trl.evaluation import TOY
-from dash_trl.toy import toy_defaults, toy_model
+from dash_trl import CodeReward, DASHConfig, DASHTrainer
+from dash_trl.monitoring import TimeLimitCallback
+from dash_trl.script import check_effects, parse, toy_accuracies
+from dash_trl.toy import toy_defaults
 
-
-class Programming(Mathematics):
-    """The task of this script: a program gets the reward 1 if it passes its tests."""
-
-    def __init__(self, script: Any):
-        super().__init__(script)
-        self.toy_reward = CodeReward()
-
-    @staticmethod
-    def toy_defaults() -> dict[str, Any]:
-        return toy_defaults() | {
-            "output_dir": "outputs/toy_code",
-            "max_completion_length": 24,
-            "max_steps": 40,
-        }
-
-    def toy_model(self, progress: bool) -> str:
-        return toy_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
-
-    def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
-        return program_dataset(split, seed=seed, completion=completion)
+TOY_DEFAULTS = {"output_dir": "outputs/toy_code", "max_completion_length": 24, "max_steps": 40}
 
 
-# The toy datasets by name.
-TASKS: dict[str, type[Mathematics]] = {TOY: Mathematics, "toy_code": Programming}
-
-
-def task_of(script: Any) -> Mathematics:
-    """Returns the task of a dataset, for `sft.py`. `Mathematics` also loads programming datasets, by their columns."""
-    if script.dataset_name in TASKS:
-        return TASKS[script.dataset_name](replace(script, dataset_name=TOY))
-    return Mathematics(script)
+def main(argv: list[str]) -> None:
+    script, args, model_args = parse(argv, (MathArguments, DASHConfig, ModelConfig), toy_defaults() | TOY_DEFAULTS)
+    check_effects(script, args, model_args)
+    tokenizer = load_tokenizer(args, model_args, program_model)
+    train_dataset, eval_dataset = load_problems(script, args, tokenizer, program_dataset)
+    trainer = DASHTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=script.reward(CodeReward()),
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[TimeLimitCallback(script.time_limit)],
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    on_toy = partial(toy_accuracies, trainer, program_dataset("test"), CodeReward())
+    train(trainer, on_toy if script.is_toy else dict)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], make_task=Programming)
+    record(main)(sys.argv[1:])

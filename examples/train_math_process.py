@@ -11,9 +11,14 @@ This is `train_math.py` with a `ProcessRewardCallback`; it has the same flags an
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 
-from train_math import MathArguments, main
+from torch.distributed.elastic.multiprocessing.errors import record
+from train_math import MathArguments, load_problems, load_tokenizer, train
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
+from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.process_rewards import (
     EPISODE_MARKERS,
     AnswerLogProbValue,
@@ -21,6 +26,8 @@ from dash_trl.process_rewards import (
     ProcessRewardCallback,
     line_starts,
 )
+from dash_trl.script import check_effects, parse, toy_accuracies
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
 
 @dataclass
@@ -39,23 +46,38 @@ class ProcessArguments:
     force_prompt: str | None = field(default=None, metadata={"help": "Text that asks for the known answer now."})
 
 
-def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
+def main(argv: list[str]) -> None:
+    types = (MathArguments, DASHConfig, ModelConfig, ProcessArguments)
+    script, args, model_args, process = parse(argv, types, toy_defaults())
+    check_effects(script, args, model_args)
+    tokenizer = load_tokenizer(args, model_args, toy_model)
+    train_dataset, eval_dataset = load_problems(script, args, tokenizer, arithmetic_dataset)
     toy = script.is_toy  # a toy solution has one step per line, and its answer follows "The answer is "
     value = AnswerLogProbValue(
-        own.force_prompt or ("The answer is " if toy else None),
-        space=own.value_space,
+        process.force_prompt or ("The answer is " if toy else None),
+        space=process.value_space,
         closing="<|im_end|>" if toy else "",
     )
-    return [
-        ProcessRewardCallback(
-            value,
-            estimator=own.estimator,
-            settings=CreditSettings(process_weight=own.process_weight),
-            markers=line_starts if toy else EPISODE_MARKERS,
-            skip_silent=own.skip_silent,
-        )
-    ]
+    credit = ProcessRewardCallback(
+        value,
+        estimator=process.estimator,
+        settings=CreditSettings(process_weight=process.process_weight),
+        markers=line_starts if toy else EPISODE_MARKERS,
+        skip_silent=process.skip_silent,
+    )
+    trainer = DASHTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=script.reward(),
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[TimeLimitCallback(script.time_limit), credit],
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    train(trainer, partial(toy_accuracies, trainer, arithmetic_dataset("test"), arithmetic_reward) if toy else dict)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], (ProcessArguments,), make_callbacks)
+    record(main)(sys.argv[1:])

@@ -14,20 +14,27 @@ In 40 steps, the sampled accuracy rises from 0.28–0.30 to 0.91–0.93 (--seed 
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-from toy_tools import (
-    CALCULATOR_LESSONS,
-    CALCULATOR_WARM_UP,
-    calculator,
-    calculator_dataset,
-    noisy_calculator,
-)
-from train_math import MathArguments, Mathematics, main
+from torch.distributed.elastic.multiprocessing.errors import record
+from toy_tools import calculator, calculator_dataset, calculator_model, noisy_calculator
+from train_math import MathArguments, load_problems, load_tokenizer, train
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from dash_trl.toy import toy_defaults, toy_model
+from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.monitoring import TimeLimitCallback
+from dash_trl.script import check_effects, parse, toy_accuracies
+from dash_trl.toy import arithmetic_reward, toy_defaults
+
+TOY_DEFAULTS = {
+    "output_dir": "outputs/toy_tools",
+    "max_completion_length": 96,  # the tool's answers count, too
+    "max_steps": 40,
+    "max_tool_calling_iterations": 4,
+    "per_device_eval_batch_size": 128,
+    "num_generations_eval": 2,
+}
 
 
 @dataclass
@@ -37,31 +44,26 @@ class ToolArguments(MathArguments):
     noise: bool = field(default=False, metadata={"help": "The tool answers every call with a random number."})
 
 
-class ToolUse(Mathematics):
-    """The task of this script: sums with a calculator as the tool."""
-
-    Arguments = ToolArguments
-
-    @staticmethod
-    def toy_defaults() -> dict[str, Any]:
-        return toy_defaults() | {
-            "output_dir": "outputs/toy_tools",
-            "max_completion_length": 96,  # the tool's answers count, too
-            "max_steps": 40,
-            "max_tool_calling_iterations": 4,
-            "per_device_eval_batch_size": 128,
-            "num_generations_eval": 2,
-        }
-
-    def toy_model(self, progress: bool) -> str:
-        return toy_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)
-
-    def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
-        return calculator_dataset(split, seed=seed)
-
-    def tools(self) -> list[Callable[..., Any]]:
-        return [noisy_calculator() if self.script.noise else calculator]
+def main(argv: list[str]) -> None:
+    script, args, model_args = parse(argv, (ToolArguments, DASHConfig, ModelConfig), toy_defaults() | TOY_DEFAULTS)
+    check_effects(script, args, model_args)
+    tokenizer = load_tokenizer(args, model_args, calculator_model)
+    train_dataset, eval_dataset = load_problems(script, args, tokenizer, calculator_dataset)
+    trainer = DASHTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=script.reward(),
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=[TimeLimitCallback(script.time_limit)],
+        tools=[noisy_calculator() if script.noise else calculator],
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    on_toy = partial(toy_accuracies, trainer, calculator_dataset("test"), arithmetic_reward)
+    train(trainer, on_toy if script.is_toy else dict)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], make_task=ToolUse)
+    record(main)(sys.argv[1:])

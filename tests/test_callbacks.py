@@ -174,7 +174,7 @@ def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_wh
     assert (tmp_path / "checkpoint-3").is_dir()
     # the 3 s after the checkpoint of step 2 do not count
     again, elapsed = timed(tmp_path, 10.0, 2, 1, 5, resume=str(tmp_path / "checkpoint-2"))
-    assert (again.state.global_step, elapsed[4:]) == (4, [9, 10, 10])
+    assert (again.state.global_step, elapsed) == (4, [4, 7, 9, 10, 10])  # nor are they in the file
 
 
 def test_training_once_more_begins_at_0(tmp_path):

@@ -386,13 +386,13 @@ def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
 @pytest.mark.skipif(not MBPPPLUS.exists(), reason=f"MBPP+ is not in {MBPPPLUS}")
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
-    problems = list(load_code_dataset(MBPPPLUS, split="all", completion=True))
+    problems = list(load_code_dataset(MBPPPLUS, split="all", solution=True))
     chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 48)}
     with ThreadPoolExecutor(4) as pool:
 
         def score(code: int, problem: int) -> float:
             one = problems[problem]
-            return reward(problems[code]["completion"], one["tests"], one["entry_point"])[0]
+            return reward(f"```python\n{problems[code]['solution']}\n```", one["tests"], one["entry_point"])[0]
 
         assert all(one == 1.0 for one in pool.map(lambda i: score(i, i), chosen))
         assert all(one == 0.0 for one in pool.map(lambda i: score(i, (i + 1) % 378), chosen))

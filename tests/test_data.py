@@ -1,10 +1,13 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pytest
+from sft import with_completions
 
 from dash_trl import MathAccuracyReward
 from dash_trl.data import (
@@ -25,6 +28,10 @@ MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "l
 
 def new_file(folder: Path, rows: list[dict]) -> Path:
     return write_rows(folder / f"{len(list(folder.iterdir()))}.jsonl", rows)
+
+
+def solved(load: Callable, path: Path, **settings: object) -> datasets.Dataset:
+    return with_completions(load(path, solution=True, **settings))
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +115,7 @@ def test_layouts(tmp_path):
         ([READY], {}, [READY]),
         ([READY], {"prompt_template": "Q {problem}"}, [{"prompt": "Q p", "answer": "1"}]),
         ([CHAT], {"prompt_template": "boxed"}, [CHAT]),
-        ([WHOLE_CHAT], {"completion": True}, [WHOLE_CHAT]),
+        ([WHOLE_CHAT], {"solution": True}, [WHOLE_CHAT]),
         ([{"prompt": "p", "reward_model": {"ground_truth": "1", "style": "rule"}}], {}, [READY]),
         # names in any case, and by name
         ([NAMED], {"prompt_template": "plain"}, [{"prompt": "p", "answer": "7"}]),
@@ -181,7 +188,7 @@ def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
         calls.append((args, kwargs))
         return datasets.DatasetDict(train=datasets.Dataset.from_list(GSM8K), test=datasets.Dataset.from_list(GSM8K[1:]))
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("dash_trl.data.load_dataset", load_dataset)
     assert len(load_math_dataset("openai/gsm8k", config="main", split="test")) == 1
     assert len(load_math_dataset("openai/gsm8k", config="main", split="all")) == 3
     assert calls == [(("openai/gsm8k", "main"), {})] * 2
@@ -192,8 +199,8 @@ def test_the_real_files():
     """Their rows, answers and solutions: the reward calls each of these right, whatever the prompt asks for."""
     sizes = {("gsm8k", "train"): 7_473, ("gsm8k", "test"): 1_319, ("math500", "test"): 500}
     for (name, split), size in sizes.items():
-        rows = load_math_dataset(SHARED / name, split=split, completion=True)
-        assert (rows.column_names, len(rows)) == (["prompt", "answer", "completion"], size)
+        rows = solved(load_math_dataset, SHARED / name, split=split)
+        assert (rows.column_names, len(rows)) == (["prompt", "answer", "solution", "completion"], size)
         assert name != "gsm8k" or all(float(answer).is_integer() for answer in rows["answer"])
         assert not any("<<" in text or "####" in text for text in rows["completion"]) or name != "gsm8k"
         part = rows.select(range(0, size, 20))
@@ -328,8 +335,7 @@ def test_completions_of_math(tmp_path):
     ]:
         path = new_file(tmp_path, [row])
         for chat in (False, True):
-            (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
-            assert set(loaded) == {"prompt", "answer", "completion"}
+            (loaded,) = solved(load_math_dataset, path, prompt_template=template, chat=chat)
             text = completion.strip() if chat and "completion" not in row else completion
             expected = [{"role": "assistant", "content": text}] if chat else text
             assert loaded["completion"] == expected, (row, template)
@@ -348,7 +354,7 @@ def test_completions_of_code(tmp_path):
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
     ]:
         path = new_file(tmp_path, [row])
-        (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
+        (loaded,) = solved(load_code_dataset, path, prompt_template=template, chat=chat)
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
 
 
@@ -376,10 +382,10 @@ def test_what_is_missing_is_named(tmp_path):
         (load_math_dataset, [READY], {"answer_column": "gold"}, r"no answer column: looked for \['gold'\]"),
         (load_code_dataset, [READY], {}, r"has no tests column: looked for .*'tests'.*\]. Rename the right one"),
         (
-            load_code_dataset,
+            partial(solved, load_code_dataset),
             [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}],
-            {"completion": True},
-            "1 of 1 rows lack a solution in 'code'",
+            {},
+            "Row 0 lacks a solution",
         ),
         # answers, problems, tests
         (
@@ -416,22 +422,18 @@ def test_what_is_missing_is_named(tmp_path):
         ),
         # solutions
         (
-            load_math_dataset,
+            partial(solved, load_math_dataset),
             [{"problem": "p", "answer": "Add. #### 1"}, {"problem": "p", "answer": "1"}],
-            {"completion": True},
-            r"1 of 2 rows lack a solution in 'answer' \(an answer alone is none",
+            {},
+            r"Row 1 lacks a solution \(an answer alone is none",
         ),
+        (partial(solved, load_math_dataset), [EXPLAINED, {**EXPLAINED, "solution": " "}], {}, "Row 1 lacks a solution"),
         (
-            load_math_dataset,
-            [EXPLAINED, {**EXPLAINED, "solution": " "}, {**EXPLAINED, "solution": None}],
-            {"completion": True},
-            "2 of 3 rows lack a solution in 'solution' .*; the first is row 1",
+            partial(solved, load_math_dataset),
+            [EXPLAINED, {**EXPLAINED, "solution": None}],
+            {},
+            "Row 1 lacks a solution",
         ),
-        (
-            load_code_dataset,
-            [MBPP, {**MBPP, "code": ""}, {**MBPP, "code": None}],
-            {"completion": True},
-            "2 of 3 rows lack a solution in 'code' .*; the first is row 1",
-        ),
+        (partial(solved, load_code_dataset), [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
     ]:
         assert re.search(f"(?s){message}", refusal(load, new_file(tmp_path, rows), **settings))

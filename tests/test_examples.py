@@ -8,23 +8,22 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import nbformat
 import pyarrow.parquet
 import pytest
 import toy_tools
+import train_code
+import train_judge
 import train_math
 import yaml
-from train_code import Programming
-from train_delayed import Delayed
-from train_judge import Judged
-from train_math import MathArguments, Mathematics
+from train_math import MathArguments
 from transformers import TrainerCallback
 
-from dash_trl.evaluation import evaluate
-from dash_trl.rewards import load_reward
-from dash_trl.toy import WarmUp
+import dash_trl.script
+from dash_trl.toy import WarmUp, toy_defaults
 from tests.launching import CONFIGS, ROOT
 from tests.tiny import read_rows, refusal
 
@@ -83,6 +82,19 @@ def test_the_demo_learns(toy, tmp_path, capsys):
     assert len(steps(tmp_path)) == 40
 
 
+def test_the_minimal_script_draws_and_saves_and_started_again_goes_on(toy, tmp_path, monkeypatch, capsys):
+    _, _, code = (ROOT / "examples" / "minimal.py").read_text().partition("from pathlib")
+    assert code in (ROOT / "docs" / "tutorials" / "quickstart.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for last in (2, 3):
+        few = {"gradient_accumulation_steps": 4, "max_steps": last}
+        with mock.patch("dash_trl.toy.toy_defaults", return_value=toy_defaults() | few):
+            main("minimal")
+        assert [step["step"] for step in steps(Path("outputs/minimal"))] == [*range(1, last + 1)]
+    assert Path("outputs/minimal/run.png").exists() and Path("outputs/minimal/model.safetensors").exists()
+    assert "| 3/3 [" in (said := capsys.readouterr().err) and "reward=" in said and "'reward'" not in said
+
+
 class Interrupts(TrainerCallback):
     """Presses Ctrl-C in the second step, and once more while the run ends."""
 
@@ -102,13 +114,13 @@ class Interrupts(TrainerCallback):
     ("saves", "said"), [("steps", "with --resume_from_checkpoint .*-1"), ("no", "no checkpoint: --save_st")]
 )
 def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, saves, said):
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    monkeypatch.setattr(train_math, "toy_accuracies", lambda *arguments: {})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
     for twice, ends in ((False, SystemExit), (True, KeyboardInterrupt)):
         with pytest.raises(ends) as ended:
+            monkeypatch.setattr(train_math, "TimeLimitCallback", lambda limit, twice=twice: Interrupts(twice=twice))
             train_math.main(
-                flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1}),
-                make_callbacks=lambda script, twice=twice: [Interrupts(twice=twice)],
+                flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
             )
         assert twice or ended.value.code == 130
     assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 1
@@ -118,10 +130,11 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
 def test_real_problems_with_flags(toy, tmp_path, capsys):
     """GSM8K with the math reward, delayed, evaluation, checkpoints; the tiny model solves next to no problem."""
     main(
-        *("train_delayed", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_math", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("--reward_path", DEMO.with_name("delayed.py"), "--reward_name", "briefly"),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
-        *flags({"per_device_eval_batch_size": 4, "delay_scale": 0.01, "reward_pipeline": True}),
+        *flags({"per_device_eval_batch_size": 4, "reward_pipeline": True}),
     )
     (step,) = steps(tmp_path)
     assert step["rewards/delayed/mean"] < 0.2 and step["filter/dropped_unscored"] == 0
@@ -164,7 +177,7 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
 
 
 def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    monkeypatch.setattr(dash_trl.script, "toy_accuracies", lambda *arguments: {})
     settings = {**SMALL, "max_completion_length": 64, "reward_path": "own.py", "reward_name": "Length"}
     main("train_math_process", *flags({**settings, "output_dir": tmp_path}))
     (step,) = steps(tmp_path)
@@ -173,19 +186,14 @@ def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards,
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_programs_are_trained_on(toy, tmp_path, monkeypatch, capsys, count):
-    """Measured on some of the problems: the demo takes all."""
-
-    def of_some(model, tokenizer, problems, *reward, **sampling):
-        return evaluate(model, tokenizer, problems.select(range(8 * count)), *reward, **sampling)
-
-    monkeypatch.setattr(train_math, "evaluate", of_some)
+def test_programs_are_trained_on(toy, tmp_path, monkeypatch, count):
+    monkeypatch.setattr(dash_trl.script, "toy_accuracies", lambda *arguments: {})  # the demo shows that
     settings = {"max_steps": count, "gradient_accumulation_steps": 4 if count == 1 else 16, "output_dir": tmp_path}
     main("train_code", *flags(settings))
-    before, after = measured(capsys.readouterr().out)["sampled"]
-    assert 0.1 < before < 0.9 and (count == 1 or after - before >= 0.1)
+    first, *_, last = [step["rewards/code/mean"] for step in steps(tmp_path)] * 2
+    assert 0.1 < first < 0.9 and (count == 1 or last - first >= 0.1)
     for step in steps(tmp_path):
-        assert 0.2 < step["rewards/code/mean"] <= step["rewards/code/passed"]
+        assert step["rewards/code/mean"] <= step["rewards/code/passed"]
         assert step["filter/kept_rows"] > 0 and step["filter/dropped_unscored"] == 0
 
 
@@ -214,10 +222,9 @@ JUDGED = """
 import sys
 
 import train_judge
-import train_math
 
-train_math.measure = lambda *arguments: {}
-train_judge.main(sys.argv[1:], make_task=train_judge.Judged)
+train_judge.toy_accuracies = lambda *arguments: {}
+train_judge.main(sys.argv[1:])
 """
 
 
@@ -251,61 +258,64 @@ MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jso
 THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
 
 
-MISTAKES: list[tuple[type, list[str], str]] = [
+MISTAKES: list[tuple[Any, list[str], str]] = [
     # half a task, in all spellings that argparse takes
-    (Mathematics, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
-    (Mathematics, ["--model_name=./nowhere"], "give both"),
-    (Mathematics, ["--config", "model.yaml"], "give both"),
-    (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
-    (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-    (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
+    (train_math, MODEL, "model_name_or_path='./nowhere' with dataset_name=None: give both"),
+    (train_math, ["--model_name=./nowhere"], "give both"),
+    (train_math, ["--config", "model.yaml"], "give both"),
+    (train_math, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
+    (train_math, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (train_math, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
     # options without effect
-    (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
+    (train_math, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
     (
-        Mathematics,
+        train_math,
         ["--dataset_train_split", "trian"],
         r"\['dataset_train_split'\] have no effect without --model_n",
     ),
-    (Mathematics, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
+    (train_math, ["--prompt_template", "plain"], r"\['prompt_template'\] have no effect without"),
     (
-        Mathematics,
+        train_math,
         [*MODEL, *DATA, "--dataset_test_split", "dev"],
-        "no effect, since nothing is evaluated: add --ev",
+        "no effect without --eval_strategy steps .or epoch., since nothing is evaluated",
     ),
     (
-        Mathematics,
+        train_math,
         [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
         r"\['lora_r', 'use_dora'\] have no effect without",
     ),
-    (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
-    (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
+    (train_math, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
+    (
+        train_math,
+        [*THERE, *DATA, "--reward_path", "own.py", "--reward_name", "compute_scores"],
+        r"defines no 'compute_scores'; it has \['compute_score', 'Length'\]",
+    ),
     # the YAML file, by TRL
-    (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
-    (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
+    (train_math, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
+    (train_math, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
     # what is not there
-    (Mathematics, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
-    (Mathematics, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
-    (Mathematics, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
-    (Mathematics, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
-    (Mathematics, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
-    (Mathematics, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
-    (Programming, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
+    (train_math, [*MODEL, *DATA], "model='./nowhere' cannot be loaded: neither a directory"),
+    (train_math, ["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
+    (train_math, [*THERE, "--dataset_name", "./none.jsonl"], "'./none.jsonl' is neither a path"),
+    (train_math, [*THERE, *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
+    (train_math, [*THERE, *DATA, "--eval_strategy", "steps"], "'own.jsonl' has no split 'test'"),
+    (train_math, [*THERE, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+    (train_code, [*THERE, "--dataset_name", "untested.jsonl"], "1 of 1 rows lack tests in 'tests'"),
     # the judge
     (
-        Judged,
+        train_judge,
         ["--judge_url", "http://127.0.0.1:9/v1"],
         "judge_url='http://127.0.0.1:9/v1'.* Name it with --judge_model",
     ),
-    (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
-    (Judged, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
-    (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
-    (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
-    (Judged, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
-    (Delayed, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
+    (train_judge, ["--judge_template", "{completion}"], "judge_template='{completion}'.* Name it with --judge_model"),
+    (train_judge, [*MODEL, *DATA], "dataset_name='own.jsonl': a judge scores here. Name it with --judge_model"),
+    (train_judge, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
+    (train_judge, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
+    (train_judge, ["--judge_model", "gpt", "--reward_path", "own.py"], "reward_path='own.py'.* remove --reward_path"),
 ]
 
 
-def test_mistakes(own_folder, monkeypatch):
+def test_mistakes(own_rewards, monkeypatch):
     """None begins a warm-up."""
     Path("model.yaml").write_text("model_name_or_path: ./nowhere\n")
     Path("misspelt.yaml").write_text("model-name-or-path: model\n")
@@ -313,15 +323,9 @@ def test_mistakes(own_folder, monkeypatch):
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    for task, arguments, message in MISTAKES:
+    for example, arguments, message in MISTAKES:
         monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
-        assert re.search(message, refusal(train_math.main, [*arguments, *flags(SMALL)], make_task=task))
-
-
-def test_a_file_without_the_reward(own_rewards):
-    assert "defines no 'compute_scores'; it has ['compute_score', 'Length']" in refusal(
-        load_reward, own_rewards, "compute_scores"
-    )
+        assert re.search(message, refusal(example.main, [*arguments, *flags(SMALL)]))
 
 
 @pytest.mark.parametrize(

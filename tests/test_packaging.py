@@ -3,12 +3,14 @@
 import configparser
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dash_trl import versions
+import dash_trl
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
@@ -49,18 +51,15 @@ def test_constraints_satisfy_the_requirements():
     assert [trl.contains(version) for version in ("1.15.0", "1.16.0", "1.16.3", "1.17.0")] == [False, True, True, False]
 
 
-def test_another_trl_than_was_run_is_warned_of(tmp_path, monkeypatch, recwarn):
-    def said() -> list[str]:
-        versions.warn_of_trl()
-        return [str(one.message) for one in recwarn if one.category is RuntimeWarning]
-
-    for version, warned in (("1.16.3", 0), ("1.17.0", 1), ("1.15.0", 2)):
+def test_another_trl_than_was_run_is_refused(tmp_path, monkeypatch):
+    for version, refused in (("1.16.3", False), ("1.17.0", True), ("1.15.0", True)):
         metadata = tmp_path / version / f"trl-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n")
         monkeypatch.syspath_prepend(metadata.parents[1])
-        assert len(said()) == warned, version
-    assert "trl 1.15.0 is installed" in said()[-1] and "trl<1.17" in said()[-1]
+        said = f"trl {version} is installed, but dash_trl .* needs trl.*<1.17.*pip install 'trl"
+        with pytest.raises(ImportError, match=said) if refused else nullcontext():
+            dash_trl.__getattr__("DASHConfig")
 
 
 WITHOUT_EXTRAS = """

@@ -35,6 +35,17 @@ class Clock:
         monkeypatch.setattr("torch.cuda.Event", Event)
 
 
+@pytest.mark.parametrize(
+    ("load", "environment", "warns"), [(3.5, {}, True), (3.5, {"OMP_NUM_THREADS": "1"}, False), (2.2, {}, False)]
+)
+def test_a_crowded_cpu_is_warned_of_in_the_first_step(monkeypatch, caplog, load, environment, warns):
+    for name, value in {"cpu_count": lambda: 2, "getloadavg": lambda: (load, 0, 0), "environ": environment}.items():
+        monkeypatch.setattr(f"os.{name}", value)
+    args = DASHConfig("unused", use_cpu=True)
+    Recorder(args, TrainerState(), SimpleNamespace(figures=defaultdict(list))).end_step()
+    assert ("4 threads want to run on 2 CPU cores" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
     clock, metrics = Clock(monkeypatch), defaultdict(list)

@@ -11,6 +11,7 @@ import train_math
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from dash_trl import script
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
 from tests.test_examples import flags
@@ -26,12 +27,10 @@ SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
 
 
 def test_humans_are_right_and_skip_steps():
-    rows = list(arithmetic_dataset("train", size=500, completion=True))
+    rows = list(sft.human_dataset("train"))[:500]
     texts = [row["completion"][0]["content"] for row in rows]
     assert set(arithmetic_reward(texts, [row["answer"] for row in rows])) == {1.0}
-    by_problem = {row["prompt"][0]["content"]: text for row, text in zip(rows, texts, strict=True)}
-    assert by_problem["7+9-2-2+4"] == "7+9-2=14\n14-2+4=16\nThe answer is 16"
-    assert "completion" not in arithmetic_dataset("train", size=1).column_names
+    assert sft.human_solution([{"content": "7+9-2-2+4"}]) == "7+9-2=14\n14-2+4=16\nThe answer is 16"
 
 
 # -------------------------------------------------------------------------------------------------------- sft.py
@@ -40,7 +39,7 @@ def test_humans_are_right_and_skip_steps():
 @pytest.mark.parametrize("task", ["toy", "toy_code"])
 def test_it_learns_what_humans_wrote(toy, tmp_path, monkeypatch, capsys, task):
     """The demo shows how a model is measured."""
-    monkeypatch.setattr(train_math, "evaluate", lambda *arguments, **sampling: {"accuracy": 0.25})
+    monkeypatch.setattr(script, "evaluate", lambda *arguments, **sampling: {"accuracy": 0.25})
     learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
     sft.main(flags(learns if task == "toy" else {**learns, "dataset_name": task}))
     losses = [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
@@ -54,7 +53,7 @@ def test_it_learns_what_humans_wrote(toy, tmp_path, monkeypatch, capsys, task):
 def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
     """What the trainer's own collator masks: of a conversation the prompt and the assistant's header, of a text it."""
     seen = []
-    monkeypatch.setattr(sft, "train_and_measure", lambda trainer, *rest, measured: seen.append((trainer, measured)))
+    monkeypatch.setattr(sft, "train", lambda trainer, measure: seen.append((trainer, measure)))
     prompt, completion = "7+5", "7+5=12\nThe answer is 12"
     row = {"prompt": prompt, "completion": completion}
     if chat:
@@ -62,8 +61,8 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
         row = {name: [{"role": roles[name], "content": text}] for name, text in row.items()}
     write_rows(own_folder / "rows.jsonl", [row] * 4)
     sft.main(flags({**SMALL, "model_name_or_path": "model", "completions": "rows.jsonl", "output_dir": "out"}))
-    ((trainer, measured),) = seen
-    assert not measured  # since the task is not known
+    ((trainer, measure),) = seen
+    assert measure() == {}  # since the task is not known
     batch = next(iter(trainer.get_train_dataloader()))
     learned = [
         trainer.processing_class.decode(ids[labels != -100])
@@ -86,13 +85,13 @@ def test_table_8():
         "sft_h_code": ("evalplus/mbppplus", None),
     }
     for path in CONFIGS:
-        script, args, model = sft.parse(["--config", str(path), "--use_cpu", "--bf16=False"], types, {})
-        sft.check_arguments(script, args, model)
+        given, args, model = sft.parse(["--config", str(path), "--use_cpu", "--bf16=False"], types, {})
+        sft.check_arguments(given, args, model)
         kind, size = path.stem.split("_qwen2.5-")
         own = {"output_dir": f"outputs/{path.stem}"}
         assert {name: getattr(args, name) for name in expected | own} == expected | own
         assert model.model_name_or_path.lower() == f"qwen/qwen2.5-{size}" and not model.use_peft
-        assert (script.dataset_name, script.completions) == data[kind]
+        assert (given.dataset_name, given.completions) == data[kind]
         assert f"--config examples/configs/{path.name}" in path.read_text()
 
 
@@ -112,8 +111,8 @@ def test_mistakes(own_folder, monkeypatch):
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         ({"model_name_or_path": "toy", **FILE}, [{"prompt": "p"}], r"\['completion'\] not in the dataset"),
         # the dataset
-        ({**MODEL, **DATA}, [], r"rows lack a solution in 'answer' \(an answer alone is none"),
-        ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows lack a solution in 'code'"),
+        ({**MODEL, **DATA}, [], r"Row 0 lacks a solution \(an answer alone is none"),
+        ({**MODEL, "dataset_name": "code.jsonl"}, [], "Row 0 lacks a solution"),
     ]
     monkeypatch.setattr(sft, "SFTTrainer", None)
     write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
@@ -158,7 +157,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     wrong = 24 - len(kept)
     assert f"24 traces of 12 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
     measured = []
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
+    monkeypatch.setattr(sft, "toy_accuracies", lambda *arguments: measured.append(None) or {})
     sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))
     assert len(measured) == 2
     assert traces.fate({"reward": 1.0, "truncated": True}) == "cut off", "it is not kept, though it passes"
@@ -166,20 +165,13 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
 
 def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cache = tmp_path / "cache" / "dash_trl"
-    shutil.copytree(Path(toy), cache / Path(toy).name)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 8}
-    short = {**train_math.toy_defaults(), **short}
-    for module in (train_math, traces):
-        monkeypatch.setattr(module, "toy_defaults", lambda: short)
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traces, "toy_model", lambda: toy)
     run = ["toy", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
-    traces.main(run)
-    (teacher,) = (path for path in cache.glob("teacher-*") if path.is_dir())
-    assert (teacher / "metrics.jsonl").exists() and read_rows(tmp_path / "one.jsonl")
-    monkeypatch.setattr(train_math, "main", None)
-    traces.main(run)
+    for trains in (lambda argv: shutil.copytree(toy, argv[1], dirs_exist_ok=True), None):
+        monkeypatch.setattr(train_math, "main", trains)
+        traces.main(run)
+    assert list((tmp_path / "dash_trl").glob("teacher-*/model.safetensors")) and read_rows(tmp_path / "one.jsonl")
 
 
 @pytest.mark.exhaustive

@@ -14,17 +14,11 @@ def test_the_plot_of_the_training_logs(tmp_path):
     picture = plot_run(
         write_rows(tmp_path / "metrics.jsonl", [*logs, {"step": 5, "train_runtime": 3}]), tmp_path / "a.png"
     )
+    assert read_metrics(tmp_path / "metrics.jsonl") == logs  # and no other logs
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "has 1 lines, but none with a reward" in refusal(
         plot_run, write_rows(tmp_path / "m.jsonl", [{"step": 1}]), tmp_path / "a.png"
     )
-
-
-def test_only_training_logs_are_read_and_a_repeated_step_counts_once_with_its_last_log(tmp_path):
-    """As in the file of a run that was killed after step 3 and resumed from step 1."""
-    steps = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35)]
-    rows = [{"step": 1, "eval_reward": 1.0}, *({"step": step, "reward": reward} for step, reward in steps)]
-    assert [log["reward"] for log in read_metrics(write_rows(tmp_path / "m.jsonl", rows))] == [0.1, 0.25, 0.35]
 
 
 def test_pass_at_k_of_several_models(tmp_path, monkeypatch):

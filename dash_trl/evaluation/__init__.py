@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dash_trl.evaluation.samplers import LocalSampler, SampledCompletion, Sampler, ServerSampler, open_sampler
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
-    from dash_trl.evaluation.command import command_parser, main
+    from dash_trl.evaluation.command import TOY_LENGTH, command_parser, main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, differences, metrics_of
     from dash_trl.evaluation.samplers import TOY, Checkpoint
 

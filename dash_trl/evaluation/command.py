@@ -28,7 +28,7 @@ from transformers import HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.figures import comparison, differences, figures_of, table
-from dash_trl.evaluation.reward import Reward, scored_samples
+from dash_trl.evaluation.reward import PATIENCE, Reward, scored_samples
 from dash_trl.evaluation.samplers import (
     BATCH_SIZE,
     MAX_COMPLETION_LENGTH,
@@ -37,7 +37,7 @@ from dash_trl.evaluation.samplers import (
     open_sampler,
 )
 from dash_trl.monitoring import plot_pass_at_k
-from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
+from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, RewardRunner, load_reward
 from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
@@ -91,7 +91,7 @@ class Task:
     @property
     def is_toy(self) -> bool:
         """Whether the problems are those of the toy model."""
-        return self.dataset_name == TOY
+        return self.dataset_name in (None, TOY)
 
     @cached_property
     def has_tests(self) -> bool:
@@ -100,19 +100,18 @@ class Task:
             return False
         return has_tests(str(self.dataset_name), config=self.dataset_config)
 
-    def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
+    def problems(self, chat: bool, split: str | None = None, solution: bool = False) -> Dataset:
         """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
 
         Args:
             chat: True = make each prompt a conversation, for a tokenizer with a chat template, unless `plain_prompts`
                 is True. The prompts of toy problems are always conversations.
             split: a split, or a part of it, such as "train[:100]". None: `dataset_test_split`.
-            completion: True = add a column with solutions, for supervised fine-tuning.
+            solution: True = keep the column with solutions.
         """
         split = split or self.dataset_test_split
         if self.is_toy:
-            splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
-            return select_split(splits, split, TOY)
+            return select_split({name: arithmetic_dataset(name) for name in ("train", "test")}, split, TOY)
         load: Callable[..., Dataset] = load_code_dataset if self.has_tests else load_math_dataset
         return load(
             str(self.dataset_name),
@@ -120,18 +119,22 @@ class Task:
             split=split,
             prompt_template=self.prompt_template,
             chat=chat and not self.plain_prompts,
-            completion=completion,
+            solution=solution,
             problem_column=self.problem_column,
             **({} if self.has_tests else {"answer_column": self.answer_column}),
         )
 
-    def reward(self) -> Reward:
-        """Returns the reward function, as a context manager."""
+    def reward(self, toy: Any = arithmetic_reward) -> Any:
+        """Returns the reward function: your own, or the one that fits the problems.
+
+        Args:
+            toy: the reward function of toy problems.
+        """
         if self.reward_path is not None:
-            return Reward(load_reward(self.reward_path, self.reward_name))
-        if self.has_tests:
-            return Reward(CodeReward())
-        return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
+            reward = load_reward(self.reward_path, self.reward_name)
+        else:
+            reward = toy if self.is_toy else CodeReward() if self.has_tests else MathAccuracyReward()
+        return RewardRunner(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
 
 @dataclass
@@ -240,7 +243,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     arguments, ks = arguments.task(models), arguments.k or []
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
-    with arguments.reward() as reward:
+    with Reward(arguments.reward()) as reward:
         found = [Checkpoint(toy_model() if model == TOY else model) for model in models]
         jobs = dict(zip(labels(models), found, strict=True))
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]

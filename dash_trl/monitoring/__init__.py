@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
+    from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, monitor
     from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public

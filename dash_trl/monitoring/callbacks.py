@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,24 @@ from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
+
+from dash_trl.monitoring.plots import plot_run
+
+
+def monitor(trainer: Any) -> None:
+    """Show the reward and the share of survivors in the progress bar, and write `metrics.jsonl` and `run.png`.
+
+    The files are in the `output_dir` of the trainer. See `RewardProgressCallback` and `MetricsFileCallback`::
+
+        monitor(trainer)
+        trainer.train()
+
+    Args:
+        trainer: a trainer of Transformers or TRL.
+    """
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(RewardProgressCallback)
+    trainer.add_callback(MetricsFileCallback(Path(trainer.args.output_dir, "metrics.jsonl")))
 
 
 class RewardProgressCallback(ProgressCallback):
@@ -26,10 +45,12 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends every log to a JSON-lines file: one object per log, with the number of the optimizer step as `step`.
+    """Writes every log to a JSON-lines file, and at the end draws the run as `run.png` in the same folder.
+
+    The file has one object per log, with the number of the optimizer step as `step`.
 
     Args:
-        path: path of the file. A new run empties the file; a resumed run appends to it.
+        path: path of the file. A new run empties it. A resumed run first removes the logs after its checkpoint.
     """
 
     def __init__(self, path: str | Path):
@@ -38,13 +59,19 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if state.global_step == 0:  # a resumed run continues the file
-                self.path.write_text("")
+            self.path.touch()
+            lines = self.path.read_text().splitlines(keepends=True) if state.global_step else []
+            self.path.write_text("".join(one for one in lines if json.loads(one)["step"] <= state.global_step))
 
     def on_log(self, args, state: TrainerState, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         if state.is_world_process_zero:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+    def on_train_end(self, args, state: TrainerState, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            with suppress(ValueError):  # no log has a reward
+                plot_run(self.path, self.path.with_name("run.png"), title=self.path.parent.name)
 
 
 class TimeLimitCallback(TrainerCallback, ExportableState):

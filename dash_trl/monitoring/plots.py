@@ -1,17 +1,18 @@
-"""Draws pictures of a run. It imports matplotlib only when it draws a picture."""
+"""Draws pictures of a run."""
 
 import json
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from dash_trl.monitoring.recorder import PHASES
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the training logs, in the order of steps, from a file that `MetricsFileCallback` wrote.
-
-    A run that is resumed after a kill repeats steps. The last log of a step counts.
+    """Read the training logs from a file that `MetricsFileCallback` wrote.
 
     Args:
         path: path of the JSON-lines file.
@@ -19,13 +20,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         ValueError: if the file has no training log.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    logs = {line["step"]: line for line in lines if line.get("reward") is not None}
+    logs = [line for line in lines if line.get("reward") is not None]
     if not logs:
         raise ValueError(
             f"{path} has {len(lines)} lines, but none with a reward, so there is nothing to draw. Was it written by "
             "dash_trl.monitoring.MetricsFileCallback, and did the run reach its first logging step?"
         )
-    return [logs[step] for step in sorted(logs)]
+    return logs
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
@@ -40,8 +41,6 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
     Raises:
         ValueError: if the file has no training log.
     """
-    from matplotlib.figure import Figure
-
     logs = read_metrics(metrics)
     steps = [log["step"] for log in logs]
     figure = Figure(figsize=(10, 3), layout="constrained")
@@ -78,8 +77,6 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     Returns:
         The path of the picture.
     """
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axis = figure.subplots()
     ks: set[int] = set()
@@ -113,8 +110,10 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
         values: the numbers x_i.
         weight: the number w, from 0 to below 1. A larger w smooths more.
     """
-    smoothed, total, norm = [], 0.0, 0.0
-    for value in values:
-        total, norm = weight * total + value, weight * norm + 1.0
-        smoothed.append(total / norm)
-    return smoothed
+
+    def add(total: float, value: float) -> float:
+        return weight * total + value
+
+    return [
+        total / norm for total, norm in zip(accumulate(values, add), accumulate([1.0] * len(values), add), strict=True)
+    ]

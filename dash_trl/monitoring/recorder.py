@@ -1,5 +1,7 @@
 """`Recorder` adds figures and the seconds of each training phase to TRL's metrics, which TRL's `log` reads."""
 
+import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +9,9 @@ from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
+CROWDED = 1.5  # threads per core; OpenMP's own threads alone make it 1.0
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
 # The trainer waits for servers. These seconds are also counted in "generate".
@@ -94,6 +99,13 @@ class Recorder:
         On a GPU, the seconds are logged at the next step that TRL logs, as the mean of the steps since the last log.
         """
         self._steps += 1
+        threads, cores = os.getloadavg()[0], os.cpu_count() or 1
+        waits = threads > CROWDED * cores and self._args.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+        if waits and self._state.global_step == 0:
+            logger.warning(
+                f"{threads:.0f} threads want to run on {cores} CPU cores, so those of PyTorch wait for each other. If "
+                "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."
+            )
         if self._on_gpu and not self._is_logged():
             return
         seconds = dict.fromkeys(self._phases, 0.0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         unscored,
         watch,
     )
-    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, RewardForm, Score, form_of, load_from_file, read_score
+    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, RewardForm, Score, form_of, read_score
     from dash_trl.rewards.runner import RewardTeam, is_reward_model, unpack
     from dash_trl.rewards.runner_reward import RunnerReward
 

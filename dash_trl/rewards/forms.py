@@ -263,6 +263,8 @@ def form_of(function: Any) -> RewardForm:
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     """Loads a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
 
+    It will be pickled by value, because worker processes cannot import the file.
+
     Args:
         path: the Python file.
         name: name of the reward in the file.
@@ -271,31 +273,12 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
         The object of this name.
 
     Raises:
-        ValueError: see `load_from_file`.
-    """
-    return load_from_file(path, [name], "reward")[0]
-
-
-def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:
-    """Loads objects from a Python file by their names, for the options `<what>_path` and `<what>_name`.
-
-    The objects will be pickled by value, because worker processes cannot import the file.
-
-    Args:
-        path: the Python file.
-        names: the names of the objects in the file.
-        what: the part <what> of the options' names, for error messages.
-
-    Returns:
-        One object per name.
-
-    Raises:
         ValueError: if there is no such file or name.
     """
     file = Path(path).expanduser()
-    spec = importlib.util.spec_from_file_location(f"{what}_file_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"{what}_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
+        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.parent.absolute()))  # as for a script: the file may import modules of its folder
@@ -303,11 +286,10 @@ def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[An
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(file.parent.absolute()))
-    for name in names:
-        if not hasattr(module, name):
-            own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
-            raise ValueError(
-                f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with {what}_name."
-            )
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
+        raise ValueError(
+            f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
+        )
     cloudpickle.register_pickle_by_value(module)
-    return [getattr(module, name) for name in names]
+    return getattr(module, name)

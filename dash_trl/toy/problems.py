@@ -1,10 +1,8 @@
 """Generates the problems of the toy task: chains of sums and differences of small numbers::
 
-    problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
-                                         12-3=9
-                                         The answer is 9
-
-`arithmetic_dataset` can add solutions like those of a human: always right, with two operations per line (7+5-3=9).
+problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
+                                     12-3=9
+                                     The answer is 9
 """
 
 import hashlib
@@ -54,28 +52,12 @@ def problems_of(split: str, generator: random.Random, operands: Sequence[int] = 
             yield problem
 
 
-def _answer(problem: str) -> int:
-    return sum(int(number) for number in re.findall(r"[+-]?\d+", problem))
-
-
-def _human_solution(problem: str) -> str:
-    """Returns a solution with two operations per line, unlike the solutions of the warm-up, which have one per line."""
-    total, *operations = re.findall(r"[+-]?\d+", problem)
-    lines = []
-    for start in range(0, len(operations), 2):
-        left = total + "".join(operations[start : start + 2])
-        total = str(_answer(left))
-        lines.append(f"{left}={total}")
-    return "\n".join([*lines, f"The answer is {total}"])
-
-
 def arithmetic_dataset(
     split: str = "train",
     size: int | None = None,
     seed: int = 0,
     *,
     operands: Sequence[int] = OPERANDS,
-    completion: bool = False,
 ) -> Dataset:
     """Generates a dataset of distinct arithmetic problems.
 
@@ -84,7 +66,6 @@ def arithmetic_dataset(
         size: number of problems. None = 4,096 for training and 256 for the test.
         seed: seed of the draw. Another seed draws other problems of the same split.
         operands: how many numbers a problem may have; each problem draws one of these counts. By default 3, 4 or 5.
-        completion: whether to add a column `completion` with a right solution (one message of the assistant).
     Returns:
         A dataset with the columns `prompt` (one user message) and `answer` (a string).
     Raises:
@@ -103,13 +84,12 @@ def arithmetic_dataset(
             f"size={size}: there are only {len(chosen)} distinct problems of {operands} numbers in split={split!r}. "
             "Use a smaller size, or more numbers per problem."
         )
-    columns: dict[str, list[Any]] = {
-        "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
-        "answer": [str(_answer(problem)) for problem in chosen],
-    }
-    if completion:
-        columns["completion"] = [[{"role": "assistant", "content": _human_solution(problem)}] for problem in chosen]
-    return Dataset.from_dict(columns)
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
+            "answer": [str(sum(map(int, re.findall(r"[+-]?\d+", problem)))) for problem in chosen],
+        }
+    )
 
 
 def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:

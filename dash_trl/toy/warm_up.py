@@ -195,8 +195,14 @@ def _warm_up(
         )
         bar = tqdm(range(settings.steps), desc="Warming up the toy model (once)", disable=not progress)
         for step in bar:
-            clean = step < settings.clean_share * settings.steps
-            batch = _batch(tokenizer, problems, generator, settings, clean=clean, lessons=lessons)
+            batch = _batch(
+                tokenizer,
+                problems,
+                generator,
+                settings,
+                clean=step < settings.clean_share * settings.steps,
+                lessons=lessons,
+            )
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -255,8 +261,6 @@ def cached_model(
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
     final = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if final.is_dir():
-        return str(final)
     folder.mkdir(parents=True, exist_ok=True)
     with final.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
