@@ -26,7 +26,7 @@ from dash_trl.evaluation import evaluate
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp
 from tests.launching import CONFIGS, ROOT
-from tests.tiny import read_rows, refusal
+from tests.tiny import read_rows, refusal, refused
 
 DEMO = ROOT / "examples" / "train_math.py"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -315,7 +315,7 @@ def test_mistakes(own_folder, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for task, arguments, message in MISTAKES:
         monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
-        assert re.search(message, refusal(train_math.main, [*arguments, *flags(SMALL)], make_task=task))
+        refused(message, train_math.main, [*arguments, *flags(SMALL)], make_task=task)
 
 
 def test_a_file_without_the_reward(own_rewards):
