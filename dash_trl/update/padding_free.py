@@ -102,7 +102,6 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
     """
     config, dtype = model.config.get_text_config(), computing_dtype(model)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
     ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     reasons = {
         f"SDPA has no varlen kernel for {dtype} on {device.type} (use bf16=True)": dtype
@@ -112,7 +111,9 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
         not in signature(varlen.varlen_attn).parameters,
         f"SDPA's varlen kernel needs heads of at most 256 numbers, a multiple of 8, not {size}": size > 256 or size % 8,
         "SDPA's varlen kernel needs values of the keys' size": getattr(config, "v_head_dim", size) != size,
-        "SDPA's varlen kernel has no dropout": any(_draws(part) for one in layers for part in (one, *one.children())),
+        "SDPA's varlen kernel has no dropout": any(
+            _draws(part) for one in model.modules() if hasattr(one, "is_causal") for part in (one, *one.children())
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), None)
 
@@ -300,10 +301,8 @@ def packed_log_probs(
     """
     if layout is None:
         layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
-    inputs = pack_inputs(input_ids, layout, flash=flash)
-    if compute_aux_loss:
-        inputs["output_router_logits"] = True
-    outputs = model(**inputs, fused_lm_head=True)
+    options = {"output_router_logits": True} if compute_aux_loss else {}
+    outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
         """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
@@ -381,6 +380,7 @@ class ModelPasses:
         flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
+        copies: True = the attention kernel needs a copy of a shared prompt's keys for each row.
         compiled: see the argument.
         running: the layout of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
     """
@@ -397,7 +397,7 @@ class ModelPasses:
         share_prompts: bool | None,
         router_losses: bool,
     ):
-        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self.flash = self.copies = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         against_packing = {
             "continuous batching brings its own attention": continuous_batching,
             "NEFTune's noise depends on the length of a row": noisy_embeddings,
@@ -460,6 +460,7 @@ class ModelPasses:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
+            self.copies = True
             self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
@@ -514,8 +515,8 @@ class ModelPasses:
             )
             for called, model in models
         ]
-        found = [*filter(None, flaws)]
-        return next(iter(found), "another rank found a flaw") if ranks.sum(torch.tensor(len(found))) else None
+        found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
+        return next(filter(None, flaws), "another rank found a flaw") if found else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.

@@ -155,8 +155,8 @@ def _by_varlen(
 
 def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's flash kernel for the CPU can compute the attention."""
-    known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
-    return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
+    known = flash_cpu is not None and query.shape[3] == value.shape[3]
+    return known and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
 
 
 def _of_tree(
@@ -267,7 +267,6 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
         Name of the argument → value. `key_tokens` is included if a tree has branches: the indices of the keys.
     """
     queries: list[int] = []
-    keys: list[int] = []
     key_tokens: list[Tensor] = []
     start = 0
     for tree in trees:
@@ -275,9 +274,9 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
         attached = zip(tree.attached, branches, strict=True)
         of_tree = [trunk, *(torch.cat([trunk[:before], branch]) for before, branch in attached)]
         queries += [tree.trunk, *tree.branches]
-        keys += map(len, of_tree)
         key_tokens += of_tree
         start += len(tree)
+    keys = [*map(len, key_tokens)]
     arguments: dict[str, Any] = {"max_length_q": max(queries), "max_length_k": max(keys)}
     for name, lengths in (("cu_seq_lens_q", queries), ("cu_seq_lens_k", keys)):
         arguments[name] = copied(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
