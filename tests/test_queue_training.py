@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from tests.test_dynamic_sampling import ByPrompt
 from tests.test_resume import SaveEarly, SeededRollouts, same
-from tests.tiny import ScriptedReward, prompts, run
+from tests.tiny import ScriptedReward, prompts, refused, run
 
 GROUP = 4
 
@@ -127,8 +127,13 @@ def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path
         {"dataset": prompts(22)},
     ):
         settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "resume": saved[1], **change}
-        with pytest.raises(ValueError, match=r"was saved with .*\(now .*Resume with the values of the checkpoint, or"):
-            trained(tiny_model, tmp_path, **settings)
+        refused(
+            r"was saved with .*\(now .*Resume with the values of the checkpoint, or",
+            trained,
+            tiny_model,
+            tmp_path,
+            **settings,
+        )
 
 
 def test_the_prompts_begin_again(tiny_model, tmp_path, saved):

@@ -215,6 +215,12 @@ def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
     return ""
 
 
+def refused(pattern: str, call: Any, *arguments: Any, **settings: Any) -> None:
+    """Asserts that a call raises a `ValueError` in whose text the pattern is found."""
+    message = refusal(call, *arguments, **settings)
+    assert re.search(pattern, message), message
+
+
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
 
