@@ -101,16 +101,16 @@ def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
     except KeyboardInterrupt as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # a second Ctrl-C, while the first one ended the run
             raise
-        saved, state = get_last_checkpoint(folder), trainer.state
         if args.should_save:
+            saved, state = get_last_checkpoint(folder), trainer.state
             print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
             print(f"To continue, repeat the command with --resume_from_checkpoint {saved}" if saved else NOTHING_SAVED)
         sys.exit(130)  # as a shell reports Ctrl-C
     after = measure()
     trainer.save_model()
-    for name, value in before.items():
-        print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
     if args.should_save:
+        for name, value in before.items():
+            print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
         plot = f"\nplot:    {picture}" if (picture := folder / "run.png").exists() else ""
         print(f"metrics: {folder / 'metrics.jsonl'}\nmodel:   {folder}{plot}")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
