@@ -267,8 +267,8 @@ class DASHConfig(GRPOConfig):
         self._check_groups_apart()
 
     @property
-    def queues_prompts(self) -> bool:
-        """Whether the number of prompts that an epoch or a window takes depends on earlier samples."""
+    def samples_dynamically(self) -> bool:
+        """Whether a window samples more prompts while too few groups have signal."""
         return self.max_num_gen_batches > 1
 
     @property
@@ -362,7 +362,7 @@ class DASHConfig(GRPOConfig):
             ),
         }
         for option, is_on, others in (
-            (f"max_num_gen_batches={self.max_num_gen_batches}", self.queues_prompts, both | queue),
+            (f"max_num_gen_batches={self.max_num_gen_batches}", self.samples_dynamically, both | queue),
             ("reward_pipeline=True", self.reward_pipeline, both | pipeline),
         ):
             for name, (is_set, reason) in others.items():

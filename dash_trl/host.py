@@ -42,8 +42,8 @@ class Host(Protocol):
     recorder: Recorder
     rollout_func: Any
 
-    def tokenize(self, examples: list[dict[str, Any]]) -> tuple[Any, ...]:
-        """Return the tuple of TRL's `_tokenize_prompts`; an empty one if prompts are tokenized later."""
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Tokenize prompts as TRL does. The first field of the result has the token ids, the others belong to TRL."""
 
     def _generate_single_turn(self, *tokenized_and_count: Any) -> tuple[list[list[int]], Any]:
         """Sample completions of tokenized prompts, as TRL does; return token ids, and log-probs or `None`."""
@@ -51,7 +51,7 @@ class Host(Protocol):
     def _calculate_rewards(self, *rows: Any) -> Tensor:
         """Call all reward functions on B rows, as TRL does; return [N, F]."""
 
-    def advantages(self, rewards: Tensor) -> Tensor:
+    def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Return the advantages by outcome, [N], of rewards [N, F]."""
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:

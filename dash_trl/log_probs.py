@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,18 +136,20 @@ class LogProbs:
         self.in_pass = CorrectionInPass(self.rules, host.ranks.rank)
 
     @torch.no_grad()
-    def of_window(self, window: Part, *, serves_one_step: bool = False) -> None:
-        """Compute the survivors' old log-probs, reference log-probs and ratios, as far as the loss needs them.
+    def added(self, part: Part, *, serves_one_step: bool = False) -> Part:
+        """Add old log-probs, reference log-probs and ratios to the survivors, as far as the loss needs them.
 
         If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
         sampler did not report.
 
         Args:
-            window: the window. Its `rollouts` are replaced by the same rows with these fields.
+            part: the window, or a part of it.
             serves_one_step: see `LogProbRules.names`.
         """
-        rules, survivors, lengths = self.rules, window.rollouts, window.lengths
+        rules, survivors, lengths = self.rules, part.rollouts, part.lengths
         names = rules.names(serves_one_step=serves_one_step)
+        if not names:
+            return part
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         if rules.sampler_is_old:
             unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
@@ -158,17 +160,17 @@ class LogProbs:
             return [self._host.run_pass(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
 
         with self._host.recorder.timed("logprobs"):
-            known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
+            known = dict(zip(names, self._found(part, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
             # A token whose log-prob the sampler did not report has the ratio π/μ = 1 at the beginning of the window.
             known["old_per_token_logps"] = torch.where(sampled > NO_LOG_PROB, sampled, known["old_per_token_logps"])
         if rules.correction is not None and "old_per_token_logps" in known:
             log_probs = known["old_per_token_logps"], sampled, survivors.loss_mask
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)
-        window.rollouts = survivors.with_log_probs(**known)
+        return replace(part, rollouts=survivors.with_log_probs(**known))
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Compute the fields of `of_window` for all rows, before it is known which rows survive.
+        """Add these fields to all rows, before it is known which rows survive.
 
         This is for a window that several optimizer steps use, and whose rewards come group by group. The log-probs of
         all groups must be computed before the first of these steps changes the weights, but the rewards of some groups
@@ -180,8 +182,8 @@ class LogProbs:
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
         rows, window = self._window(credited, rollouts.lengths())
-        self.of_window(window)
-        found = {name: getattr(window.rollouts, name) for name in LOG_PROB_FIELDS}
+        survivors = self.added(window).rollouts
+        found = {name: getattr(survivors, name) for name in LOG_PROB_FIELDS}
         return rollouts.with_log_probs(
             **{
                 name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
@@ -252,8 +254,6 @@ class LogProbs:
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
-        if not count:
-            return []
         args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for rows, inputs in self._micro_batches.without_gradient(window, lengths):
@@ -273,7 +273,7 @@ class LogProbs:
         """
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
-        width = int(of_all[..., 0].max() + of_all[..., 1].max())
+        width = int(of_all[..., :2].amax(dim=1).sum(dim=1).max())
         return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum())
 
 

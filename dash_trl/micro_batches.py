@@ -60,33 +60,37 @@ class MicroBatches:
         for micro_batch in self.plan(lengths, part.width, 1)[0]:
             yield self._of(part, micro_batch)
 
-    def with_gradient(self, part: Part, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
+    def with_gradient(
+        self, part: Part, passes: list[Pass], planned: list[MicroBatch], *, are_last: bool
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
         """Make the inputs of training passes on the CPU, including the weights of their losses in the optimizer step.
 
         Args:
             part: the window of the rows, or a part of it.
             passes: the passes.
             planned: micro-batches that were planned just now, whose figures are logged.
+            are_last: True = no other pass follows in the micro-step.
+        Yields:
+            The inputs of a pass, and a bool, True = the pass is the last one of the micro-step.
         """
         if planned:
             padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
             self._recorder.log(packing_metrics(planned, part.lengths, padding_free=padding_free, min_shared=min_shared))
-        inputs = []
         for one in passes:
             tokens, share = one.tokens[self._rank], one.share
             rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
-            inputs.append(
-                {
-                    **self._of(part, one.micro_batch)[1],
-                    "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
-                    "regularizer_scale": regularizer_weight(tokens, share),
-                    "num_items_in_batch": part.num_items_in_batch,
-                    "pass": one,
-                }
-            )
-        return inputs
+            inputs = {
+                **self._of(part, one.micro_batch)[1],
+                "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
+                "regularizer_scale": regularizer_weight(tokens, share),
+                "num_items_in_batch": part.num_items_in_batch,
+                "pass": one,
+            }
+            yield inputs, are_last and one is passes[-1]
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""
-        rows = part.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
+        # The survivors of this rank are those rows of its lengths that are not 0, in the same order.
+        indices = (part.lengths[self._rank, :, 1] > 0).cumsum(dim=0) - 1
+        rows = indices[list(micro_batch.rows[self._rank])].tolist()
         return rows, self.passes.inputs(part.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)

@@ -47,14 +47,14 @@ class MicroSteps:
         if self._window is not None:
             self._window.begin_optimizer_step(global_step)
 
-    def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         Args:
             micro_step: the micro-step.
             examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
-            A list with the inputs of some passes, and a bool, True = they are the last passes of the micro-step.
+            The inputs of a pass, and a bool, True = the pass is the last one of the micro-step.
         """
         self._micro_step = micro_step
         by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(micro_step)
@@ -70,11 +70,10 @@ class MicroSteps:
         assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(micro_step, window)
-            yield self._micro_batches.with_gradient(window, passes, planned), True
-        elif micro_step + 1 < self.schedule.micro_steps_of_share(micro_step).stop:
-            yield [], True  # the passes of all parts run in the last micro-step of the share
-        else:
+            yield from self._micro_batches.with_gradient(window, passes, planned, are_last=True)
+        elif micro_step + 1 == self.schedule.micro_steps_of_share(micro_step).stop:
             yield from self._inputs_of_parts(micro_step, self._window)
+        # Otherwise no pass runs: the passes of all parts run in the last micro-step of the share.
 
     def _groups_of_step(self) -> int:
         """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
@@ -116,13 +115,13 @@ class MicroSteps:
         Args:
             window: the window of the checkpoint. `None`: begin with a new window.
         """
-        self._window = None if window is None else Window(iter(()), self._host.state.global_step, whole=window)
+        self._window = None if window is None else Window(self._host.state.global_step, whole=window)
 
-    def _inputs_of_parts(self, micro_step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    def _inputs_of_parts(self, micro_step: int, window: Window) -> Iterator[tuple[dict[str, Any], bool]]:
         """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
         for part in window:
             passes, planned = self.schedule.plan_part(micro_step, part)
-            yield self._micro_batches.with_gradient(part, passes, planned), part.ends_step
+            yield from self._micro_batches.with_gradient(part, passes, planned, are_last=part.ends_step)
             if part.ends_step:
                 break
         if self.schedule.ends_window(micro_step):

@@ -1,7 +1,8 @@
 """`Run`: the objects of one `train()`, and how it begins, continues from a checkpoint, is saved and ends.
 
-PromptQueue ──► Collector (Sampler, Rewards, LogProbs) ──► MicroSteps (MicroBatches) ──► PassMetrics, OffPolicyMetrics
-     └─────────────────── Checkpoints ──────────────────────────┘
+    PromptQueue ──► Collector (Sampler, Rewards, LogProbs) ──► MicroSteps (MicroBatches) ──► PassMetrics, …
+
+`Checkpoints` saves the queue and the window.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from dash_trl.rollout import new_queue
 from dash_trl.tools import Conversations
 from dash_trl.update import ModelPasses, SkippedSteps
 
-Position = tuple[int, int]  # in the dataset: number of completed epochs, micro-batches that a rank has taken after them
+Position = tuple[int, int]  # in the dataset: (completed epochs, micro-batches that a rank has taken of the next one)
 
 
 class Run:
@@ -31,9 +32,8 @@ class Run:
         host: the trainer.
         passes: runs the model passes.
         functions: the watched reward functions.
-        names: their names.
-        may_score_early: False = `_calculate_rewards` may change rows before they are scored, so rewards must not begin
-            before it is called.
+        names: the name of each function.
+        may_score_early: False = a subclass overrides `_calculate_rewards`, so rewards begin only when it is called.
         handler: Transformers' callback handler.
         prompts: number of rows of the training set; `None` for a stream.
         pool: the vLLM servers; used only if they sample.
@@ -61,8 +61,9 @@ class Run:
         pool: Any,
         conversations: Conversations | None,
     ):
-        args, ahead, dynamic = host.args, windows_ahead(host), None
-        if args.queues_prompts:
+        args, ahead = host.args, windows_ahead(host)
+        dynamic = None
+        if args.samples_dynamically:
             most = args.max_num_gen_batches
             dynamic = DynamicSampling(args.groups_of_rank, host.ranks.count, most=most, ahead=ahead > 0)
         self._host = host
@@ -81,27 +82,27 @@ class Run:
         self._checkpoints = Checkpoints(host, log_probs.rules, prompts, handler)
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
-        """Begin the run, if possible within the generation window of a checkpoint.
+        """Begin the run, if possible where a checkpoint was saved.
 
         Args:
             checkpoint: path of the checkpoint. `None`: a new run.
             start: the position at which Transformers would begin.
         Returns:
-            The micro-step with which the run begins, and the position at which it begins: that of the checkpoint, if
-            the run continues in its window and `ignore_data_skip` is off, otherwise `start`.
+            The micro-step and the position with which the run begins. The position is `start` for a new run, if the
+            checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
         """
-        saved, skip = None, self._host.args.ignore_data_skip
+        saved, from_start = None, self._host.args.ignore_data_skip
         if checkpoint is not None:
-            saved, self.skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
+            saved, self.skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=from_start)
         if saved is not None:
-            self.micro_steps.resume(saved.window)
+            self.micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
             # Transformers miscounts in a stream that is read for several epochs.
-            start = start if skip else saved.position
+            start = start if from_start else saved.position
         if self.queue is not None:
             self.queue.begin(*start)
-            if saved is not None and skip and saved.window is not None:
+            if saved is not None and from_start and saved.window is not None:
                 self.queue.has_sampled(saved.step)
-            elif saved is not None and not skip and saved.prompts is not None:
+            elif saved is not None and not from_start and saved.prompts is not None:
                 self.queue.load_state_dict(saved.prompts)
         return 0 if saved is None else saved.step, start
 
@@ -119,9 +120,10 @@ class Run:
         """Log the figures of an optimizer step."""
         host = self._host
         host.recorder.end_step()
-        host.recorder.log(self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()))
+        for figures in self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()):
+            host.recorder.log(figures)
         self.collector.log_probs.log_step()
-        if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):
+        if host.args.use_vllm or host.rollout_func is not None or one_ahead(host):  # not the policy itself has sampled
             host.recorder.log(self.off_policy.of_step(host.ranks.sum))
 
     def save(self, folder: str, micro_step: int) -> None:
@@ -135,13 +137,13 @@ class Run:
             micro_step: number of micro-steps that have run.
         """
         schedule = self.micro_steps.schedule
-        micro_step = schedule.completed(micro_step, self._host.state.global_step)
+        completed = schedule.completed(micro_step, self._host.state.global_step)  # in whole optimizer steps
         self._checkpoints.save(
             folder,
-            micro_step=micro_step,
+            micro_step=completed,
             skipped_steps=self.skipped.total,
-            window=self.micro_steps.window_to_save(micro_step),
-            samples_again=schedule.samples_again(micro_step),
+            window=self.micro_steps.window_to_save(completed),
+            samples_again=schedule.samples_again(completed),
             queue=self.queue,
         )
 

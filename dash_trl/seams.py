@@ -6,8 +6,9 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.integrations import TrackioCallback
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl.update import ModelPasses
@@ -28,7 +31,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
     """Set attributes of the trainer within the `with` block, and restore them after it.
 
     Args:
-        trainer: a `GRPOTrainer`, its arguments, or a model.
+        trainer: a `GRPOTrainer`, its arguments, a model, or a module.
         settings: name of an attribute → value. The attribute must not be a property, nor come from `__getattr__` as a
             `PeftModel`'s attributes do: it would be hidden or changed elsewhere.
     """
@@ -61,6 +64,32 @@ def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor 
             mask = mask * trainer.get_high_entropy_mask(entropies, mask, 1 - trainer.top_entropy_quantile)
         value -= trainer.entropy_coef * (entropies * mask).sum() / mask.sum().clamp(min=1)
     return value / trainer.current_gradient_accumulation_steps
+
+
+class Unread(TorchFunctionMode):
+    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.item else function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
+    """Within the `with` block, TRL's loss logs its figures into the dict that is yielded, as tensors.
+
+    The adaptive entropy bonus needs one of the figures at once, so with it, the figures are numbers.
+
+    Args:
+        trainer: a `GRPOTrainer` in training mode.
+    """
+    figures: dict[str, list[Any]] = defaultdict(list)
+    extremes = {"nanmin": lambda one: one.nanquantile(0.0), "nanmax": lambda one: one.nanquantile(1.0)}
+    with (
+        with_settings(trainer, {"_metrics": {"train": figures}}),
+        with_settings(grpo_trainer, extremes),  # those of TRL wait for the GPU
+        nullcontext() if trainer.use_adaptive_entropy else Unread(),
+    ):
+        yield figures
 
 
 def new_passes(trainer: Any) -> ModelPasses:
@@ -227,7 +256,7 @@ def sync_weights(trainer: Any) -> None:
         trainer._last_loaded_step = trainer.state.global_step
 
 
-def vllm_is_behind(trainer: Any) -> None:
+def send_weights_again(trainer: Any) -> None:
     """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
 
     TRL itself sends weights only after an optimizer step.
@@ -285,15 +314,19 @@ def begin_trackio(trainer: Any) -> None:
             callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
 
 
-def count_pass_time(trainer: Any, seconds: float) -> None:
-    """Add the seconds of a micro-step's earlier passes to TRL's step time, which includes only the last pass."""
+def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
+    """Count a micro-step as TRL's training step does, whose single pass a micro-step need not have.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        seconds: duration of the micro-step.
+        ends_step: True = it ends an optimizer step, so TRL's figure `step_time` is logged.
+    """
+    trainer._step += 1
     trainer._current_train_step_time += seconds
-
-
-def log_step_time(trainer: Any) -> None:
-    """End an optimizer step without a pass in TRL's step time, as TRL's training step does after the last pass."""
-    trainer._metrics["train"]["step_time"].append(trainer._current_train_step_time)
-    trainer._current_train_step_time = 0.0
+    if ends_step:
+        trainer._metrics["train"]["step_time"].append(trainer._current_train_step_time)
+        trainer._current_train_step_time = 0.0
 
 
 def to_training_mode(trainer: Any) -> None:
@@ -308,7 +341,7 @@ def to_training_mode(trainer: Any) -> None:
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
         if after_evaluation:
-            vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
+            send_weights_again(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
 @contextmanager

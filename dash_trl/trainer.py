@@ -1,8 +1,12 @@
 """`DASHTrainer` overrides methods of TRL's `GRPOTrainer`. Transformers and TRL call the methods in this order::
 
-get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
-                          │
-    MicroSteps: the passes of a micro-step ◄── Collector: the rows of a window
+    get_batch_samples ──► training_step, once per micro-step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
+
+An optimizer step has `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes, and
+`MicroSteps` asks `Collector` for the window.
+
+What else touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`, and
+raises an error of one rank on all ranks.
 """
 
 import math
@@ -34,20 +38,20 @@ from dash_trl.run import Run
 from dash_trl.sampling import install
 from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
-from dash_trl.update import aipo, checked_advantages, outcome_advantages, to_device, with_token_loss
+from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 
 
 class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    The trainer samples one large generation batch per `steps_per_generation` micro-steps and keeps it in CPU memory.
-    Before any model pass, it drops rows without signal and packs the survivors into new micro-batches. Passes are
+    A row has signal if its advantage is not 0. The trainer samples all rows of a window at once (TRL's generation
+    batch) and keeps them in CPU memory. Before any model pass, it drops rows without signal, and with
+    `gradient_filter_threshold` above 0 rows with little signal, and packs the others into few passes. Passes are
     padding-free if the model's attention allows that.
 
-    With `beta=0`, no entropy bonus, no auxiliary loss and a threshold that drops only rows without signal, the update
-    equals TRL's. Otherwise, dropped rows add no KL, entropy or auxiliary terms and, with a higher threshold, no policy
-    terms. If no row on any rank has signal, the optimizer step changes nothing: neither momentum nor weight decay is
-    applied.
+    A dropped row adds nothing to the loss. So the update equals TRL's, unless the loss has a KL term (`beta`), an
+    entropy bonus or an auxiliary loss, or the threshold drops rows with signal. If no row on any rank has signal, the
+    optimizer step changes nothing: neither momentum nor weight decay is applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
@@ -112,7 +116,7 @@ class DASHTrainer(GRPOTrainer):
         if (rollout_func := self.rollout_func) is not None:
             self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, rollout_func)
         self._passes = seams.new_passes(self)
-        self._begin_run()
+        self._begin_run()  # `evaluate` needs the objects of a run, too
 
     # ------------------------------------------------------------------ a run begins and ends
 
@@ -139,7 +143,7 @@ class DASHTrainer(GRPOTrainer):
             self._passes,
             self.reward_funcs,
             self.reward_func_names,
-            may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,
+            may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,  # not overridden
             handler=self.callback_handler,
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
             pool=self.vllm_generation if on_servers(self) else None,
@@ -150,7 +154,8 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
-            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)  # Transformers skips it
+            # With several adapters, Transformers does not load "default".
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -176,7 +181,7 @@ class DASHTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
-        if windows_ahead(self) or self.args.queues_prompts:
+        if windows_ahead(self) or self.args.samples_dynamically:
             seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
 
@@ -186,7 +191,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ an optimizer step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        if (queue := self._run.queue) is not None:
+        if (queue := self._run.queue) is not None:  # Transformers then reads no rows itself
             epoch_iterator = queue.read(num_batches, micro_step=self._step, state=self.state)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
@@ -197,42 +202,33 @@ class DASHTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """Run one micro-step: any number of forward and backward passes, or none if no row survived.
 
-        `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes. The loss is
-        not divided by `num_items_in_batch`: the inputs of each pass have the number of loss tokens to divide by.
+        `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes. Each pass
+        divides by `num_items_in_batch` of its inputs, the whole window's, and not by the argument.
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, ran = self._run, 0
+        run, passes = self._run, 0
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
-        last_pass: dict[str, Any] | None = None
-        before = run.pass_metrics.passes
-        for passes, are_last in run.micro_steps.inputs(self._step, inputs):
-            ran += len(passes)
-            last_pass = passes.pop() if are_last and passes else None
-            with self.recorder.timed("train"):
-                for one in passes:
-                    with accumulating(self.accelerator, model):
-                        loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-                    run.collector.start_rewards_of_sampled()
-        with self.recorder.timed("train"):
-            seams.count_pass_time(self, time.perf_counter() - started)
-            if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
-                loss = loss + super().training_step(model, last_pass, num_items_in_batch)
-        checks.check_weighed(self, ran, run.pass_metrics.passes - before)
-        run.collector.start_rewards_of_sampled()
-        if last_pass is None:
-            self._step += 1
-            if ends_step:
-                seams.log_step_time(self)
-                if not run.micro_steps.schedule.ran_model:
-                    seams.leave_out_step(self.accelerator)
+        weighed = run.pass_metrics.passes
+        for one, is_last in run.micro_steps.inputs(self._step, inputs):
+            passes += 1
+            # Only the last pass of a micro-step may synchronise gradients.
+            gradients = nullcontext() if is_last else accumulating(self.accelerator, model)
+            with self.recorder.timed("train"), gradients:
+                loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
+            run.collector.start_rewards_of_sampled()
+        checks.check_weighed(self, passes, run.pass_metrics.passes - weighed)
+        run.collector.start_rewards_of_sampled()  # a micro-step may have no pass
+        seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
+            if not run.micro_steps.schedule.ran_model:
+                seams.leave_out_step(self.accelerator)
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""
+        """Move the inputs of a pass to the device. In an evaluation, TRL samples and scores (scales: for overrides)."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
@@ -244,14 +240,14 @@ class DASHTrainer(GRPOTrainer):
 
             run the pass           log-probs, entropies and router loss
             add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
-                                   `per_token_loss` as advantages, if it is not `None` (`with_token_loss`)
+                                   that with which TRL computes the loss of `per_token_loss` (`with_token_loss`)
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
-            weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
-                                   TRL's loss that comes from the entropy bonus and the router
-            take TRL's figures     of this pass out of its logs, until the optimizer step ends (`PassMetrics`)
+            weigh it               `loss_scale` · TRL's loss + (`regularizer_scale` − `loss_scale`) · R, where R is
+                                   the part of TRL's loss that comes from the entropy bonus and the router
+            keep TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
 
-        An override may add a term of its own. To give the term the weight that it has in TRL, multiply it by
-        `inputs["regularizer_scale"]`, because the number of passes is not TRL's number of micro-batches::
+        An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps`. Multiply
+        it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of micro-batches::
 
             term = my_term(model, inputs) / self.current_gradient_accumulation_steps
             return super()._compute_loss(model, inputs) + term * inputs["regularizer_scale"]
@@ -261,18 +257,17 @@ class DASHTrainer(GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         scale, regularizer_scale = inputs["loss_scale"], inputs["regularizer_scale"]
         compute = self._get_per_token_logps_and_entropies
-        found = self._passes.run(compute, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
-        log_probs, entropies, aux_loss = found
+        results = self._passes.run(compute, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
+        log_probs, entropies, aux_loss = results
         self._run.off_policy.see(inputs, log_probs, mask)
         inputs = self._run.collector.log_probs.in_pass.corrected(inputs, log_probs, mask)
         inputs = with_token_loss(inputs, log_probs, mask, self.per_token_loss, self.args)
         regularizers = seams.regularizer(self, mask, entropies, aux_loss)  # before TRL adapts the entropy's coefficient
-        settings = {"_get_per_token_logps_and_entropies": lambda *_, **__: found, **loss_settings(self, training=True)}
-        before = {name: len(values) for name, values in self.recorder.metrics.items()}
-        with seams.with_settings(self, settings):
+        settings = loss_settings(self, training=True)
+        settings["_get_per_token_logps_and_entropies"] = lambda *_, **__: results  # TRL does not run the pass again
+        with seams.with_settings(self, settings), seams.unread_figures(self) as figures:
             loss = scale * super()._compute_loss(model, inputs) + (regularizer_scale - scale) * regularizers
-        per_token = inputs["advantages"].dim() == 2
-        self._run.pass_metrics.take(self.recorder.metrics, before, inputs["pass"], scale, per_token=per_token)
+        self._run.pass_metrics.take(figures, inputs["pass"], scale, per_token=inputs["advantages"].dim() == 2)
         return loss
 
     def per_token_loss(
@@ -286,7 +281,7 @@ class DASHTrainer(GRPOTrainer):
 
         Args:
             log_probs: [S, T], log-probs by the policy.
-            old_log_probs: [S, T], log-probs by the weights with which the window began; with aipo the sampler's.
+            old_log_probs: [S, T], log-probs by the policy when the window began; with aipo by the sampler.
             advantages: [S, 1] or [S, T].
             mask: [S, T], 1 = a token that the loss counts.
         Returns:
@@ -297,7 +292,11 @@ class DASHTrainer(GRPOTrainer):
         return aipo(log_probs, old_log_probs, advantages, delta=self.args.aipo_delta)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding."""
+        """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding.
+
+        The calls: `ModelPasses.run` ──► this method or an override ──► `ModelPasses.log_probs` ──► for a padded pass,
+        TRL's method.
+        """
         compute = self._passes.padded(super()._get_per_token_logps_and_entropies)
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
@@ -310,16 +309,17 @@ class DASHTrainer(GRPOTrainer):
         return super()._clip_grad_norm(model) if self._run.micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
+        # Transformers calls this before the optimizer step. A step whose gradient is not finite is left out here.
         if not self._run.micro_steps.schedule.ran_model:
             seams.begin_without_gradient(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
-        by_deepspeed = None
+        skipped_by_deepspeed = None
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already made the step
-            by_deepspeed = self.accelerator.optimizer_step_was_skipped
+            skipped_by_deepspeed = self.accelerator.optimizer_step_was_skipped
         elif not math.isfinite(norm):
             model.zero_grad()  # without gradients, the optimizer changes neither parameters nor its own state
-        self._run.skipped.count(norm, self.state.global_step + 1, by_deepspeed=by_deepspeed)
+        self._run.skipped.count(norm, self.state.global_step + 1, by_deepspeed=skipped_by_deepspeed)
         self.recorder.total("skipped_steps", self._run.skipped.total)
         return norm
 
@@ -343,13 +343,15 @@ class DASHTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """Call all reward functions, as TRL does, and wait for their rewards.
 
+        TRL calls this method in an evaluation, and `GenerationBatch` calls it in training.
+
         Returns:
             [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
             the row or, in an evaluation, if a tool or the environment of the row failed.
         """
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None
-        if not training and self._conversations is not None:  # in training, scoring knows the failed rows
+        if not training and self._conversations is not None:  # in training, `GenerationBatch` leaves these rows out
             failed = torch.tensor(self._conversations.failed(len(inputs)))
         return self._run.rewards.of_all(ask, training=training, failed=failed)
 
@@ -360,7 +362,8 @@ class DASHTrainer(GRPOTrainer):
 
         Args:
             rewards: [N, F], the rewards by F functions of the rows of all ranks. Groups are complete, and the rows of a
-                group are adjacent. NaN = the function does not apply to the row. A row with F NaN is unscored.
+                group are adjacent. NaN = the function does not apply to the row. A row is unscored if all its
+                rewards are NaN.
         Returns:
             [N] floats, finite for scored rows.
         """
@@ -377,21 +380,7 @@ class DASHTrainer(GRPOTrainer):
         checks.check_callbacks([callback])
         super().add_callback(callback)
 
-    # ------------------------------------------------------------------ what the objects of a run ask, see `Host`
-
-    def tokenize(self, examples: list[dict[str, Any]]) -> tuple[Any, ...]:
-        """Return what `_tokenize_prompts` returns for the prompts of rows; an empty tuple if they are tokenized later.
-
-        A `rollout_func` tokenizes prompts itself. An environment may add to its prompt when it is reset.
-        """
-        if self.rollout_func is not None or self.environment_factories is not None:
-            return ()
-        return self._tokenize_prompts([row["prompt"] for row in examples])
-
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Call `compute_advantages`, and check the result."""
-        advantages = self.compute_advantages(rewards := rewards.to(self.accelerator.device))
-        return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
+    # ------------------------------------------------------------------ what the objects of a run call, see `Host`
 
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts. An error on one rank is raised on all."""
@@ -414,7 +403,8 @@ class DASHTrainer(GRPOTrainer):
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
         real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first problems
-            exact = reward_figures(rewards := rewards[:real], names, self.reward_weights)
+            rewards = rewards[:real]
+            exact = reward_figures(rewards, names, self.reward_weights)
             self._metrics["eval"].update({name: [value] for name, value in exact.items()})
         if (ks := self.args.eval_k) is not None:
             figures = metrics_of(rewards.tolist(), names, ks, group_size=samples).items()
@@ -430,21 +420,22 @@ class DASHTrainer(GRPOTrainer):
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
         """Run tool calls and further turns of an evaluation in rounds, with the time limits of training."""
         assert self._conversations is not None, "TRL calls this method only if there are tools"
-        names = self._batch_environments if self.environments else None
-        rows = self._conversations.begun(prompt_ids, self.environments, names)
+        kinds = self._batch_environments if self.environments else None
+        rows = self._conversations.begun(prompt_ids, self.environments, kinds)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        seams.vllm_is_behind(self)
+        seams.send_weights_again(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
+        # Wait for this window's rewards before saving anything. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             self._run.micro_steps.wait_for_rest()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
+        # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.
         super()._save_rng_state(output_dir)
         self._run.save(output_dir, self._step)

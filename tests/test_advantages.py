@@ -1,6 +1,7 @@
 """Advantages against the definition in floats, and the properties that must hold for any input."""
 
 import math
+import re
 from functools import partial
 from itertools import product
 
@@ -13,7 +14,7 @@ from dash_trl import DASHTrainer
 from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
 from tests.test_process_rewards import Seen
-from tests.tiny import run
+from tests.tiny import refusal, run
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -138,8 +139,9 @@ def test_advantages_that_cannot_be_used_name_the_estimator():
         (torch.tensor([0.0, NAN, 0.0, 0.0]), r"returned nan for row 1, whose rewards are \[0.0\] \(1 such rows\)"),
         (torch.tensor([0.0, 0.0, 0.0, -math.inf]), "returned -inf for row 3"),
     ):
-        with pytest.raises(ValueError, match=f"Mine.compute_advantages {said}"):
-            checked_advantages(returned, REWARDS, "Mine.compute_advantages")
+        assert re.search(
+            f"Mine.compute_advantages {said}", refusal(checked_advantages, returned, REWARDS, "Mine.compute_advantages")
+        )
 
 
 def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
@@ -153,5 +155,7 @@ def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model,
             group = rewards.view(-1, self.num_generations)
             return ((group - group.mean(dim=1, keepdim=True)) / group.std(dim=1, keepdim=True)).flatten()
 
-    with pytest.raises(ValueError, match="Standardised.compute_advantages returned nan .* spread of a constant group"):
-        run(Standardised, tiny_model, tmp_path, constant=1.0)
+    assert re.search(
+        "Standardised.compute_advantages returned nan .* spread of a constant group",
+        refusal(run, Standardised, tiny_model, tmp_path, constant=1.0),
+    )

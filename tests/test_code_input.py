@@ -6,6 +6,7 @@ from dash_trl import CodeReward
 from dash_trl.sandbox import Sandbox, UnfitTests, same_output
 from tests.attacks import programs
 from tests.test_code_reward import found
+from tests.tiny import refusal
 
 SUMS = [("1 2\n", "3\n"), ("5 6\n", "11"), ("-1 1", "0\n\n")]
 ADD = "print(sum(map(int, input().split())))"
@@ -217,7 +218,5 @@ def test_the_reward_of_a_program_that_reads():
         assert [score(ADD, **columns), score("print(3)", **columns)] == [1.0, 0.0]
         assert reward(f"```python\n{'print(3)'}\n```", **columns)[1]["passed"] == 0.5
         assert score(ADD, tests=[], entry_point=None, **columns) == 1.0
-        with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
-            score(ADD, inputs=["1", "2"], outputs=["1"])
-        with pytest.raises(ValueError, match="this row has no tests"):
-            score(ADD, inputs=[], outputs=[])
+        assert "2 inputs and 1 outputs" in refusal(score, ADD, inputs=["1", "2"], outputs=["1"])
+        assert "this row has no tests" in refusal(score, ADD, inputs=[], outputs=[])

@@ -1,5 +1,6 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from dash_trl.data import (
     load_math_dataset,
     make_prompt,
 )
-from tests.tiny import write_rows
+from tests.tiny import refusal, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
@@ -73,8 +74,7 @@ def test_a_row_without_an_answer_has_that_of_its_solution(tmp_path):
 def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
     rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "Find 17*2.", "solution": "34"}])
     assert load_math_dataset(rows, answer_column="solution")["answer"][:] == ["34"]
-    with pytest.raises(ValueError, match="lack a gold answer in 'solution'"):
-        load_math_dataset(rows)
+    assert "lack a gold answer in 'solution'" in refusal(load_math_dataset, rows)
 
 
 TEMPLATE = "Q: {problem} Use \\boxed{}."
@@ -158,8 +158,10 @@ def test_folders_of_splits(tmp_path):
     for name in ("files", "one", "two"):
         assert load_math_dataset(tmp_path / name)["answer"][:] == ["2", "1200"]
         assert name == "one" or load_math_dataset(tmp_path / name, split="test")["answer"][:] == ["1200"]
-    with pytest.raises(ValueError, match=r"no split 'dev' .*: choose one of \['train', 'test'\]"):
-        load_math_dataset(tmp_path / "two", split="dev")
+    assert re.search(
+        r"no split 'dev' .*: choose one of \['train', 'test'\]",
+        refusal(load_math_dataset, tmp_path / "two", split="dev"),
+    )
 
 
 def test_one_split_and_its_parts(tmp_path):
@@ -176,8 +178,7 @@ def test_one_split_and_its_parts(tmp_path):
         for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
             assert load_math_dataset(path, split=split)["answer"][:] == list(answers)
         for split, message in mistakes.items():
-            with pytest.raises(ValueError, match=message):
-                load_math_dataset(path, split=split)
+            assert re.search(message, refusal(load_math_dataset, path, split=split))
 
 
 def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
@@ -215,8 +216,7 @@ def test_the_real_files():
 def test_names_without_data(tmp_path):
     nowhere = "is neither a path with data files .*.parquet.* nor .*hub .*correct it, or the connection"
     for name in ("./nowhere", "nowhere.jsonl", "no/where", str(tmp_path)):
-        with pytest.raises(ValueError, match=f"'{name}' {nowhere}"):
-            load_math_dataset(name)
+        assert re.search(f"'{name}' {nowhere}", refusal(load_math_dataset, name))
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -436,5 +436,4 @@ def test_what_is_missing_is_named(tmp_path):
         ),
         (partial(solved, load_code_dataset), [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
     ]:
-        with pytest.raises(ValueError, match=f"(?s){message}"):
-            load(new_file(tmp_path, rows), **settings)
+        assert re.search(f"(?s){message}", refusal(load, new_file(tmp_path, rows), **settings))

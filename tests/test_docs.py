@@ -119,7 +119,8 @@ def own_figures() -> set[str]:
             texts |= set(filter(pattern.fullmatch, text_of(node)))
     logged: dict[str, list[float]] = defaultdict(list)
     every = {"use_vllm": True, "vllm_mode": "server", "reward_pipeline": True, "max_num_gen_batches": 2}
-    Recorder(SimpleNamespace(device=torch.device("cpu"), **every), None, SimpleNamespace(figures=logged)).end_step()
+    args, state = SimpleNamespace(device=torch.device("cpu"), **every), SimpleNamespace(global_step=1)
+    Recorder(args, state, SimpleNamespace(figures=logged)).end_step()
     return texts | logged.keys()
 
 
@@ -136,11 +137,15 @@ def test_every_figure_of_the_source_is_documented_and_the_other_way_round():
     documented, own = figure_names(), own_figures()
     trls = Path(grpo_trainer.__file__).read_text()
     inherited = {name for name in documented if f'"{name.replace("<name>", "{reward_func_name}")}"' in trls}
-    transformers = {"loss", "grad_norm", "learning_rate", "epoch", "train_runtime", "train_samples_per_second"}
-    transformers |= {"train_steps_per_second", "train_loss", "total_flos", "eval_loss", "eval_runtime"}
-    transformers |= {"eval_samples_per_second", "eval_steps_per_second"}
-    elsewhere = {"skipped_steps", "rewards/<name>/<note>"}  # a name without a slash; one that a function gives
-    elsewhere |= {f"eval_{one}".replace("at_1", "at_<k>") for one in metrics_of([[1.0]], ["a"], [1], group_size=1)}
+    transformers = {
+        *("loss", "grad_norm", "learning_rate", "epoch", "train_runtime", "train_samples_per_second"),
+        *("train_steps_per_second", "train_loss", "total_flos", "eval_loss", "eval_runtime"),
+        *("eval_samples_per_second", "eval_steps_per_second"),
+    }
+    # A name without a slash, one that a function gives, and those of pass@k.
+    elsewhere = {"skipped_steps", "rewards/<name>/<note>"} | {
+        f"eval_{one}".replace("at_1", "at_<k>") for one in metrics_of([[1.0]], ["a"], [1], group_size=1)
+    }
     assert documented - own - inherited - transformers - elsewhere == set()
     missing = {name for name in own - documented if not any(matches(name, one) for one in documented)}
     assert missing == set()

@@ -48,8 +48,7 @@ def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
         lambda local: torch.cat([local, torch.full((5,), torch.nan)]),
     )
     assert list(found.values()) == [0.25, 0.25, 0.5, 0.75, 1.0]
-    nothing = torch.zeros(1, 2)
-    assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), nothing, lambda local: local) == {}
+    assert sampler_metrics(log_probs, log_probs, torch.ones(1, 2), torch.zeros(1, 2), lambda local: local) == {}
 
 
 def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
@@ -58,5 +57,5 @@ def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
         metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}
-        metrics.take(logged, {}, one, 1.0, per_token=per_token)
-        assert metrics.of_step([share]) == {"vespo/phi_seq_mean": pytest.approx(0.5)}
+        metrics.take({**logged, "other": [0.25]}, one, 1.0, per_token=per_token)
+        assert metrics.of_step([share]) == [{"vespo/phi_seq_mean": pytest.approx(0.5)}, {"other": 0.25}]

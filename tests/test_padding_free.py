@@ -15,7 +15,9 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -27,6 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
     TrainerCallback,
 )
 from trl import GRPOTrainer
@@ -47,6 +50,7 @@ SIZES = dict(
     initializer_range=0.2,
 )
 GPT2 = {**SIZES, "intermediate_size": None, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+READING = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward", "_unique2"}
 ARCHITECTURES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
@@ -159,13 +163,44 @@ def test_packed_rows_have_the_gradients_of_one_row_at_a_time_in_float64(seed, na
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that are not views."""
+    """Counts the operations that are not views, and those for which the host waits until a GPU has come so far."""
+
+    number = waits = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        by_mask = any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in tree_leaves(args[1:2]))
+        name = operation.name().split(".")[0].removeprefix("aten::")
+        self.waits += name in READING or ("index" in name and by_mask)
+        self.number += not operation.is_view
+        return operation(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies to the host, which are no operations on a CPU."""
 
     number = 0
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.number += not operation.is_view
-        return operation(*args, **(kwargs or {}))
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.number += function in (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("options", "waits"), [({"logprobs": True}, 4), ({"beta": 0.04, "entropy_coef": 0.1}, 5)])
+def test_a_pass_waits_for_a_gpu_in_trls_lm_head_only(options, waits, tiny_model, tmp_path, monkeypatch):
+    """It selects by a mask: two tensors forward, and backward one, and each of its outputs that has a gradient."""
+    counted = []
+
+    def counting(*arguments: Any, of: Any = Trainer.training_step) -> torch.Tensor:
+        with Copies() as copies, Operations() as operations:
+            loss = of(*arguments)
+        counted.append(copies.number + operations.waits)
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", counting)
+    monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: True)  # the way that a GPU takes
+    with on_varlen(torch.float32):
+        run(DASHTrainer, tiny_model, tmp_path, constant=0.2, max_tokens_per_microbatch=200, **options)
+    assert {*counted} == {waits}
 
 
 @pytest.mark.parametrize(("checkpointing", "most"), [(False, [46, 77]), (True, [46, 121])])

@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 
 from dash_trl.seams import (
     begin_anew,
-    count_pass_time,
+    end_micro_step,
     with_settings,
 )
 from dash_trl.update import OFF_POLICY_LOSSES
@@ -40,8 +40,8 @@ def test_counters_and_logs_of_a_run(trainer):
     known |= {"_last_world_entropy", "entropy_coef"}
     assert known <= vars(trainer).keys()
     assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
-    count_pass_time(trainer, 5.0)
-    assert trainer._current_train_step_time >= 5.0
+    end_micro_step(trainer, 5.0, ends_step=False)
+    assert trainer._step == 9 and trainer._current_train_step_time >= 5.0
 
     begin_anew(trainer)
     assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)

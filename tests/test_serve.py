@@ -13,6 +13,7 @@ import pytest
 
 from dash_trl import serve
 from dash_trl.sampling import key_header
+from tests.tiny import refusal
 from tests.vllm_run import wait_until
 
 # In place of vLLM: a server that writes down how it was started and when it is told to stop, and stops when it may.
@@ -64,8 +65,7 @@ def test_a_key_guards_all_endpoints(monkeypatch):
         (said,) = reached(type="websocket", headers=headers)
         assert said["type"] == ("websocket" if sent == b"Bearer secret" else "websocket.close")
     monkeypatch.delenv("VLLM_API_KEY")
-    with pytest.raises(ValueError, match="needs a key: set the environment variable VLLM_API_KEY"):
-        kind(None)
+    assert "needs a key: set the environment variable VLLM_API_KEY" in refusal(kind, None)
 
 
 @pytest.fixture
@@ -128,8 +128,7 @@ def test_the_gpus_are_shared_out(program, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert [one[1] for one in said(program, "model", 2)] == ["3", "5"]
-    with pytest.raises(ValueError, match="servers=3, but only 2 GPUs are visible"):
-        said(program, "model", 3)
+    assert "servers=3, but only 2 GPUs are visible" in refusal(said, program, "model", 3)
 
 
 def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHTrainer, RewardRunner
 from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import assert_same_update, parameters, prompts
+from tests.tiny import assert_same_update, parameters, prompts, refusal
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -148,8 +148,9 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
 
         trainer.processing_class.batch_decode = breaks
 
-    with pytest.raises(ValueError, match="no such token"):
-        trained(tiny_model, tmp_path, [server()], 1, watch=watch, prepare=prepare, max_steps=4)
+    assert "no such token" in refusal(
+        trained, tiny_model, tmp_path, [server()], 1, watch=watch, prepare=prepare, max_steps=4
+    )
     assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
     assert nothing_in_work(trainers[0])
 

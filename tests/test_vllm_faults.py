@@ -4,6 +4,7 @@ The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 """
 
 import asyncio
+import re
 import threading
 import time
 from unittest.mock import MagicMock
@@ -33,7 +34,7 @@ from dash_trl.sampling import (
     own_key,
 )
 from tests.fake_server import Clock, Fake, factory, hurry, is_idle, settle
-from tests.tiny import said
+from tests.tiny import refusal, said
 from tests.vllm_run import wait_until
 
 SAMPLING = {"max_tokens": 8}
@@ -302,8 +303,7 @@ def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
     for message, different in REFUSED.items():
         with pytest.raises(PoolError if "cannot be read" in message else ValueError, match=message):
             pair(**different).sync_weights()
-    with pytest.raises(ValueError, match="seed=5.*Leave it out"):
-        pair(generation_kwargs={"seed": 5})
+    assert re.search("seed=5.*Leave it out", refusal(pair, generation_kwargs={"seed": 5}))
     for message, different in WITH_LESS:
         caplog.clear()
         vllm = pair(**different)
@@ -351,10 +351,8 @@ def test_ranks_begin_with_different_servers(model, tmp_path, fakes, monkeypatch)
 def test_what_every_server_would_refuse_is_the_users_error_at_once(fakes):
     for fault, message in (("400", "answered 400"), ("401", "VLLM_API_KEY"), ("307", "answered 307")):
         pool = ServerPool([fakes(fault).url, fakes(fault).url], server_timeout=60.0)
-        with pytest.raises(ValueError, match=message):
-            complete(pool, 3)
-        with pytest.raises(ValueError, match=message):
-            list(pool.as_completed(asked(pool, 2, 1)))
+        assert re.search(message, refusal(complete, pool, 3))
+        assert re.search(message, refusal(list, pool.as_completed(asked(pool, 2, 1))))
 
 
 def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes, monkeypatch):
@@ -404,8 +402,7 @@ NO_ADDRESSES = [
 def test_addresses(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     for urls, message in NO_ADDRESSES:
-        with pytest.raises(ValueError, match=message):
-            check_urls(urls)
+        assert re.search(message, refusal(check_urls, urls))
     both = ["http://0.0.0.0:8000", "http://[::1]:8001"]  # the first one is TRL's default: this machine
     for urls in (both, ["http://0.0.0.0:8000,http://[::1]:8001/"], "http://0.0.0.0:8000, http://[::1]:8001", 2 * both):
         read = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_urls=urls).vllm_server_urls

@@ -4,9 +4,12 @@
        ▲            └── meanwhile: the next window is sampled, and its rewards begin
        └── with dynamic sampling: more groups, while too few groups have signal ──┘
 
+A generation batch is what is sampled at once: the rows of a window or, with dynamic sampling, those of one round.
+
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -36,7 +39,7 @@ from dash_trl.rollout import (
     widened,
 )
 from dash_trl.seams import shuffled
-from dash_trl.update import Filtered, filter_rows
+from dash_trl.update import Filtered, checked_advantages, filter_rows
 
 
 class Credited(NamedTuple):
@@ -44,11 +47,13 @@ class Credited(NamedTuple):
 
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
-        outcome_advantages: [M], their advantages before callbacks change them.
+        filtered: which rows the filter keeps and drops.
+        silent: bool for the groups of all ranks, True = `compute_advantages` gave only 0.
     """
 
     rollouts: CreditedRollouts
-    outcome_advantages: Tensor
+    filtered: Filtered
+    silent: Tensor
 
 
 class Collector:
@@ -84,7 +89,7 @@ class Collector:
         self._pad_token_id = host.processing_class.pad_token_id
         self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
-        self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
+        self._announced: deque[Prompts] = deque()  # for each window that has not begun: the prompts of its first round
         self._empty_windows = EmptyWindows()
 
     def window(
@@ -100,29 +105,34 @@ class Collector:
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
             micro_step: the micro-step with which the window begins.
-            groups_of_step: see `GenerationBatch.scored_groups`. `None`: await rewards together, not group by group.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+                from the window. `None`: await rewards together, not group by group.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
-        prompts, global_step = self._announce(examples, micro_step), self._host.state.global_step
+        global_step = self._host.state.global_step
+        windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
+        # Announce this window, unless that is done, and the windows that may be sampled ahead from now on.
+        new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
+        self._announced.extend(new)
+        prompts = self._announced.popleft()
         if groups_of_step is None:
-            return Window(iter(()), global_step, whole=self._together(prompts, serves_one_step=serves_one_step))
-        batch = self._sample(prompts, by_group=True)
+            return Window(global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
+        batch = self._sample(prompts, new, by_group=True)
         self._log_sampled([batch])
         # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
-        # Groups are trained on in the order in which their rewards come. A random order is drawn and dropped, so that
-        # the random state, and with it later samples, do not depend on `reward_pipeline`.
+        # Draw the random order that `_together` draws, and drop it, so that later samples do not depend on
+        # `reward_pipeline`. Groups are trained on in the order in which their rewards come.
         shuffled(len(batch.rollouts))
         if not serves_one_step:
-            # Old log-probs belong to the weights before the first of these steps, so they are computed now, for all
-            # rows.
+            # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        return Window(self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step), global_step)
+        return Window(global_step, self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step))
 
     def start_rewards_of_sampled(self) -> None:
-        """Between passes, start the rewards of later windows' rows that were sampled since the last call."""
+        """Start the rewards of later windows' rows that servers have sampled meanwhile. Called between passes."""
         self._sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
@@ -133,32 +143,32 @@ class Collector:
 
     # ------------------------------------------------------------------ from prompts to rows
 
-    def _announce(self, examples: list[dict[str, Any]], micro_step: int) -> Prompts:
-        """Begin the next window: give the sampler its prompts, and the prompts of windows that may be sampled ahead.
+    def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
+        """Tokenize the prompts of a generation batch, and announce the batch to the rewards.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
-        current, upcoming = self._ahead.window + 1, [] if self._queue is None else self._queue.upcoming(micro_step)
-        new = []
-        for window in self._ahead.begin(self._host.state.global_step, known=len(upcoming)):
-            self._announced[window] = self._prompts([examples, *upcoming][window - current])
-            new.append(self._announced[window])
-        prompts = self._announced.pop(current)
-        self._sampler.begin(prompts.number, new)
-        return prompts
-
-    def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
-        with self._recorder.timed("generate"):
-            prompts = Prompts(next(self._numbers), examples, self._host.tokenize(examples))
+        tokenized: tuple[Any, ...] = ()
+        if self._sampler.needs_token_ids:
+            with self._recorder.timed("generate"):
+                tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
+        prompts = Prompts(next(self._numbers), examples, tokenized)
         self._rewards.announce(prompts.number, examples)
         return prompts
 
-    def _sample(self, prompts: Prompts, *, by_group: bool = False) -> GenerationBatch:
-        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
-        sampled = self._ranks.agree(self._sampler.sample, prompts)  # decoding may fail on one rank
+    def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
+        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`.
+
+        Args:
+            prompts: the generation batch.
+            new: generation batches that the sampler does not know yet, see `Sampler.sample`.
+            by_group: True = its rewards are awaited group by group.
+        """
+        sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
         own = self._ranks.own(len(prompts.examples))
-        rollouts = to_rollouts(
+        rollouts = self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
+            to_rollouts,
             sampled,
             sampled.examples(prompts.examples),
             group=torch.arange(own.start, own.stop) // self._args.num_generations,
@@ -166,6 +176,7 @@ class Collector:
             masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
+        # Rewards first: in the background, they run while the sampler and the callbacks work.
         batch = self._rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
         self._ranks.agree(self._sampler.sample_ahead)
         self._host.dispatch("on_rollouts_sampled", rollouts)
@@ -184,46 +195,52 @@ class Collector:
 
     # ------------------------------------------------------------------ from rewards to parts
 
-    def _together(self, prompts: Prompts, *, serves_one_step: bool) -> Part:
+    def _together(self, prompts: Prompts, new: Sequence[Prompts], *, serves_one_step: bool) -> Part:
         """Sample a window, with dynamic sampling in several rounds, and wait for all of its rewards.
 
         Args:
             prompts: the prompts of the window's first round.
+            new: see `_sample`.
             serves_one_step: see `window`.
         """
         batches: list[GenerationBatch] = []
         credited: list[Credited] = []
-        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has signal
+        signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has a kept row
         while True:
-            with self._recorder.timed("dynamic_sampling") if batches else nullcontext():
-                batches.append(self._sample(prompts))
+            with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
+                batches.append(self._sample(prompts, new))
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
-                signal.append(self._end_round(credited))
-                if not (groups := self._dynamic.next(signal)):
+                before = sum(len(one.rollouts) for one in credited[:-1])
+                self._log.end_round(before, len(credited[-1].rollouts))
+                groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
+                signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
+                if not (more := self._dynamic.next(signal)):
                     break
                 assert self._queue is not None, "dynamic sampling has a queue"
-                prompts = self._prompts(self._queue.take(groups))
-                self._sampler.begin(prompts.number, [prompts])
+                prompts = self._announce(self._queue.take(more))
+                new = [prompts]
         self._log_sampled(batches)
         rollouts = joined(widened([one.rollouts for one in credited], self._pad_token_id))
-        keep, num_items = self._filtered(rollouts).keep, rollouts.loss_mask.sum()
-        order = torch.arange(len(rollouts))
+        filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
+        keep, order = filtered.keep, torch.arange(len(rollouts))
         if self._dynamic is not None:
+            # More rows may have been sampled than a window has. `chosen`: the window's rows, whose tokens the loss
+            # counts; `trained`: the chosen rows whose group has signal.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # `lengths` needs equally many rows on all ranks.
-            places = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
-            order = (~keep).long().argsort(stable=True)[:places]  # survivors first
+            # All survivors, filled up with dropped rows, so that `lengths` has equally many rows of every rank.
+            rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
+            order = (~keep).long().argsort(stable=True)[:rows]
             self._recorder.log(self._dynamic.metrics(signal))
             self._dynamic.note(signal)
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
-        self.log_probs.of_window(part, serves_one_step=serves_one_step)
-        self._log_whole(batches, rollouts, torch.cat([one.outcome_advantages for one in credited]), part.rollouts)
+        part = self.log_probs.added(part, serves_one_step=serves_one_step)
+        self._log_whole(batches, rollouts, filtered, torch.cat([one.silent for one in credited]), part.rollouts)
         return part
 
     def _by_group(
@@ -233,49 +250,41 @@ class Collector:
 
         Args:
             batch: the rows of the window. If several optimizer steps use the window, they have their log-probs already.
-            num_items: number of loss tokens of the window on all ranks, dropped rows included.
+            num_items: `Part.num_items_in_batch`.
             groups_of_step: see `window`.
             serves_one_step: see `window`.
         """
-        known, credited, survivors, width = [], [], [], self._width(batch.rollouts)
+        arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         for rows, scored, ends_step in batch.scored_groups(groups_of_step):
-            known.append(rows)
+            arrived.append(rows)
             credited.append(self._credited(scored))
             rollouts = credited[-1].rollouts
-            kept = self._survivors(rollouts, self._filtered(rollouts).keep, torch.arange(len(rollouts)))
+            kept = self._survivors(rollouts, credited[-1].filtered.keep, torch.arange(len(rollouts)))
             part = Part(*kept, width, num_items, ends_step)
-            if serves_one_step:
-                self.log_probs.of_window(part, serves_one_step=True)
+            if serves_one_step:  # otherwise the rows have their log-probs already
+                part = self.log_probs.added(part, serves_one_step=True)
             survivors.append(part.rollouts)
-            if sum(map(len, known)) == len(batch.rollouts):
-                order = torch.cat(known).argsort()
+            if sum(map(len, arrived)) == len(batch.rollouts):  # log before the optimizer step of the last part
+                order = torch.cat(arrived).argsort()
                 rollouts = joined([one.rollouts for one in credited]).rows(order)
-                outcome_advantages = torch.cat([one.outcome_advantages for one in credited])[order]
-                self._log_whole([batch], rollouts, outcome_advantages, joined(survivors))
+                filtered = joined([one.filtered for one in credited]).rows(order)
+                silent = torch.cat([one.silent for one in credited])
+                self._log_whole([batch], rollouts, filtered, silent, joined(survivors))
             yield part
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
-        """Compute the advantages of rows, and call the callbacks that may change rewards and advantages."""
+        """Compute the advantages of rows, call the callbacks that may change rewards and advantages, and filter."""
         self._host.dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
-        rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
-        outcome = self._host.advantages(rewards)[self._ranks.own(len(rollouts))]
-        credited = rollouts.with_advantages(outcome.clone())
+        unscored = ~rollouts.scored.unsqueeze(1)  # now, since a callback may have changed rewards
+        rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
+        advantages = self._host.compute_advantages(rewards)
+        advantages = checked_advantages(advantages, rewards, f"{type(self._host).__name__}.compute_advantages")
+        silent = (advantages.view(-1, self._args.num_generations) == 0).all(dim=1).cpu()
+        credited = rollouts.with_advantages(advantages[self._ranks.own(len(rollouts))].cpu())
         self._host.dispatch("on_advantages", credited)
-        return Credited(credited, outcome)
-
-    def _end_round(self, rounds: Sequence[Credited]) -> Tensor:
-        """End the last round in the log, which fills up its columns, and return which of its groups have signal.
-
-        Args:
-            rounds: the rounds of the window so far.
-        Returns:
-            [R, K] bool for the groups of all ranks, True = the filter keeps at least one row of the group.
-        """
-        *earlier, last = (one.rollouts for one in rounds)
-        self._log.end_round(sum(map(len, earlier)), len(last))  # callbacks have logged their columns, too
-        groups = self._filtered(last).keep.view(-1, self._args.num_generations).any(dim=1)
-        return self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool()
+        threshold = self._args.gradient_filter_threshold
+        filtered = filter_rows(credited.advantages, credited.loss_mask, credited.scored, threshold)
+        return Credited(credited, filtered, silent)
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
         """Return the rows to train on, in the given order.
@@ -288,8 +297,8 @@ class Collector:
             This rank's survivors, and `Part.lengths` of all ranks, with 0 for a dropped row.
         """
         lengths = (rollouts.lengths() * keep.unsqueeze(1))[order]
-        # Column 1 counts completion tokens. It is also 0 for a masked row (`mask_truncated_completions`), so such a row
-        # is no survivor, even if the filter keeps it.
+        # Column 1, completion tokens, is 0 for dropped and for masked rows. So a masked row
+        # (`mask_truncated_completions`) is no survivor, even if the filter keeps it (`gradient_filter_threshold=None`).
         survivors = order[lengths[:, 1] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
@@ -298,18 +307,14 @@ class Collector:
         lengths = rollouts.lengths()
         return self._ranks.largest(int(lengths[:, 0].max() + lengths[:, 1].max()))
 
-    def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
-        return filter_rows(
-            rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._args.gradient_filter_threshold
-        )
-
     # ------------------------------------------------------------------ logs
 
     def _log_whole(
         self,
         batches: Sequence[GenerationBatch],
         rollouts: CreditedRollouts,
-        outcome_advantages: Tensor,
+        filtered: Filtered,
+        silent: Tensor,
         survivors: Survivors,
     ) -> None:
         """Log a window whose rewards have all come.
@@ -317,16 +322,17 @@ class Collector:
         Args:
             batches: the generation batches of the window.
             rollouts: all rows of these batches, in the same order.
-            outcome_advantages: [B], the advantages of the rows before callbacks changed them.
+            filtered: which of these rows the filter has kept and dropped.
+            silent: see `Credited`, for all these groups, in any order.
             survivors: the rows that are trained on.
         """
+        # In the order of the advantages: rank by rank, and not round by round.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
-        silent = (self._ranks.gather(outcome_advantages).view(-1, self._args.num_generations) == 0).all(dim=1)
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
         self._log.rewarded(prompts, completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, self._filtered(rollouts), self._ranks.sum)
+        metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
         if self._dynamic is not None and self._queue is not None:
             self._recorder.total("prompts/epoch", self._queue.epochs)

@@ -1,6 +1,6 @@
 """Samplers, which sample the completions of a window: this process, a user's `rollout_func`, or vLLM servers::
 
-    begin: prompts are known ──► sample: the rows of a window ──► sample_ahead, while rewards are awaited
+    sample: the rows of a window ──► sample_ahead: later windows, while rewards are awaited
 
 If rewards begin early, a sampler passes rows to the function `on_rows` as soon as they are sampled, including rows of
 windows that are sampled ahead. Otherwise `on_rows` is `None`.
@@ -32,33 +32,27 @@ class Sampler:
     Args:
         host: the trainer.
         rewards: gets rows as soon as they are sampled, if their rewards start early.
+    Attributes:
+        needs_token_ids: False = the sampler tokenizes prompts itself.
     """
+
+    needs_token_ids = True
 
     def __init__(self, host: Host, rewards: Rewards):
         self._host, self._timed = host, host.recorder.timed
         self._on_rows: OnRows | None = rewards.start if rewards.start_early else None
 
-    def _decoded(self, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[Any]:
-        return decoded(self._host.processing_class, prompts, prompt_ids, ids)
-
     def _versions(self, rows: int) -> Tensor:
         """Return `Sampled.policy_version` of rows that the current weights have sampled, [rows, 2]."""
         return torch.full((rows, 2), self._host.state.global_step)
 
-    def begin(self, number: int, new: Sequence[Prompts]) -> None:
-        """Begin a generation batch: a window, or another round of a window. The next `sample` returns its rows.
-
-        Args:
-            number: number of the generation batch that begins.
-            new: generation batches that the sampler has not been given before, in the order of their numbers. It may
-                sample the later ones ahead.
-        """
-
-    def sample(self, prompts: Prompts) -> Sampled:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         """Sample this rank's rows of a generation batch, or wait for them, and return them.
 
         Args:
-            prompts: the generation batch that the last `begin` has begun.
+            prompts: the generation batch: a window, or another round of a window.
+            new: generation batches that the sampler has not been given before, in the order of their numbers. They
+                include `prompts`, unless an earlier call had it. The sampler may sample the others ahead.
         """
         raise NotImplementedError
 
@@ -81,7 +75,9 @@ class Sampler:
 class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead."""
 
-    def sample(self, prompts: Prompts) -> Sampled:
+    needs_token_ids = False
+
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         with self._timed("generate"):
             sync_weights(self._host)  # TRL, too, sends the weights before it calls a `rollout_func`
             columns = dict(self._host.rollout_func(deepcopy(prompts.prompts), self._host))
@@ -91,7 +87,7 @@ class ByFunction(Sampler):
         return Sampled(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            completions=self._decoded(prompts.prompts, prompt_ids, completion_ids),
+            completions=decoded(self._host.processing_class, prompts.prompts, prompt_ids, completion_ids),
             policy_version=self._versions(len(completion_ids)),
             prompts=prompts.prompts,
             log_probs=log_probs,
@@ -118,11 +114,9 @@ class InProcess(Sampler):
         self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
-    def begin(self, number: int, new: Sequence[Prompts]) -> None:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         self._known |= {one.number: one for one in new}
-        self._known.pop(number, None)
-
-    def sample(self, prompts: Prompts) -> Sampled:
+        self._known.pop(prompts.number, None)
         ahead = self._sampled.pop(prompts.number, None)
         return self._sample(prompts) if ahead is None else ahead
 
@@ -136,7 +130,7 @@ class InProcess(Sampler):
             completion_ids, log_probs = self._host._generate_single_turn(
                 *prompts.tokenized, self._host.args.num_generations
             )
-            completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
+            completions = decoded(self._host.processing_class, prompts.prompts, prompts.ids, completion_ids)
         versions = self._versions(len(completion_ids))
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
@@ -172,14 +166,12 @@ class OnServers(Sampler):
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
-    def begin(self, number: int, new: Sequence[Prompts]) -> None:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         self._known |= {one.number: one for one in new}
         if self._on_rows is not None:
             self._completions |= {one.number: [None] * len(one.examples) for one in new}
         on_sampled = None if self._on_rows is None else self._pass_on
-        self._pool.expect(number, {one.number: one.ids for one in new}, on_sampled)
-
-    def sample(self, prompts: Prompts) -> Sampled:
+        self._pool.expect(prompts.number, {one.number: one.ids for one in new}, on_sampled)
         with self._timed("generate"):
             # While this call waits, the pool calls `_pass_on` on this thread.
             completion_ids, log_probs = self._host._generate_single_turn(
@@ -187,7 +179,7 @@ class OnServers(Sampler):
             )
             versions = self._pool.policy_version
             if self._on_rows is None:  # then `_pass_on` has not decoded the completions
-                completions = self._decoded(prompts.prompts, prompts.ids, completion_ids)
+                completions = decoded(self._host.processing_class, prompts.prompts, prompts.ids, completion_ids)
             else:
                 completions = self._completions.pop(prompts.number)
         del self._known[prompts.number]
@@ -197,7 +189,7 @@ class OnServers(Sampler):
         """Pass rows that have been sampled to `on_rows`. The pool calls it on the main thread."""
         assert self._on_rows is not None, "the pool calls this method only if rewards start early"
         own, prompts = slice(first, first + len(completion_ids)), self._known[number]
-        completions = self._decoded(prompts.prompts[own], prompts.ids[own], completion_ids)
+        completions = decoded(self._host.processing_class, prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[number][own] = completions
         self._on_rows(number, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 

@@ -186,13 +186,11 @@ class TurnsInProcess(InProcess):
         super().__init__(host, rewards, log_probs)
         self._rounds = Rounds(host, conversations)
         self._batches = _Batches(conversations, knows_log_probs=host.args.use_vllm)
+        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
 
-    def begin(self, number: int, new: Sequence[Prompts]) -> None:
-        super().begin(number, new)
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         self._batches.begin()
-
-    def sample(self, prompts: Prompts) -> Sampled:
-        sampled = super().sample(prompts)
+        sampled = super().sample(prompts, new)
         self._batches.taken(prompts.number)
         return sampled
 
@@ -220,15 +218,21 @@ class TurnsOnServers(OnServers):
     def __init__(self, host: Host, rewards: Rewards, pool: Any, conversations: Conversations):
         super().__init__(host, rewards, pool)
         self._conversations, self._batches = conversations, _Batches(conversations, knows_log_probs=True)
+        self.needs_token_ids = conversations.environments is None
 
-    def begin(self, number: int, new: Sequence[Prompts]) -> None:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         self._batches.begin()
         chains = {}
         for one in new:
             rows = self._batches.add(one)
             prompt_ids = one.ids if one.tokenized else [None] * len(rows)
             chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
-        self._pool.expect(number, {}, None if self._on_rows is None else self._pass_on, chains=chains)
+        self._pool.expect(prompts.number, {}, None if self._on_rows is None else self._pass_on, chains=chains)
+        with self._timed("generate"):
+            # Waits until all turns of the window's rows are sampled.
+            self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
+        self._batches.taken(prompts.number)
+        return self._batches.sampled(prompts.number, self._pool.policy_version)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
         """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
@@ -236,13 +240,6 @@ class TurnsOnServers(OnServers):
         while goes_on and row.turns is not None:
             turn = await ask(row.turns.context, row.turns.room)
             goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
-
-    def sample(self, prompts: Prompts) -> Sampled:
-        with self._timed("generate"):
-            # Waits until all turns of the window's rows are sampled.
-            self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
-        self._batches.taken(prompts.number)
-        return self._batches.sampled(prompts.number, self._pool.policy_version)
 
     def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
         row = self._batches[number][first]

@@ -44,8 +44,7 @@ def filter_metrics(
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
-    keep = filtered.keep
-    counted = [keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
+    counted = [keep := filtered.keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
     *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
@@ -104,9 +103,8 @@ def sampler_metrics(
     Returns:
         Name → value; empty if no rank has a survivor with known log-probs.
     """
-    mask, ratio = loss_mask.bool(), importance_sampling_ratio.flatten()
-    if importance_sampling_ratio.shape == mask.shape:
-        ratio = importance_sampling_ratio[mask]
+    mask, ratio = loss_mask.bool(), importance_sampling_ratio
+    ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
     delta = (old_per_token_logps - sampling_per_token_logps).abs()[mask]
     delta = delta[~delta.isnan()]
     local = torch.full((5,), torch.nan)
@@ -289,53 +287,55 @@ class PassMetrics:
 
     def __init__(self, *, per_row: bool):
         self.per_row, self.passes = per_row, 0
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._taken: list[tuple[Mapping[str, Sequence[Any]], Pass, float, bool]] = []
+        self._zeros: dict[str, float] = {}  # the names so far: the shares of a step without a pass are logged as 0
 
-    def take(
-        self,
-        logged: dict[str, list[float]],
-        before: dict[str, int],
-        one: Pass,
-        loss_scale: float,
-        *,
-        per_token: bool,
-    ) -> None:
-        """Move the figures of a pass out of `logged`, after TRL has computed the loss of the pass.
+    def take(self, figures: Mapping[str, Sequence[Any]], one: Pass, loss_scale: float, *, per_token: bool) -> None:
+        """Take the figures that TRL's loss has logged in a pass. `of_step` reads them.
 
         Args:
-            logged: TRL's metrics, name → values since the last log.
-            before: name → number of values before TRL's loss was computed.
+            figures: name → one value, a number or a tensor without dimensions.
             one: the pass.
             loss_scale: weight of the pass's loss in the optimizer step.
             per_token: True = advantages are per token.
         """
         self.passes += 1
         self.per_row &= not per_token
-        tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
-        kept = sum(map(len, one.micro_batch.rows))
-        for name in (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP):
-            if len(logged.get(name, ())) == before.get(name, 0):
-                continue  # TRL logs it only with other settings
-            of_rows = name == "vespo/phi_seq_mean" and not per_token
-            per_row = of_rows or (self.per_row and name in CLIPPED)
-            count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
-            dummies = rows - kept if of_rows else 0.0  # their weight is 1
-            self._sums[name] += logged[name].pop() * count - dummies
-            self._counts[name] += count - dummies
+        self._taken.append((figures, one, loss_scale, per_token))
 
-    def of_step(self, shares: Collection[Share]) -> dict[str, float]:
-        """Return the figures of the optimizer step that ends, and set the sums back to 0.
+    def of_step(self, shares: Collection[Share]) -> list[dict[str, float]]:
+        """Return the figures of the optimizer step that ends, and forget its passes.
+
+        Tensors are read here, all at once, because the CPU waits for the GPU whenever it reads one.
 
         Args:
             shares: the shares of the optimizer step.
+        Returns:
+            The combined figures, and for each pass its other figures.
         """
+        found: list[dict[str, float]] = [{}]
+        sums, counts = defaultdict(float, self._zeros), defaultdict[str, float](float)
+        values = iter(_read([value for figures, *_ in self._taken for (value,) in figures.values()]))
+        for figures, one, loss_scale, per_token in self._taken:
+            found.append(dict(zip(figures, values, strict=False)))  # `values` has those of the next passes, too
+            tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
+            for name in filter({*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP}.__contains__, figures):
+                of_rows = name == "vespo/phi_seq_mean" and not per_token
+                per_row = of_rows or (self.per_row and name in CLIPPED)
+                count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
+                dummies = rows - sum(map(len, one.micro_batch.rows)) if of_rows else 0.0  # their weight is 1
+                sums[name] += found[-1].pop(name) * count - dummies
+                counts[name] += count - dummies
         clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in shares)
         micro_steps = sum(one.micro_steps for one in shares)
-        whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
-        divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
-        figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
-        # The names stay, so that the shares of a step without a pass are logged as 0.
-        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))
-        self._counts = defaultdict(float)
-        return figures
+        divisors = counts | dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
+        found[0] = {name: value / divisors[name] for name, value in sums.items() if divisors[name]}
+        self._taken, self._zeros = [], dict.fromkeys(sums, 0.0)
+        return found
+
+
+def _read(values: Sequence[Any]) -> list[float]:
+    """Read numbers and tensors without dimensions; the tensors in one transfer."""
+    tensors = [one for one in values if isinstance(one, Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(read) if isinstance(one, Tensor) else one for one in values]

@@ -56,8 +56,7 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
     kept.set(title="kept by the filter (%)", ylim=(0, 105))
     kept.legend(loc="lower left", frameon=False)
     seconds.stackplot(steps, [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES], labels=PHASES)
-    seconds.set_title("seconds per step")
-    seconds.margins(y=0.3)  # room for the legend above the curves
+    seconds.set(title="seconds per step", ymargin=0.3)  # room for the legend above the curves
     seconds.legend(loc="upper right", ncols=2, frameon=False)
     for axis in (reward, kept, seconds):
         axis.set_xlabel("step")

@@ -41,13 +41,13 @@ class RunAhead:
                 this step or by newer ones.
             known: number of later windows whose prompts are known.
         Returns:
-            The windows to submit now, in this order.
+            The windows to submit now, in this order, counted from the window that begins (0).
         """
         self.window += 1
         self._begun.append(global_step)
         first = self.submitted
         self.submitted = max(first, self.window + min(known, self.level) + 1)
-        return range(first, self.submitted)
+        return range(first - self.window, self.submitted - self.window)
 
     def check(self, oldest: int) -> None:
         """Check that no row of the current window is too old.

@@ -76,7 +76,7 @@ class Shapes:
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": corrected,
             "sampler_is_old": sampler_is_old,
-            "queues_prompts": args.queues_prompts or (samples_ahead and prompts is None),
+            "queues_prompts": args.samples_dynamically or (samples_ahead and prompts is None),
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 

@@ -1,11 +1,11 @@
-"""`Window`: the rows that one or several optimizer steps train on. It fills up while it travels::
+"""`Window`: the rows that one or several optimizer steps train on::
 
                  Collector                                                    MicroSteps
-    announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes ──► next window
+    announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes
     (prompts)     └─ GenerationBatch ─┘               └───────── Part, Part, … ─────────┘
 
-A window usually has one part with all of its rows. If rewards are awaited group by group, the groups whose rewards have
-come are a part, which is trained on while the other rewards are awaited. A checkpoint saves the window, joined into one
+Usually, a window is one part. If its rewards are awaited group by group, each part holds the groups whose rewards have
+come since the previous part; it is trained on while the other rewards are awaited. A checkpoint saves the window as one
 part.
 
 Letters: M rows of a rank in a part, R ranks.
@@ -13,7 +13,7 @@ Letters: M rows of a rank in a part, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ class Part:
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
-        lengths: [R, M, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
-            are in the order in which micro-steps get them.
-        width: columns that TRL would pad the window to, dropped rows included: the longest prompt plus the longest
-            completion that the loss counts, on the widest rank.
-        num_items_in_batch: scalar, number of loss tokens of the window's rows on all ranks, dropped rows included.
+        lengths: [R, M, 4] int64, for the rows of every rank the numbers of prompt tokens, completion tokens and loss
+            tokens, and the prompt's checksum, which finds equal prompts; all 0 for a dropped row
+            (`RolloutBatch.lengths`). The rows are in the order in which micro-steps get them.
+        width: columns of the padded window (not only of this part), dropped rows included: the longest prompt plus the
+            longest completion that is not masked, on the widest rank. It bounds the tokens of a pass.
+        num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
@@ -43,19 +44,9 @@ class Part:
     num_items_in_batch: Tensor
     ends_step: bool = True
 
-    def rows(self, rank: int) -> Tensor:
-        """Return the index in `rollouts` of each row in `lengths[rank]`, [M] int64.
-
-        For a dropped row, the index has no meaning.
-
-        Args:
-            rank: index of this rank.
-        """
-        return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
-
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts into one, after `used` dropped rows in place of those that earlier optimizer steps used.
+        """Join parts into one, which begins with `used` dropped rows in place of rows that are no longer needed.
 
         Args:
             used: number of rows of each rank that earlier optimizer steps have used.
@@ -82,24 +73,24 @@ class Part:
 
 
 class Window:
-    """The window in use. Its parts come one after the other.
+    """The window in use: either whole, or a sequence of parts that come one after the other.
 
-    Iterating over the window waits for the next parts, and yields them. The window keeps the parts of the running
-    optimizer step, because a checkpoint within the step needs them.
+    Iterating goes on where the last iteration stopped: it waits for the next parts, and yields them. The window keeps
+    the parts of the running optimizer step. If the step is cut short, because the epoch ends, its rows may be needed
+    again (see `Schedule.begin_optimizer_step`).
 
     Args:
-        parts: iterator over the parts; it may wait for rewards. Empty if `whole` is given.
         global_step: number of the running optimizer step.
-        whole: see below.
+        parts: the parts; iterating over them waits for rewards. Empty if `whole` is given.
+        whole: the whole window. `None`: its parts come one after the other.
     Attributes:
         rows: number of a rank's rows in the yielded parts; 0 if `whole` was given.
-        whole: all parts joined, in which rows that earlier optimizer steps used count as dropped. `None`: they are not
-            joined yet, see `wait`.
+        whole: the whole window as one part. `None`: some parts have not come, see `wait`.
     """
 
-    def __init__(self, parts: Iterator[Part], global_step: int, *, whole: Part | None = None):
+    def __init__(self, global_step: int, parts: Iterable[Part] = (), *, whole: Part | None = None):
         self.rows, self.whole = 0, whole
-        self._parts, self._global_step = parts, global_step
+        self._parts, self._global_step = iter(parts), global_step
         self._kept: list[Part] = []
 
     def __iter__(self) -> Iterator[Part]:
@@ -109,16 +100,16 @@ class Window:
             yield part
 
     def begin_optimizer_step(self, global_step: int) -> None:
-        """Drop the parts of the previous optimizer step, unless that step is still running.
+        """Drop the parts of the previous optimizer step, unless that step was cut short.
 
         Args:
-            global_step: number of the optimizer step.
+            global_step: number of optimizer steps so far. It does not change when a step was cut short.
         """
         if global_step != self._global_step:
             self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
-        """Wait for the other parts, and return the window; only while `whole` is `None`."""
+        """Wait for the other parts, join them to the kept parts, and return the whole window. Call it only once."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)

@@ -68,6 +68,8 @@ class Conversations:
         tokenize: function: a prompt, and the tools to list in it → token ids.
         end_id: id of the only token in a completion if the environment failed before the first turn.
         use_environments: function that passes the environments of rows to reward functions.
+    Attributes:
+        environments: as above.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Conversations:
         end_id: int,
         use_environments: Callable[[list[Any]], None],
     ):
-        self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
+        self._rules, self._calls, self._tools, self.environments = rules, calls, tools, environments
         self._use_environments = use_environments
         self._tokenize, self._end_id = tokenize, end_id
         self._scored: Sequence[Conversation] = ()  # the rows that reward functions score next
@@ -88,7 +90,7 @@ class Conversations:
     @property
     def has_tools(self) -> bool:
         """Whether there are any tools, including methods of environments."""
-        return bool(self._tools) or self._environments is not None and any(self._environments.tools.values())
+        return bool(self._tools) or self.environments is not None and any(self.environments.tools.values())
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Runs coroutines concurrently and returns their results; the main thread waits for all of them."""
@@ -97,7 +99,7 @@ class Conversations:
     def lent(self) -> AbstractContextManager[None]:
         """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
         self._scored = ()
-        return nullcontext() if self._environments is None else self._environments.lent()
+        return nullcontext() if self.environments is None else self.environments.lent()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
@@ -113,9 +115,9 @@ class Conversations:
         for i, ids in enumerate(prompt_ids):
             row, named = Conversation({}), self._tools
             row.tools = {tool.__name__: tool for tool in self._tools}
-            if self._environments is not None and environments and names:
+            if self.environments is not None and environments and names:
                 row.name, row.environment = names[i], environments[i]
-                named = self._environments.tools[row.name]
+                named = self.environments.tools[row.name]
                 row.tools |= {tool.__name__: tool for tool in methods_of(row.environment)}
             row.turns = Turns(self._rules(), ids, named)
             rows.append(row)
@@ -132,7 +134,7 @@ class Conversations:
         Returns:
             Whether there is a turn to sample. False if the environment failed.
         """
-        named, environments = self._tools, self._environments
+        named, environments = self._tools, self.environments
         if environments is not None:
             row.name = environments.name_of(row.example)
             named = environments.tools[row.name]
@@ -191,7 +193,7 @@ class Conversations:
     def score(self, rows: Sequence[Conversation]) -> None:
         """Sets the rows that reward functions score next, and passes them the environments of these rows."""
         self._scored = rows
-        if self._environments is not None:
+        if self.environments is not None:
             self._use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
@@ -213,8 +215,8 @@ class Conversations:
     def give_back(self, rows: Sequence[Conversation]) -> None:
         """Gives the environments of finished rows back to the pool, except those that may still be at work."""
         for row in rows:
-            if self._environments is not None and row.environment is not None and not row.in_use:
-                self._environments.give_back(row.name, row.environment)
+            if self.environments is not None and row.environment is not None and not row.in_use:
+                self.environments.give_back(row.name, row.environment)
 
     async def _reward(self, instance: Any) -> Any:
         """Calls `get_reward` for a row that TRL has begun; NaN if it fails."""
@@ -237,8 +239,8 @@ class Conversations:
 
     def _retire(self, instance: Any) -> None:
         """Removes an environment from TRL's idle instances, so that TRL does not use it again."""
-        if self._environments is not None:
-            self._environments.retire(instance)
+        if self.environments is not None:
+            self.environments.retire(instance)
 
 
 class EnvironmentReward:

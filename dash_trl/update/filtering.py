@@ -30,6 +30,10 @@ class Filtered:
     threshold: Tensor
     unscored: Tensor
 
+    def rows(self, rows: Tensor) -> "Filtered":
+        """Return the result for some of the rows, given their indices in the order of the result."""
+        return Filtered(**{name: mask[rows] for name, mask in vars(self).items()})
+
 
 def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold: float | None) -> Filtered:
     """Decide which rows are dropped: unscored rows, and rows whose `max_t |A_t|` is 0 or below the threshold.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -383,7 +382,7 @@ class ModelPasses:
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
         compiled: see the argument.
-        running: the inputs of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
+        running: the layout of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
     """
 
     def __init__(
@@ -421,7 +420,7 @@ class ModelPasses:
         self._trim_prompts = not virtual_tokens
         # With virtual tokens, PEFT ignores position ids.
         self._has_positions = not virtual_tokens and "position_ids" in signature(models[0].forward).parameters
-        self.running: dict[str, Any] | None = None
+        self.running: PackedLayout | None = None
         self._hook: Any = None
 
     @property
@@ -515,7 +514,7 @@ class ModelPasses:
             )
             for called, model in models
         ]
-        found = [flaw for flaw in flaws if flaw]
+        found = [*filter(None, flaws)]
         return next(iter(found), "another rank found a flaw") if ranks.sum(torch.tensor(len(found))) else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
@@ -545,21 +544,9 @@ class ModelPasses:
         """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with self.running_with(inputs):
-            return log_probs(model, ids, mask, inputs["completion_ids"].shape[1], **kwargs)
-
-    @contextmanager
-    def running_with(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Context manager: within its `with` block, `running` is `inputs`, and `log_probs` uses the layout of `inputs`.
-
-        TRL calls `log_probs` with the ids and the mask only, so the inputs cannot be an argument.
-
-        Args:
-            inputs: the inputs of a pass.
-        """
-        self.running = inputs
+        self.running = inputs["layout"]  # no argument of `log_probs`, which may be a user's override of TRL's method
         try:
-            yield
+            return log_probs(model, ids, mask, inputs["completion_ids"].shape[1], **kwargs)
         finally:
             self.running = None
 
@@ -605,10 +592,9 @@ class ModelPasses:
             As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
         """
         batch = input_ids, attention_mask, logits_to_keep
-        layout = None if self.running is None else self.running["layout"]  # None: it is built from the mask
         if self.padding_free:
-            return packed_log_probs(model, *batch, flash=self.flash, layout=layout, **kwargs)
-        layout = layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
+            return packed_log_probs(model, *batch, flash=self.flash, layout=self.running, **kwargs)
+        layout = self.running or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
         real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (

@@ -193,8 +193,12 @@ class Schedule:
         if micro_step not in self._planned:
             share = self.micro_steps_of_share(micro_step)
             steps = range(micro_step, share.stop)
-            left = self._left(micro_step, lengths, micro_steps=len(steps))
-            columns = self._columns_of_step(lengths)
+            # Rows per micro-step: `rows_per_step`, or more if dynamic sampling has left one rank more than another.
+            columns = -(-lengths.shape[1] // self.steps_per_generation)
+            first = micro_step % self.steps_per_generation * columns
+            if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
+                self.window_is_whole(first, lengths)
+            left = (lengths * ~self._ran.unsqueeze(2))[:, : first + len(steps) * columns]
             first = share.start % self.steps_per_generation * columns
             whole = lengths[:, first : first + len(share) * columns]
             plan = self._plan(micro_step, window, left, micro_steps=len(steps), whole=whole)
@@ -204,22 +208,6 @@ class Schedule:
             for rank, rows in enumerate(one.micro_batch.rows):
                 self._ran[rank, list(rows)] = True
         return self._planned[micro_step], planned
-
-    def _left(self, micro_step: int, lengths: Tensor, micro_steps: int) -> Tensor:
-        """Return `lengths` up to the last row of so many micro-steps from this one on; 0 for rows that have run."""
-        columns = self._columns_of_step(lengths)
-        first = micro_step % self.steps_per_generation * columns
-        if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
-            self.window_is_whole(first, lengths)
-        left = lengths * ~self._ran.unsqueeze(2)
-        return left[:, : first + micro_steps * columns]
-
-    def _columns_of_step(self, lengths: Tensor) -> int:
-        """Return the number of rows of `lengths` per micro-step.
-
-        It is `rows_per_step`, or more if dynamic sampling has left one rank more of the window's rows than another.
-        """
-        return -(-lengths.shape[1] // self.steps_per_generation)
 
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
