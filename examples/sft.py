@@ -1,13 +1,13 @@
 """Supervised fine-tuning, the baseline for RL: on human solutions (SFT-H), or on a teacher's solutions (SFT-M).
 
-    accelerate launch examples/sft.py                          # no arguments: a tiny model reads sums that skip steps
+    dash_trl sft                                               # without flags: a tiny model reads sums that skip steps
 
-    python examples/traces.py toy && accelerate launch examples/sft.py --completions outputs/traces.jsonl
+    python examples/traces.py toy && dash_trl sft --completions outputs/traces.jsonl
 
-    accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/sft.py \\
-        --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_* needs its traces first
+    # a run of the paper; sft_m_* needs its traces first
+    dash_trl sft --accelerate_config zero3_offload --config examples/configs/sft_h_qwen2.5-0.5b.yaml
 
-    accelerate launch examples/sft.py --model_name_or_path MODEL --dataset_name evalplus/mbppplus      # programs
+    dash_trl sft --model_name_or_path MODEL --dataset_name evalplus/mbppplus                           # programs
 
 Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss counts only
 the tokens of completions. Problems and prompts are the same as in `train_math.py`, or in `train_code.py` if the dataset

@@ -6,7 +6,7 @@
     python examples/traces.py Qwen/Qwen2.5-7B-Instruct --dataset_name nlile/hendrycks-MATH-benchmark \\
         --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001 --output outputs/traces_qwen2.5-7b-instruct.jsonl
 
-    accelerate launch examples/sft.py --completions outputs/traces.jsonl                              # learns from them
+    dash_trl sft --completions outputs/traces.jsonl                                                   # learns from them
 
 This is `dash_trl eval TEACHER` on the training split, with the same flags. Correct samples that end
 within --max_completion_length are written to the file OUTPUT, with the columns `prompt` and `completion`. All samples

@@ -1,13 +1,13 @@
 """Train a model on mathematics problems with DASH.
 
-    accelerate launch examples/train_math.py                   # no arguments: a tiny model learns arithmetic, offline
+    dash_trl train            # without flags: a tiny model learns arithmetic, offline; runs this script by
+                              # accelerate launch examples/train_math.py
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 examples/train_math.py \\
-        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \\
-        --use_vllm --vllm_mode colocate --output_dir outputs/gsm8k
+    dash_trl train --accelerate_config ddp --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+        --dataset_name openai/gsm8k --dataset_config main --use_vllm --vllm_mode colocate --output_dir outputs/gsm8k
 
-    accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/train_math.py \\
-        --config examples/configs/dash_qwen2.5-0.5b.yaml       # a run of the paper
+    # a run of the paper
+    dash_trl train --accelerate_config zero3_offload --config examples/configs/dash_qwen2.5-0.5b.yaml
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
 YAML key; flags override the file. The dataset is a hub name or a local path. It has the columns of GSM8K or MATH, the
@@ -101,16 +101,16 @@ def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
     except KeyboardInterrupt as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # a second Ctrl-C, while the first one ended the run
             raise
-        saved, state = get_last_checkpoint(folder), trainer.state
         if args.should_save:
+            saved, state = get_last_checkpoint(folder), trainer.state
             print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
             print(f"To continue, repeat the command with --resume_from_checkpoint {saved}" if saved else NOTHING_SAVED)
         sys.exit(130)  # as a shell reports Ctrl-C
     after = measure()
     trainer.save_model()
-    for name, value in before.items():
-        print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
     if args.should_save:
+        for name, value in before.items():
+            print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
         plot = f"\nplot:    {picture}" if (picture := folder / "run.png").exists() else ""
         print(f"metrics: {folder / 'metrics.jsonl'}\nmodel:   {folder}{plot}")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit

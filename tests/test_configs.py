@@ -63,9 +63,7 @@ def check_accelerate(path: Path) -> None:
     assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(path.stem, -1)
     plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
     assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
-    number = " --num_processes 4" * (config.num_processes == -1)
-    launch = f"accelerate launch --config_file accelerate_configs/{path.name}{number} examples/train_math.py"
-    assert launch in path.read_text().splitlines()[1]
+    assert f"dash_trl train --accelerate_config {path.stem}" in path.read_text().splitlines()[1]
     # What is saved is one model that `from_pretrained` loads.
     assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
     assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"

@@ -17,7 +17,7 @@ CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than thi
 LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
-MARK = "*"
+MARK, EQUAL = "*", "[all equal]"  # if all problems are equal, an interval has no width, but the figure is not certain
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -184,7 +184,10 @@ def comparison(name: str, found: Mapping[str, Any]) -> str:
         found: the result of `differences`, and "from": the name of the other model.
     """
     estimates = [(what, *value) for what, value in found.items() if what != "from" and value[0] is not None]
-    cells = [f"{what} {100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" for what, mean, low, high in estimates]
+    cells = [
+        f"{what} {100 * mean:+.1f} " + (f"[{100 * low:+.1f}, {100 * high:+.1f}]" if low < high else EQUAL)
+        for what, mean, low, high in estimates
+    ]
     return f"{name} − {found['from']}, paired by problem: {'  '.join(cells)}"
 
 
@@ -202,7 +205,9 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
         mark = MARK if figures["marked"] else ""
         cells = [[figures["accuracy"], *(figures["accuracy_interval"] or [0, 0])], *figures["pass_at"].values()]
         shares = [
-            "–" if share is None else f"{100 * share:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+            "–"
+            if share is None
+            else f"{100 * share:.1f} " + (f"[{100 * low:.1f}, {100 * high:.1f}]" if low < high else EQUAL)
             for share, low, high in cells
         ]
         rows.append(

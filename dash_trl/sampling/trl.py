@@ -348,6 +348,7 @@ class ServerGeneration(ExactMerges):
     def _check_servers(self) -> ServedModel:
         """Check that the servers fit this trainer; return what holds for all of them."""
         served = check_servers(self.pool, self.model.config, self.model.name_or_path)
+        logger.info("Sending the weights to the servers for the first time, twice with a comparison of log-probs …")
         if not served.comparable:
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "

@@ -54,11 +54,6 @@ def register() -> None:
         utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
-def _several(matrices: Any) -> list[Any]:
-    """List a layer's matrices. A layer that vLLM fused from several layers has one entry for each: a matrix or None."""
-    return list(matrices) if isinstance(matrices, list | tuple) else [matrices]
-
-
 class WeightReport:
     """Mixin that adds methods to vLLM's worker class. Their names begin with `dash`, so they override no method."""
 
@@ -75,7 +70,9 @@ class WeightReport:
 
         self.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, path, load_inplace=True))
         layers = self.model_runner.lora_manager._adapter_manager.get_adapter(ADAPTER_ID).loras.values()
-        held = [matrix for layer in layers for side in (layer.lora_a, layer.lora_b) for matrix in _several(side)]
+        sides = [side for layer in layers for side in (layer.lora_a, layer.lora_b)]
+        # A layer that vLLM fused from several layers has a list, with an entry for each: a matrix or None.
+        held = [matrix for side in sides for matrix in (side if isinstance(side, list | tuple) else [side])]
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
