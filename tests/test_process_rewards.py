@@ -32,6 +32,7 @@ from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
     assert_same_update,
+    noting,
     parameters,
     refused,
     run,
@@ -54,17 +55,10 @@ def callback(**arguments) -> ProcessRewardCallback:
     return ProcessRewardCallback(markers=every_third, min_episode_tokens=2, max_episode_tokens=8, **given)
 
 
-class Seen(DASHCallback):
-    """Callback after the process rewards that keeps the rollouts with their credit."""
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        self.rollouts = rollouts
-
-
 def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
-    seen = Seen()
+    seen = noting("on_advantages")  # after the process rewards
     settings = {"dataset": PROBLEMS, "reward": reward, "callbacks": [*callbacks, seen], **settings}
-    return run(DASHTrainer, model, output, **settings), seen.rollouts
+    return run(DASHTrainer, model, output, **settings), seen.noted[-1]
 
 
 @pytest.fixture(scope="module")

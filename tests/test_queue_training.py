@@ -6,32 +6,22 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from dash_trl import DASHTrainer, RewardRunner
 from tests.test_dynamic_sampling import ByPrompt
 from tests.test_resume import SaveEarly, SeededRollouts, same
-from tests.tiny import ScriptedReward, prompts, refused, run
+from tests.tiny import ScriptedReward, noting, prompts, refused, run
 
 GROUP = 4
 
 
-class Sampled(DASHCallback):
-    """The prompts of each round."""
-
-    def __init__(self) -> None:
-        self.rounds: list[list[str]] = []
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs) -> None:
-        self.rounds.append([row["prompt"] for row in rollouts.examples[::GROUP]])
-
-
 def trained(model: str, output: Any, **settings: Any) -> tuple[list[list[str]], Any]:
     """The prompts of each round, and the trainer."""
-    watch = Sampled()
+    watch = noting("on_rollouts_sampled", lambda rollouts: [row["prompt"] for row in rollouts.examples[::GROUP]])
     callbacks = [watch, *settings.pop("callbacks", [])]
     defaults = {"reward": ScriptedReward(constant=0.6), "rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
     defaults |= {"max_num_gen_batches": 3, "max_steps": 6}
     trainer = run(DASHTrainer, model, output, callbacks=callbacks, **{**defaults, **settings})
-    return watch.rounds, trainer
+    return watch.noted, trainer
 
 
 class EndsTheEpoch(TrainerCallback):

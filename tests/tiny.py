@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -318,6 +318,15 @@ class Snapshots(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.steps.append(parameters(model))
+
+
+def noting(event: str, value: Callable[[Any], Any] = lambda rollouts: rollouts) -> Any:
+    """A callback whose `noted` has a value of the rollouts of each event with this name."""
+    from dash_trl import DASHCallback
+
+    noted: list[Any] = []
+    note = {event: lambda self, args, state, control, rollouts, **kwargs: noted.append(value(rollouts))}
+    return type("Noting", (DASHCallback,), {**note, "noted": noted})()
 
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
