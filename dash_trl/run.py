@@ -62,10 +62,11 @@ class Run:
         conversations: Conversations | None,
     ):
         args, ahead = host.args, windows_ahead(host)
-        dynamic = None
-        if args.samples_dynamically:
-            most = args.max_num_gen_batches
-            dynamic = DynamicSampling(args.groups_of_rank, host.ranks.count, most=most, ahead=ahead > 0)
+        dynamic = (
+            DynamicSampling(args.groups_of_rank, host.ranks.count, most=args.max_num_gen_batches, ahead=ahead > 0)
+            if args.samples_dynamically
+            else None
+        )
         self._host = host
         self.queue = new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first)
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.

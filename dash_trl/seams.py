@@ -363,7 +363,7 @@ def leave_out_step(accelerator: Any) -> None:
     accelerator.gradient_state._set_sync_gradients(False)
 
 
-def begin_without_gradient(accelerator: Any) -> None:
+def begin_left_out_step(accelerator: Any) -> None:
     """Prepare an optimizer step that is left out: clear overflow flags, and advance DeepSpeed's learning-rate schedule.
 
     Otherwise accelerate would report an overflow of the previous step again. DeepSpeed's engine advances the schedule

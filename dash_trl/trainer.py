@@ -5,8 +5,8 @@
 An optimizer step has `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes, and
 `MicroSteps` asks `Collector` for the window.
 
-What else touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`, and
-raises an error of one rank on all ranks.
+Most of what touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`,
+and raises an error of one rank on all ranks.
 """
 
 import math
@@ -45,8 +45,8 @@ class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
     A row has signal if its advantage is not 0. The trainer samples all rows of a window at once (TRL's generation
-    batch) and keeps them in CPU memory. Before any model pass, it drops rows without signal, and with
-    `gradient_filter_threshold` above 0 rows with little signal, and packs the others into few passes. Passes are
+    batch) and keeps them in CPU memory. Before any model pass, it drops rows without signal (or with
+    little, if `gradient_filter_threshold` is above 0; `None`: no row), and packs the others into few passes. Passes are
     padding-free if the model's attention allows that.
 
     A dropped row adds nothing to the loss. So the update equals TRL's, unless the loss has a KL term (`beta`), an
@@ -210,7 +210,7 @@ class DASHTrainer(GRPOTrainer):
         run, passes = self._run, 0
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
-        weighed = run.pass_metrics.passes
+        before = run.pass_metrics.passes
         for one, is_last in run.micro_steps.inputs(self._step, inputs):
             passes += 1
             # Only the last pass of a micro-step may synchronise gradients.
@@ -218,7 +218,7 @@ class DASHTrainer(GRPOTrainer):
             with self.recorder.timed("train"), gradients:
                 loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
             run.collector.start_rewards_of_sampled()
-        checks.check_weighed(self, passes, run.pass_metrics.passes - weighed)
+        checks.check_losses(self, passes, run.pass_metrics.passes - before)
         run.collector.start_rewards_of_sampled()  # a micro-step may have no pass
         seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
@@ -228,7 +228,7 @@ class DASHTrainer(GRPOTrainer):
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move the inputs of a pass to the device. In an evaluation, TRL samples and scores (scales: for overrides)."""
+        """Move a pass's inputs to the device. In an evaluation, return TRL's, with scales of 1 for overrides."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
@@ -240,10 +240,10 @@ class DASHTrainer(GRPOTrainer):
 
             run the pass           log-probs, entropies and router loss
             add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
-                                   that with which TRL computes the loss of `per_token_loss` (`with_token_loss`)
+                                   what makes TRL compute the loss of `per_token_loss` (`with_token_loss`)
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
-            weigh it               `loss_scale` · TRL's loss + (`regularizer_scale` − `loss_scale`) · R, where R is
-                                   the part of TRL's loss that comes from the entropy bonus and the router
+            weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
+                                   TRL's loss that comes from the entropy bonus and the router
             keep TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
 
         An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps`. Multiply
@@ -309,9 +309,10 @@ class DASHTrainer(GRPOTrainer):
         return super()._clip_grad_norm(model) if self._run.micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
-        # Transformers calls this before the optimizer step. A step whose gradient is not finite is left out here.
+        # Transformers calls this before the optimizer step. A step whose gradient is not finite is left out here, or by
+        # DeepSpeed.
         if not self._run.micro_steps.schedule.ran_model:
-            seams.begin_without_gradient(self.accelerator)
+            seams.begin_left_out_step(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
         skipped_by_deepspeed = None
@@ -390,7 +391,7 @@ class DASHTrainer(GRPOTrainer):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
     def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
-        """Run a model, policy or reference, without gradient; return log-probs and entropies."""
+        """Run a model, policy or reference, and return log-probs and entropies. The caller turns gradients off."""
         with seams.reference(self) if reference else nullcontext(self.model) as model:
             return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs, **kwargs)
 
@@ -412,7 +413,7 @@ class DASHTrainer(GRPOTrainer):
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Call TRL's method. Only evaluations use it, because the collector samples in training."""
+        """Call TRL's method, with the conversations lent to it. Only evaluations use it."""
         seams.begin_trackio(self)
         with nullcontext() if self._conversations is None else self._conversations.lent():
             return super()._generate_and_score_completions(inputs)

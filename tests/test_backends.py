@@ -286,6 +286,7 @@ class InAnotherProcess(Everywhere):
 
 
 MAIN_SCRIPT = """
+import multiprocessing
 import os
 import sys
 from dash_trl.rewards import MathAccuracyReward
@@ -316,12 +317,12 @@ seven = closure(7)
 backend = ProcessCalls([reward, seven, work], 2)
 calls = call_all(backend.submit, reward, [{"row": Row(x)} for x in range(3)], timeout=300)
 print([type(call.error) is Mine or (type(call.value) is Row, call.value.x) for call in calls], flush=True)
-child = os.fork()
-if child == 0:
+def fork():
     print([call.value for call in call_all(backend.submit, seven, [{}], timeout=300)], flush=True)
-    backend.close()
-    os._exit(0)
-os.waitpid(child, 0)
+
+child = multiprocessing.get_context("fork").Process(target=fork)  # it waits for its children before it exits
+child.start()
+child.join()
 backend.submit([Call(work, {}, timeout=3000)])
 print(open("pid").read(), end="", flush=True)
 sys.stdin.read()

@@ -4,11 +4,11 @@ from dash_trl.checks.arguments import (
     check_arguments,
     check_callbacks,
     check_generate,
+    check_losses,
     check_per_group,
     check_pipeline,
     check_rounding,
     check_subclass,
-    check_weighed,
 )
 from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
 from dash_trl.checks.prompts import (

@@ -374,7 +374,7 @@ def check_subclass(kind: type, base: type) -> None:
             )
 
 
-def check_weighed(trainer: Any, run: int, weighed: int) -> None:
+def check_losses(trainer: Any, run: int, weighed: int) -> None:
     """Checks that the loss of each pass has got the weight of the pass in the optimizer step.
 
     Args:

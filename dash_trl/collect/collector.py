@@ -1,8 +1,9 @@
 """`Collector` turns prompts into a window, part by part::
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
-       ▲            └── meanwhile: the next window is sampled, and its rewards begin
-       └── with dynamic sampling: more groups, while too few groups have signal ──┘
+       ▲                      └── meanwhile: the next window is sampled, and its rewards begin
+       └── with dynamic sampling: more groups, while ─┘
+           too few groups have signal
 
 A generation batch is what is sampled at once: the rows of a window or, with dynamic sampling, those of one round.
 
@@ -113,7 +114,7 @@ class Collector:
         """
         global_step = self._host.state.global_step
         windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
-        # Announce this window, unless that is done, and the windows that may be sampled ahead from now on.
+        # `begin` gives the windows to announce: 0 (this one) unless that is done, and those that may be sampled ahead.
         new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
         prompts = self._announced.popleft()
@@ -212,6 +213,7 @@ class Collector:
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
+                # Callbacks have logged columns; those that they did not log in an earlier round are filled up.
                 before = sum(len(one.rollouts) for one in credited[:-1])
                 self._log.end_round(before, len(credited[-1].rollouts))
                 groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
@@ -226,12 +228,12 @@ class Collector:
         filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
         keep, order = filtered.keep, torch.arange(len(rollouts))
         if self._dynamic is not None:
-            # More rows may have been sampled than a window has. `chosen`: the window's rows, whose tokens the loss
-            # counts; `trained`: the chosen rows whose group has signal.
+            # More rows than a window's may be sampled. `chosen`: the window's rows, whose tokens the loss divides by;
+            # `trained`: the chosen rows whose group has signal.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # All survivors, filled up with dropped rows, so that `lengths` has equally many rows of every rank.
+            # Survivors, on some ranks more than their share, and dropped rows, up to one number for all ranks.
             rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
             self._recorder.log(self._dynamic.metrics(signal))
@@ -275,24 +277,23 @@ class Collector:
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
         """Compute the advantages of rows, call the callbacks that may change rewards and advantages, and filter."""
         self._host.dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # now, since a callback may have changed rewards
+        unscored = ~rollouts.scored.unsqueeze(1)  # after the callbacks, which may change rewards
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
         advantages = self._host.compute_advantages(rewards)
         advantages = checked_advantages(advantages, rewards, f"{type(self._host).__name__}.compute_advantages")
         silent = (advantages.view(-1, self._args.num_generations) == 0).all(dim=1).cpu()
         credited = rollouts.with_advantages(advantages[self._ranks.own(len(rollouts))].cpu())
         self._host.dispatch("on_advantages", credited)
-        threshold = self._args.gradient_filter_threshold
-        filtered = filter_rows(credited.advantages, credited.loss_mask, credited.scored, threshold)
-        return Credited(credited, filtered, silent)
+        tables = credited.advantages, credited.loss_mask, credited.scored
+        return Credited(credited, filter_rows(*tables, self._args.gradient_filter_threshold), silent)
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
         """Return the rows to train on, in the given order.
 
         Args:
             rollouts: this rank's rows.
-            keep: [M] bool, True = the row is kept.
-            order: indices of the rows, or of some of them. The number of indices is the same on all ranks.
+            keep: bool for these rows, True = the row is kept.
+            order: [M], indices of the rows, or of some of them. M is the same on all ranks.
         Returns:
             This rank's survivors, and `Part.lengths` of all ranks, with 0 for a dropped row.
         """
@@ -304,8 +305,7 @@ class Collector:
 
     def _width(self, rollouts: RolloutBatch) -> int:
         """Return `Part.width` of a window with these rows on this rank."""
-        lengths = rollouts.lengths()
-        return self._ranks.largest(int(lengths[:, 0].max() + lengths[:, 1].max()))
+        return self._ranks.largest(int(rollouts.lengths()[:, :2].amax(dim=0).sum()))
 
     # ------------------------------------------------------------------ logs
 
@@ -326,7 +326,7 @@ class Collector:
             silent: see `Credited`, for all these groups, in any order.
             survivors: the rows that are trained on.
         """
-        # In the order of the advantages: rank by rank, and not round by round.
+        # This rank's rows of every round, gathered: in the order of the advantages.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]

@@ -32,8 +32,8 @@ class Part:
         lengths: [R, M, 4] int64, for the rows of every rank the numbers of prompt tokens, completion tokens and loss
             tokens, and the prompt's checksum, which finds equal prompts; all 0 for a dropped row
             (`RolloutBatch.lengths`). The rows are in the order in which micro-steps get them.
-        width: columns of the padded window (not only of this part), dropped rows included: the longest prompt plus the
-            longest completion that is not masked, on the widest rank. It bounds the tokens of a pass.
+        width: columns of the padded window, not only of this part, with all rows that were sampled for it: the longest
+            prompt plus the longest completion that is not masked, on the widest rank. It bounds the tokens of a pass.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
@@ -58,7 +58,7 @@ class Part:
         return cls(rollouts, torch.cat(lengths, dim=1), first.width, first.num_items_in_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors only, so that `torch.load(weights_only=True)` can read them."""
+        """Return tensors and numbers only, so that `torch.load(weights_only=True)` can read them."""
         return {
             "rollouts": self.rollouts.tensors(),
             "lengths": self.lengths,
@@ -85,7 +85,7 @@ class Window:
         whole: the whole window. `None`: its parts come one after the other.
     Attributes:
         rows: number of a rank's rows in the yielded parts; 0 if `whole` was given.
-        whole: the whole window as one part. `None`: some parts have not come, see `wait`.
+        whole: the whole window as one part. `None`: `wait` has not joined the parts yet.
     """
 
     def __init__(self, global_step: int, parts: Iterable[Part] = (), *, whole: Part | None = None):

@@ -12,6 +12,7 @@ bytes, because pebble's pool breaks at arguments that cannot be read.
 
 import asyncio
 import ctypes
+import multiprocessing.process
 import os
 import pickle
 import resource
@@ -57,6 +58,11 @@ def default_workers() -> int:
 
 class _Worker(LokyProcess):
     """A worker process. It leads a process group, which ends with it, so what a call has started ends, too."""
+
+    def start(self) -> None:
+        """Start the worker. A process that `multiprocessing` has started does not wait for it when it exits."""
+        super().start()
+        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]
 
     def terminate(self) -> None:
         """Kill the group. Pebble's own SIGTERM would reach neither a call that ignores it, nor what it has started."""
