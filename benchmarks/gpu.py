@@ -9,9 +9,11 @@ Each figure is printed, and written to the file, as soon as it is known:
 2. A step for Qwen2.5-0.5B's shape with random weights, float32 under bf16: 256 rows in groups of 8, prompts of 512
    tokens, completions of up to 1,024 with lognormal lengths. 0, 50 or 75 % of the groups have no signal. TRL runs 8
    rows per pass; `dash` has its default, `dash_23k` has `max_tokens_per_microbatch=23_000`.
-3. A step of the toy model, sampled by transformers.
+3. The step of DASH with 0 % constant groups once more, with process rewards: V(prefix) after at most 64 tokens of each
+   completion, by the log-prob of an answer.
+4. A step of the toy model, sampled by transformers.
 
-Completions and rewards of 2 are scripted, so only the update is timed.
+Completions and rewards of 2 and 3 are scripted, so only V(prefix) and the update are timed.
 
 - `seconds`: median of two steps; a step before them is not counted.
 - `launches`, `waits`: kernels that one more step starts, and how often the host waits in it for the GPU.
@@ -34,7 +36,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.process_rewards import AnswerLogProbValue
 
 ON_GPU = torch.cuda.is_available()
 TESTS = ("test_equivalence.py", "test_padding_free.py", "test_shared_prompts.py", "test_losses.py")
@@ -80,7 +83,7 @@ class Clock(harness.Clock):
         return {**seconds, "launches": launches, "waits": waits, "gb": self.gb}
 
 
-def update(kind: str, share: float, small: bool) -> Clock:
+def update(kind: str, share: float, small: bool, *callbacks: Any) -> Clock:
     trainer, own = KINDS[kind]
     rows, prompt, longest = (32, 16, 32) if small else (256, 512, 1024)
     with torch.device("cuda" if ON_GPU else "cpu"):
@@ -94,7 +97,7 @@ def update(kind: str, share: float, small: bool) -> Clock:
     clock = Clock()
     clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
     gc.collect()  # the trainer before this one would count as memory
-    harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock]).train()
+    harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock, *callbacks]).train()
     return clock
 
 
@@ -124,6 +127,8 @@ def main(small: bool, file: Path | None) -> None:
             clocks[kind] = update(kind, share, small)
             note(f"{share:.0%} constant, {kind}", clocks[kind].figures())
         note(f"{share:.0%} constant", harness.against_trl(clocks, clocks["trl"].start))
+    process = ProcessRewardCallback(AnswerLogProbValue(), max_episode_tokens=8 if small else 64)
+    note("0% constant, dash, V(prefix)", update("dash", 0.0, small, process).figures())
     for kind in ("trl", "dash"):
         note(f"toy, {kind}", toy(kind, small).figures())
 

@@ -46,7 +46,7 @@ from dash_trl.toy import (  # noqa: E402
 )
 
 OUTPUT = tempfile.TemporaryDirectory()  # contains the output directories of all trainers
-PROMPTS = [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)]
+COLUMNS = {"prompt": [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)], "answer": [*range(256)]}
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -259,7 +259,7 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
         "report_to": "none",
         **settings,
     }
-    others |= {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": arithmetic_tokenizer()}
+    others |= {"train_dataset": Dataset.from_dict(COLUMNS), "processing_class": arithmetic_tokenizer()}
     return new_trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
 
 

@@ -1,7 +1,6 @@
 """Advantages against the definition in floats, and the properties that must hold for any input."""
 
 import math
-import re
 from functools import partial
 from itertools import product
 
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from dash_trl import DASHTrainer
 from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
-from tests.test_process_rewards import Seen
-from tests.tiny import refusal, run
+from tests.tiny import noting, refused, run
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -118,14 +116,14 @@ def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):
     def graded(completion_ids, **kwargs):
         return [NAN if i == 5 else len(set(ids)) / 8 for i, ids in enumerate(completion_ids)]
 
-    seen = Seen()
+    seen = noting("on_advantages")
     settings = {"reward": [graded], "reward_weights": [2.0], "callbacks": [seen], "advantage_estimator": "rloo"}
     run(DASHTrainer, tiny_model, tmp_path, **settings)
     scored = [
-        [None if math.isnan(r) else 2.0 * r for r in group] for group in seen.rollouts.rewards.view(-1, 4).tolist()
+        [None if math.isnan(r) else 2.0 * r for r in group] for group in seen.noted[-1].rewards.view(-1, 4).tolist()
     ]
     expected = [0.0 if a is None else a for group in reference.rloo(scored) for a in group]
-    assert any(expected) and seen.rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-5)
+    assert any(expected) and seen.noted[-1].advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 REWARDS = to_tensor([[1.0], [0.0], [None], [1.0]])
@@ -139,9 +137,7 @@ def test_advantages_that_cannot_be_used_name_the_estimator():
         (torch.tensor([0.0, NAN, 0.0, 0.0]), r"returned nan for row 1, whose rewards are \[0.0\] \(1 such rows\)"),
         (torch.tensor([0.0, 0.0, 0.0, -math.inf]), "returned -inf for row 3"),
     ):
-        assert re.search(
-            f"Mine.compute_advantages {said}", refusal(checked_advantages, returned, REWARDS, "Mine.compute_advantages")
-        )
+        refused(f"Mine.compute_advantages {said}", checked_advantages, returned, REWARDS, "Mine.compute_advantages")
 
 
 def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
@@ -155,7 +151,11 @@ def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model,
             group = rewards.view(-1, self.num_generations)
             return ((group - group.mean(dim=1, keepdim=True)) / group.std(dim=1, keepdim=True)).flatten()
 
-    assert re.search(
+    refused(
         "Standardised.compute_advantages returned nan .* spread of a constant group",
-        refusal(run, Standardised, tiny_model, tmp_path, constant=1.0),
+        run,
+        Standardised,
+        tiny_model,
+        tmp_path,
+        constant=1.0,
     )

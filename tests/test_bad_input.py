@@ -41,7 +41,7 @@ from dash_trl.checks import (
 from dash_trl.config import CHOICES
 from dash_trl.sampling import FileWeights
 from tests.test_regularizers import Penalised
-from tests.tiny import ScriptedReward, prompts, refusal, save_tiny_model
+from tests.tiny import ScriptedReward, prompts, refusal, refused, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
@@ -311,7 +311,7 @@ def test_models(tiny_model):
         (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
         (inference_adapter, "No parameter of the PeftModel.* is_trainable=True"),
     ):
-        assert re.search(said, refusal(check_model, make(tiny_model), config()))
+        refused(said, check_model, make(tiny_model), config())
 
 
 def test_models_that_are_right(tiny_model, checkpoints):
@@ -375,7 +375,7 @@ def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
         ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ):
-        assert re.search(message, refusal(checked, tiny_model, **SERVER, **settings))
+        refused(message, checked, tiny_model, **SERVER, **settings)
         checked(tiny_model, **settings, vllm_importance_sampling_mode="token_mask")  # transformers samples
 
 

@@ -1,6 +1,5 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from dash_trl.data import (
     load_math_dataset,
     make_prompt,
 )
-from tests.tiny import refusal, write_rows
+from tests.tiny import refusal, refused, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
@@ -158,10 +157,7 @@ def test_folders_of_splits(tmp_path):
     for name in ("files", "one", "two"):
         assert load_math_dataset(tmp_path / name)["answer"][:] == ["2", "1200"]
         assert name == "one" or load_math_dataset(tmp_path / name, split="test")["answer"][:] == ["1200"]
-    assert re.search(
-        r"no split 'dev' .*: choose one of \['train', 'test'\]",
-        refusal(load_math_dataset, tmp_path / "two", split="dev"),
-    )
+    refused(r"no split 'dev' .*: choose one of \['train', 'test'\]", load_math_dataset, tmp_path / "two", split="dev")
 
 
 def test_one_split_and_its_parts(tmp_path):
@@ -178,7 +174,7 @@ def test_one_split_and_its_parts(tmp_path):
         for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
             assert load_math_dataset(path, split=split)["answer"][:] == list(answers)
         for split, message in mistakes.items():
-            assert re.search(message, refusal(load_math_dataset, path, split=split))
+            refused(message, load_math_dataset, path, split=split)
 
 
 def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
@@ -216,7 +212,7 @@ def test_the_real_files():
 def test_names_without_data(tmp_path):
     nowhere = "is neither a path with data files .*.parquet.* nor .*hub .*correct it, or the connection"
     for name in ("./nowhere", "nowhere.jsonl", "no/where", str(tmp_path)):
-        assert re.search(f"'{name}' {nowhere}", refusal(load_math_dataset, name))
+        refused(f"'{name}' {nowhere}", load_math_dataset, name)
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -436,4 +432,4 @@ def test_what_is_missing_is_named(tmp_path):
         ),
         (partial(solved, load_code_dataset), [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
     ]:
-        assert re.search(f"(?s){message}", refusal(load, new_file(tmp_path, rows), **settings))
+        refused(f"(?s){message}", load, new_file(tmp_path, rows), **settings)

@@ -34,7 +34,7 @@ from dash_trl.update import (
 )
 from tests.test_padding_free import passes_of
 from tests.test_values import by_prefix, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, run, save_tiny_model
+from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, refused, run, save_tiny_model
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -191,8 +191,9 @@ def test_a_mask_of_the_models_own_is_not_dropped():
         (torch.zeros(1, 1, 2, 2), 0.0, "Module has an attention mask of its own"),
         (None, 0.1, "has no dropout"),
     ):
-        with pytest.raises(ValueError, match=said):
-            tree_attention(torch.nn.Module(), states, states, states, mask, trees=(), dropout=dropout, **kernel)
+        refused(
+            said, tree_attention, torch.nn.Module(), states, states, states, mask, trees=(), dropout=dropout, **kernel
+        )
 
 
 def alone(samples):

@@ -10,7 +10,7 @@ import pytest
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from tests.scripted_turns import save_tool_model
-from tests.tiny import prompts, run
+from tests.tiny import prompts, refused, run
 
 LONGEST = 24  # of the trainer's completions
 ROWS = 16  # of its generation batch
@@ -161,8 +161,12 @@ def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path
     with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])
     monkeypatch.setattr(trainer, "rollout_func", even)
     for one, name in ((with_tools, "tools or an environment"), (trainer, "a rollout_func that returns env_mask")):
-        with pytest.raises(ValueError, match=f"MonteCarloValue with {name} would finish each prefix in one turn"):
-            MonteCarloValue(2)([ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))], one)
+        refused(
+            f"MonteCarloValue with {name} would finish each prefix in one turn",
+            MonteCarloValue(2),
+            [ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))],
+            one,
+        )
 
 
 def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch, caplog):

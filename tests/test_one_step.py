@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner, RolloutBatch
 from tests.test_unusual_runs import odd
-from tests.tiny import assert_same_update, log_probs, parameters, run
+from tests.tiny import assert_same_update, log_probs, parameters, refused, run
 
 SHAPES = {
     "per_device_train_batch_size": 4,
@@ -115,8 +115,14 @@ def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):
 
     for reward, level in ((of_a_batch, 1), (RewardRunner(odd), 2)):
         args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, async_level=level)
-        with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
-            DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))
+        refused(
+            "sampling shares the trainer's device here.*while rewards are awaited",
+            DASHTrainer,
+            tiny_model,
+            reward,
+            args,
+            Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}),
+        )
 
 
 class Built(DASHTrainer):

@@ -50,7 +50,7 @@ SIZES = dict(
     initializer_range=0.2,
 )
 GPT2 = {**SIZES, "intermediate_size": None, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-READING = {"_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward", "_unique2"}
+READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::masked_scatter_backward"}
 ARCHITECTURES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
@@ -169,8 +169,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         by_mask = any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in tree_leaves(args[1:2]))
-        name = operation.name().split(".")[0].removeprefix("aten::")
-        self.waits += name in READING or ("index" in name and by_mask)
+        self.waits += operation.name().split(".")[0] in READING or ("index" in operation.name() and by_mask)
         self.number += not operation.is_view
         return operation(*args, **(kwargs or {}))
 

@@ -28,7 +28,17 @@ from dash_trl.process_rewards import (
 )
 from tests.test_resume import WIDER, SaveEarly
 from tests.test_tensor_arguments import refusal
-from tests.tiny import ScriptedReward, ScriptedRollouts, assert_same_update, parameters, run, said, tiny_tokenizer
+from tests.tiny import (
+    ScriptedReward,
+    ScriptedRollouts,
+    assert_same_update,
+    noting,
+    parameters,
+    refused,
+    run,
+    said,
+    tiny_tokenizer,
+)
 
 NAN = math.nan
 PROBLEMS = Dataset.from_dict(
@@ -45,17 +55,10 @@ def callback(**arguments) -> ProcessRewardCallback:
     return ProcessRewardCallback(markers=every_third, min_episode_tokens=2, max_episode_tokens=8, **given)
 
 
-class Seen(DASHCallback):
-    """Callback after the process rewards that keeps the rollouts with their credit."""
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        self.rollouts = rollouts
-
-
 def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
-    seen = Seen()
+    seen = noting("on_advantages")  # after the process rewards
     settings = {"dataset": PROBLEMS, "reward": reward, "callbacks": [*callbacks, seen], **settings}
-    return run(DASHTrainer, model, output, **settings), seen.rollouts
+    return run(DASHTrainer, model, output, **settings), seen.noted[-1]
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +347,7 @@ def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_m
     _, rollouts = train(tiny_model, tmp_path, **options)
     assert torch.equal(rollouts.advantages, rollouts.rewards[:, 0] / 2)
     message = r"What estimator='mine' returned has the shape \[16\], which is not \[N=16, T=\d+\]"
-    assert re.search(message, refusal(train, tiny_model, tmp_path, callback(estimator="mine")))
+    refused(message, train, tiny_model, tmp_path, callback(estimator="mine"))
     monkeypatch.setitem(ESTIMATORS, "mine", half)  # as before there was one registry
     assert r"Estimator(credit=function)" in refusal(callback, estimator="mine")
 

@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.test_advantages import Seen
 from tests.test_isolation import BLIND
-from tests.tiny import ScriptedReward, parameters, prompts, refusal, run, save_tiny_model
+from tests.tiny import ScriptedReward, noting, parameters, prompts, refusal, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
@@ -66,13 +65,13 @@ def test_terms_are_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
 
     A subclass's own term has the same weight.
     """
-    start, recorder = parameters(tiny_model), Seen()
+    start, recorder = parameters(tiny_model), noting("on_advantages")
     settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
     settings |= {"eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
     without, bonus = (run(DASHTrainer, tiny_model, tmp_path, entropy_coef=one, **settings) for one in (0.0, 0.5))
     own = run(Penalised, tiny_model, tmp_path, **settings)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    entropy, log_prob = survivors_means(model, recorder.rollouts)
+    entropy, log_prob = survivors_means(model, recorder.noted[-1])
     for trainer, term in ((bonus, 0.5 * entropy), (own, log_prob)):
         added = update_of(trainer, start) - update_of(without, start)
         gradients = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from dash_trl import DASHTrainer
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.rollout import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
-from tests.tiny import ScriptedReward, prompts, refusal, run
+from tests.tiny import ScriptedReward, prompts, refusal, refused, run
 
 
 def test_the_checkpoint_that_is_named(tmp_path):
@@ -30,7 +30,7 @@ def test_the_checkpoint_that_is_named(tmp_path):
     assert {checkpoint_to_resume(value, str(run)) for value in (None, False, "False")} == {None}
     for value, looked in ((True, tmp_path), ("nowhere", "nowhere"), (str(run / "checkpoint-12"), "checkpoint-12")):
         message = f"={value!r} names no checkpoint: '.*{looked}' has neither"
-        assert re.search(message, refusal(checkpoint_to_resume, value, str(tmp_path)))
+        refused(message, checkpoint_to_resume, value, str(tmp_path))
 
 
 class SeededRollouts:
@@ -146,10 +146,7 @@ def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, save
     message = (
         r"batch_size=4 \(now 8\).*beta_above_0=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
     )
-    assert re.search(
-        message,
-        refusal(recorded, tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **WIDER, beta=0.04, max_steps=6),
-    )
+    refused(message, recorded, tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **WIDER, beta=0.04, max_steps=6)
 
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
@@ -203,7 +200,7 @@ def test_a_damaged_file_is_refused(tmp_path, saved):
         assert load()
         for damaged in (content[:2000], b"a note"):
             (tmp_path / name).write_bytes(damaged)
-            assert re.search(f"{name} is damaged.*Resume from another checkpoint, or delete", refusal(load))
+            refused(f"{name} is damaged.*Resume from another checkpoint, or delete", load)
 
 
 # ---------------------------------------------------------------------- the rule, without a model
@@ -231,7 +228,7 @@ def test_ranks_agree_or_refuse_together():
         ([None, SAVED], "generation_window_0.pt is missing"),
         ([SAVED, replace(SAVED, step=8)], "generation_window_1.pt is .*of another step"),
     ):
-        assert re.search(message, refusal(one_run, found, 2, "checkpoint-1"))
+        refused(message, one_run, found, 2, "checkpoint-1")
     assert one_run([SAVED, SAVED], 2, "checkpoint-1") == SAVED
     assert one_run([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
     assert one_run([SAVED], 1, "checkpoint-1") == SAVED

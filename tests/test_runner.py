@@ -4,7 +4,6 @@ import asyncio
 import gc
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack, watch
 from dash_trl.workers import ThreadCalls
-from tests.tiny import refusal, run
+from tests.tiny import refusal, refused, run
 
 NAN = math.nan
 COLUMNS = {"prompt": ["1 + 2 = ", "3 + 4 = "] * 16, "answer": [3, 7] * 16, "level": ["easy", "hard"] * 16}
@@ -343,15 +342,13 @@ def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tm
         (lambda completions, anwser, **columns: [1.0], misspelt),
         (lambda text: 1.0, "none of the forms"),
     ):
-        assert re.search(
+        refused(
             message,
-            refusal(
-                DASHTrainer,
-                model=tiny_model,
-                reward_funcs=reward,
-                args=DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4),
-                train_dataset=Dataset.from_dict({**COLUMNS, "number": [1] * 32}),
-            ),
+            DASHTrainer,
+            model=tiny_model,
+            reward_funcs=reward,
+            args=DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4),
+            train_dataset=Dataset.from_dict({**COLUMNS, "number": [1] * 32}),
         )
 
 
@@ -359,9 +356,13 @@ def test_post_process_scores_needs_whole_groups():
     """As where two processes share a group."""
     args = DASHConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=6, num_generations=2)
     args.num_generations = 4
-    assert re.search(
+    refused(
         r"whole groups, but a process has 6 completions .* is not a multiple of num",
-        refusal(check_rewards, unpack(Centred()), args, None, None),
+        check_rewards,
+        unpack(Centred()),
+        args,
+        None,
+        None,
     )
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
     assert "2 completions (per_device_eval_batch_size), which is not a multiple of" in refusal(

@@ -13,7 +13,7 @@ import pytest
 
 from dash_trl import serve
 from dash_trl.sampling import key_header
-from tests.tiny import refusal
+from tests.tiny import refusal, refused
 from tests.vllm_run import wait_until
 
 # In place of vLLM: a server that writes down how it was started and when it is told to stop, and stops when it may.
@@ -148,8 +148,7 @@ def test_a_server_that_does_not_start_says_why(program):
 def test_without_vllm_an_install_that_works_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(ValueError, match=r"vLLM is not installed in the env.* of /nowhere/python.* 'trl\[vllm\]'"):
-        serve.main(["model"])
+    refused(r"vLLM is not installed in the env.* of /nowhere/python.* 'trl\[vllm\]'", serve.main, ["model"])
 
 
 def served() -> tuple[int, TextIO]:

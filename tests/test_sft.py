@@ -15,7 +15,7 @@ from dash_trl import script
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
 from tests.test_examples import flags
-from tests.tiny import read_rows, refusal, write_rows
+from tests.tiny import read_rows, refused, write_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
@@ -129,9 +129,12 @@ def test_a_chat_template_that_never_ends_is_refused(toy):
     args = sft.SupervisedConfig("out", **ON_CPU)
     sft.check_completions(rows, tokenizer, args)
     tokenizer.eos_token = "<|endoftext|>"  # as a base model's, whose template is a chat model's
-    assert re.search(
+    refused(
         r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token",
-        refusal(sft.check_completions, rows, tokenizer, args),
+        sft.check_completions,
+        rows,
+        tokenizer,
+        args,
     )
     sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", eos_token="<|im_end|>", **ON_CPU))
     sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", chat_template_path="other", **ON_CPU))

@@ -1,14 +1,24 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from dash_trl import DASHTrainer
 from dash_trl.monitoring import packing_metrics
@@ -21,7 +31,7 @@ from dash_trl.update import (
     tree_attention,
     varlen_arguments,
 )
-from tests.test_padding_free import ARCHITECTURES, passes_of
+from tests.test_padding_free import ARCHITECTURES, packable, passes_of
 from tests.tiny import assert_same_update, on_varlen, parameters, run, save_tiny_model, with_flash_stand_in
 
 TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
@@ -90,35 +100,51 @@ def test_attention_and_its_gradients(dtype, value_size, trees, on_gpu):
         torch.testing.assert_close(one.grad.double(), other.grad, **close)
 
 
-@pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="an older torch")
-def test_the_kernel_of_torch_takes_the_arguments(monkeypatch):
-    """On tensors without data: the CPU's PyTorch knows the shapes alone."""
-    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: False)  # it knows no such device
-    query, key, value = (one.detach().to("meta").requires_grad_() for one in states(torch.bfloat16))
-    kernel = varlen_arguments(TREES, query.device)
-    output, _ = tree_attention(MODULE, query, key, value, None, TREES, scaling=0.5, dropout=0.0, **kernel)
-    output.sum().backward()
-    assert output.shape == (1, sum(map(len, TREES)), 4, 8)
-    assert all(one.grad.shape == one.shape for one in (query, key, value))
+def kept(compute: Callable[[], Any]) -> int:
+    """Bytes of the tensors that a computation keeps for its backward pass."""
+    storages = {}
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        storages[saved.untyped_storage()._cdata] = saved.untyped_storage()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        compute()
+    return sum(one.nbytes() for one in storages.values())
 
 
 def test_branches_keep_no_more_for_the_backward_pass_than_rows_do():
     """On a CPU: no copies of the trunk's keys and values, neither one per branch nor one per head (GQA)."""
-
-    def kept(trees: tuple[TreeShape, ...]) -> int:
-        sizes: dict[int, int] = {}
-
-        def note(saved: torch.Tensor) -> torch.Tensor:
-            storage = saved.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-            output, _ = tree_attention(MODULE, *states(torch.float32, trees), None, trees)
-        return sum(sizes.values()) if output.requires_grad else 0
-
     trees = (TreeShape(20, (6,) * 4), TreeShape(20, (6,) * 4))
-    assert 0 < kept(trees) <= 1.01 * kept(tuple(TreeShape(len(tree)) for tree in trees))
+    of_trees, of_rows = (
+        kept(partial(tree_attention, MODULE, *states(torch.float32, shapes), None, shapes))
+        for shapes in (trees, tuple(TreeShape(len(tree)) for tree in trees))
+    )
+    assert 0 < of_trees <= 1.01 * of_rows
+
+
+@pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="an older torch")
+@pytest.mark.parametrize(("prompt", "completion"), [(4000, 100), (4000, 1000), (512, 100)])
+def test_a_pass_on_a_gpu_keeps_no_more_than_trls(prompt, completion, monkeypatch):
+    """With torch's own kernel, on tensors without data: the CPU's PyTorch knows the shapes alone.
+
+    Copies of keys weigh most if there are as many heads of keys as of queries.
+    """
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: False)  # it knows no such device
+    settings = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+    with torch.device("meta"):
+        model = packable(Qwen2ForCausalLM(Qwen2Config(**settings, num_hidden_layers=1, use_cache=False)).bfloat16())
+
+    def of(trees: tuple[TreeShape, ...]) -> int:
+        ids = torch.zeros(1, sum(map(len, trees)), dtype=torch.long, device="meta")
+        kernel = {"trees": trees, "attention_mask": ids[None, None], **varlen_arguments(trees, ids.device)}
+        return kept(lambda: model.model(ids, position_ids=ids, **kernel).last_hidden_state.sum().backward())
+
+    rows = torch.tensor([[prompt, completion, completion, number // 8] for number in range(64)])
+    (passes,) = plan_share(rows[None], 1, max_rows=8, width=prompt + completion, min_shared=15, copies=True)
+    groups = max(len(one.rows[0]) for one in passes) // 8
+    shared, trls = (TreeShape(prompt - 1, (completion + 1,) * 8),) * groups, (TreeShape(prompt + completion),) * 8
+    assert 0.4 < of(shared) / of(trls) <= 1
 
 
 def test_dropout_is_seen():
@@ -175,7 +201,8 @@ def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
     Under autocast, rotary embeddings leave queries and keys in float32, beside values in bfloat16.
     """
     path = save_tiny_model(tmp_path / "model")
-    begin = partial(run, DASHTrainer, path, tmp_path, constant=0.2)
+    questions = Dataset.from_dict({"prompt": [f"{number} + 1 = " * 20 for number in range(16)]})
+    begin = partial(run, DASHTrainer, path, tmp_path, constant=0.2, dataset=questions)
     flash = [begin(loaded=with_flash_stand_in(path), share_prompts=share) for share in (False, True)]
     with on_varlen(torch.float32):
         sdpa = begin()
@@ -183,8 +210,9 @@ def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
         mixed, padded = begin(bf16=True), begin()
     with on_varlen(torch.float32, fault="alone"):
         blind = begin().state.log_history[0]
-    for trainer in (flash[1], sdpa, mixed, begin(bf16=True)):
-        assert trainer.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
+    logs = [trainer.state.log_history[0] for trainer in (flash[1], sdpa, mixed, begin(bf16=True))]
+    assert all(log["packing/shared_tokens"] > 0.25 for log in logs), "groups are kept together"
+    assert max(log["packing/max_tokens"] for log in logs[:3]) < logs[3]["packing/max_tokens"], "copies of keys count"
     for trainer in (flash[1], sdpa, padded):
         assert_same_update(parameters(path), parameters(flash[0].model), parameters(trainer.model))
     assert padded.state.log_history[0]["packing/padding_free"] == 0

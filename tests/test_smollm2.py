@@ -13,9 +13,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, serve
+from dash_trl import DASHConfig, DASHTrainer, serve
 from dash_trl.evaluation import main
-from tests.tiny import assert_same_update, parameters
+from tests.tiny import assert_same_update, noting, parameters
 
 ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
@@ -50,17 +50,13 @@ def vllm_servers(path) -> Iterator[list[str]]:
         yield urls
 
 
-class Sampled(DASHCallback):
-    def __init__(self) -> None:
-        self.windows: list[dict[str, Any]] = []
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs) -> None:
-        tables = {"prompt_ids": rollouts.prompt_mask, "completion_ids": rollouts.completion_mask}
-        ids = {
-            name: [row[own.bool()].tolist() for row, own in zip(getattr(rollouts, name), mask, strict=True)]
-            for name, mask in tables.items()
-        }
-        self.windows.append({**ids, "logprobs": None})
+def as_sampled(rollouts: Any) -> dict[str, Any]:
+    """What a `rollout_func` would return."""
+    tables = {"prompt_ids": rollouts.prompt_mask, "completion_ids": rollouts.completion_mask}
+    return {"logprobs": None} | {
+        name: [row[own.bool()].tolist() for row, own in zip(getattr(rollouts, name), mask, strict=True)]
+        for name, mask in tables.items()
+    }
 
 
 def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -69,13 +65,13 @@ def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_path):
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
-    sampled, tokenizer = Sampled(), AutoTokenizer.from_pretrained(path)
+    sampled, tokenizer = noting("on_rollouts_sampled", as_sampled), AutoTokenizer.from_pretrained(path)
     prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
     given = {"reward_funcs": odd, "train_dataset": Dataset.from_dict({"prompt": prompts}), "model": path}
     server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}
     ours = DASHTrainer(args=DASHConfig(str(tmp_path), **SETTINGS, **server), callbacks=[sampled], **given)
     ours.train()
-    first, _ = sampled.windows
+    first, _ = sampled.noted
     assert tokenizer.batch_decode(first["prompt_ids"][::4]) == [
         tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts
     ]
@@ -86,7 +82,7 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_p
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
     trl = GRPOTrainer(
         args=GRPOConfig(str(tmp_path), **SETTINGS),
-        rollout_func=lambda prompts, trainer: sampled.windows.pop(0),
+        rollout_func=lambda prompts, trainer: sampled.noted.pop(0),
         **given,
     )
     trl.train()

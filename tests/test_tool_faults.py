@@ -18,11 +18,11 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessTool, RewardRunner
+from dash_trl import DASHTrainer, ProcessTool, RewardRunner
 from dash_trl.tools import ToolCalls
 from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
 from tests.test_tools_training import corrects
-from tests.tiny import run
+from tests.tiny import noting, run
 
 TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
@@ -225,15 +225,9 @@ def script(text: str, asked: int) -> Sequence[str]:
     return [written("", ("act", {"fate": "bytes"})), call] if fate == "blocks the loop" else [call, written("done")]
 
 
-class Seen(DASHCallback):
-    """The rows of each window: their columns, completion, rewards."""
-
-    def __init__(self) -> None:
-        self.windows: list[list[tuple[dict[str, Any], Any, list[float]]]] = []
-
-    def on_rewards(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
-        rows = zip(rollouts.examples, rollouts.completions, rollouts.rewards.tolist(), strict=True)
-        self.windows.append(list(rows))
+def rows_of(rollouts: Any) -> list[tuple[dict[str, Any], Any, list[float]]]:
+    """The rows of a window: their columns, completion, rewards."""
+    return [*zip(rollouts.examples, rollouts.completions, rollouts.rewards.tolist(), strict=True)]
 
 
 def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
@@ -270,7 +264,7 @@ def check_window(
         made.append(Fated())
         return made[-1]
 
-    seen = Seen()
+    seen = noting("on_rewards", rows_of)
     rows = [*rows, *[("fine", "")] * (-len(rows) % ranks)]
     fine = [("fine", f"{number}") for number in range(len(rows))]
     trainer = train(
@@ -290,7 +284,7 @@ def check_window(
             "tools": [act, act_later, ProcessTool(act_apart_of(), timeout=timeout, max_concurrency=2)],
         },
     )
-    first, second = seen.windows
+    first, second = seen.noted
     own = [(columns["where"], columns["fate"]) for columns, _, _ in first]
     assert own == [row for row in own[::2] for _ in range(2)] and len(set(own)) == len(rows) / ranks, "each once"
     assert ranks > 1 or own[::2] == list(rows)
@@ -333,13 +327,13 @@ def scored_later(completion: Any) -> float:
 
 def test_environments_of_a_window_that_is_sampled_ahead(model, tmp_path):
     """Rewards ask those of the rows that they score, though later rows and an evaluation have others meanwhile."""
-    seen = Seen()
+    seen = noting("on_rewards", rows_of)
     settings = {"dataset": numbers(8), "eval_dataset": numbers(2), "per_device_eval_batch_size": 4}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4, "max_steps": 3}
     with RewardRunner(scored_later) as runner:
         more = {"environment_factory": Numbered}
         train(model, tmp_path, reward=runner, async_level=1, callbacks=[seen], more=more, **settings)
-    rows = [(columns["number"], rewards[1]) for window in seen.windows for columns, _, rewards in window]
+    rows = [(columns["number"], rewards[1]) for window in seen.noted for columns, _, rewards in window]
     assert len(rows) == 12 and all(number == reward for number, reward in rows)
 
 
@@ -372,7 +366,7 @@ class Interrupting:
 def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
     """In mid-turn; another run of the trainer begins anew, with other environments for rows that had not ended."""
     made: list[Interrupting] = []
-    seen, trainers = Seen(), []
+    seen, trainers = noting("on_rewards", rows_of), []
 
     def turns(text: str, asked: int) -> Sequence[str]:
         return [written("", ("method", {"fate": str(asked)})), written("done")]
@@ -397,10 +391,10 @@ def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
         NEVER.set()
-    assert not seen.windows and len(made) == 8
+    assert not seen.noted and len(made) == 8
     interrupted, made[:] = list(made), []
     trainers[0].train()
-    ((*rows,),) = seen.windows
+    ((*rows,),) = seen.noted
     assert len(rows) == 8 and all(len(completion) == 3 and reward == reward for _, completion, (reward,) in rows)
     assert [one.rows for one in (*interrupted, *made)] == [1] * 16, "it is not known where they were interrupted"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
-from tests.tiny import refusal
+from tests.tiny import refused
 
 LARGEST_TOTAL = 20
 END_OF_TURN = "<|im_end|>"
@@ -41,9 +41,12 @@ def test_training_and_test_problems_are_disjoint():
         assert train and test and not train & test
         assert problems("train", make) == problems("train", make) != problems("train", make, seed=1)
         assert len(problems("test", make)) == 256 and len(problems("train", make)) == 4096
-    assert re.search(
+    refused(
         r"size=500: there are only \d\d distinct problems of \(2,\)",
-        refusal(arithmetic_dataset, "test", size=500, operands=(2,)),
+        arithmetic_dataset,
+        "test",
+        size=500,
+        operands=(2,),
     )
 
 
@@ -225,4 +228,4 @@ def test_the_calculator_computes_and_refuses_what_is_no_expression():
     assert calculator("512-291+204") == "425" and calculator("3*(7-5)/4") == "1.5"
     assert all(calculator(row["prompt"][0]["content"]) == row["answer"] for row in calculator_dataset("test", size=50))
     for expression in ("9**9**9", "9" * 101, "f(1)", "", "__import__('os')"):
-        assert re.search("not an expression", refusal(calculator, expression))
+        refused("not an expression", calculator, expression)

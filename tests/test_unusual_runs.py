@@ -45,6 +45,16 @@ def updates_are_equal(start, one, other):
     assert_same_update(start, parameters(one.model), parameters(other.model))
 
 
+def test_kernels_of_the_hub_fall_back_on_a_cpu(tiny_model, tmp_path):
+    pytest.importorskip("kernels")
+    plain, fused = (
+        run(DASHTrainer, tiny_model, tmp_path, loaded=AutoModelForCausalLM.from_pretrained(tiny_model, use_kernels=use))
+        for use in (False, True)
+    )
+    assert fused.model.use_kernels and fused.state.log_history[0]["packing/padding_free"] == 1
+    assert all(one.equal(other) for one, other in zip(plain.model.parameters(), fused.model.parameters(), strict=True))
+
+
 # ------------------------------------------------------------------------------------------- beside the same run of TRL
 
 

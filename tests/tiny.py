@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,6 +215,12 @@ def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
     return ""
 
 
+def refused(pattern: str, call: Any, *arguments: Any, **settings: Any) -> None:
+    """Asserts that a call raises a `ValueError` in whose text the pattern is found."""
+    message = refusal(call, *arguments, **settings)
+    assert re.search(pattern, message), message
+
+
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
 
@@ -312,6 +318,15 @@ class Snapshots(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.steps.append(parameters(model))
+
+
+def noting(event: str, value: Callable[[Any], Any] = lambda rollouts: rollouts) -> Any:
+    """A callback whose `noted` has a value of the rollouts of each event with this name."""
+    from dash_trl import DASHCallback
+
+    noted: list[Any] = []
+    note = {event: lambda self, args, state, control, rollouts, **kwargs: noted.append(value(rollouts))}
+    return type("Noting", (DASHCallback,), {**note, "noted": noted})()
 
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.update.advantages import checked_advantages, registered
     from dash_trl.update.arguments import check_tensor
     from dash_trl.update.filtering import Filtered, filter_rows
-    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw, packing_flaw
     from dash_trl.update.losses import (
         NO_LOG_PROB,
         OFF_POLICY_LOSSES,
@@ -34,17 +34,21 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         MIN_SHARED,
         ModelPasses,
         PackedLayout,
-        has_dropout,
         packed_log_probs,
-        packing_flaw,
-        plain_causal_attention,
         same_prompt,
         to_device,
-        varlen_flaw,
     )
     from dash_trl.update.schedule import Pass, Schedule, Share
     from dash_trl.update.skipped_steps import SkippedSteps
-    from dash_trl.update.trees import VARLEN_DTYPES, TreeShape, tree_attention, varlen_arguments
+    from dash_trl.update.trees import (
+        VARLEN_DTYPES,
+        TreeShape,
+        has_dropout,
+        plain_causal_attention,
+        tree_attention,
+        varlen_arguments,
+        varlen_flaw,
+    )
     from dash_trl.update.zero3 import forget_plain_passes
 
 __getattr__, __dir__, __all__ = lazy(__name__)

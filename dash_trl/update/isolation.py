@@ -3,8 +3,8 @@
 A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps the
 samples apart only if each layer hands the keyword arguments of `forward` on to the attention function, and if the model
 builds no attention mask of its own. A model's configuration does not show whether these conditions hold. If a model
-mixed samples, training would compute wrong log-probs without an error. So before the first training pass, three samples
-are packed, and these properties are tested::
+mixed samples, training would compute wrong log-probs without an error. So before the first training pass,
+`packing_flaw` packs three samples, and `isolation_flaw` tests these properties::
 
     isolation   other tokens in the first sample do not change the log-probs of the second sample
     layout      the log-probs of a packed sample equal the log-probs of the sample alone, within rounding
@@ -18,10 +18,12 @@ the third sample is changed. It cannot leak into the second sample, because atte
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 # Takes samples as lists of token ids, and returns one tensor per sample with the log-probs of some of its tokens.
 LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
@@ -30,6 +32,7 @@ LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 SAMPLE_TOKENS = (24, 12, 18)
 DRAWS = 2  # number of draws of other tokens: a leak changes log-probs in every draw, regrouped experts only in some
 NOISE = 8.0  # a change counts as a leak if it is more than this number times the effect of regrouped experts
+COMMON_PROMPT_TOKENS = 12  # length of the shared prompt with which `packing_flaw` tests a model
 SEEN = 0.5  # another shared prompt must change the log-probs by at least this share of the change without packing
 SAME = 1e-6  # nats; a change up to this size is no leak, because passes of the same shape round in the same way
 # The mean difference of log-probs that rounding may cause between passes of different shapes, as a share of the
@@ -81,6 +84,42 @@ def isolation_flaw(
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
     return None
+
+
+def packing_flaw(
+    packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device, shared: bool = False
+) -> str | None:
+    """Test whether a model can run packed passes; see `isolation_flaw`.
+
+    Args:
+        packed: function (input_ids, attention_mask, logits_to_keep) → (log-probs, …) that runs packed passes.
+        padded: function with the same arguments and results that calls TRL's method.
+        model: the model that both functions call.
+        vocabulary: number; the test uses token ids below it.
+        device: the device of the model.
+        shared: True = test samples with the same prompt, which `packed` computes once.
+    Returns:
+        A text that describes what is wrong with packed passes; `None` if they are right.
+    """
+
+    def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
+        # All tested prompts have the same last token, which is computed in each row. With another last token, log-probs
+        # would change even in a row that does not attend to the shared tokens.
+        common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
+        prompt = len(common) or min(map(len, samples)) // 2  # the same in all rows, so none is padded on the left
+        rows = [torch.tensor([*common, *sample]) for sample in samples]
+        ids, mask = (pad_sequence(one, batch_first=True) for one in (rows, [*map(torch.ones_like, rows)]))
+        values = function(ids.to(device), mask.to(device), ids.shape[1] - prompt)[0]
+        return [found[: len(row) - prompt] for found, row in zip(values, rows, strict=True)]
+
+    with torch.no_grad(), evaluating(model, checkpointing=True):
+        return isolation_flaw(
+            partial(log_probs, packed),
+            partial(log_probs, padded),
+            vocabulary=vocabulary,
+            dtype=computing_dtype(model),
+            others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
+        )
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:

@@ -24,22 +24,20 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import varlen
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch import Tensor
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
-from dash_trl.update.isolation import SAMPLE_TOKENS, computing_dtype, evaluating, isolation_flaw
+from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw
 from dash_trl.update.trees import (
     VARLEN_DTYPES,
     TreeShape,
     copied,
-    flash_tree_attention,
+    enable_padding_free,
+    has_dropout,
     no_mask,
-    tree_attention,
     varlen_arguments,
+    varlen_flaw,
 )
 from dash_trl.update.zero3 import forget_plain_passes
 
@@ -50,102 +48,6 @@ logger = logging.getLogger(__name__)
 # groups of 8: 0.97 with prompts of 8 tokens, 1.09 to 1.12 with 16, 1.20 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
-COMMON_PROMPT_TOKENS = 12  # length of the shared prompt with which `packing_flaw` tests a model
-
-
-def plain_causal_attention(model: PreTrainedModel) -> bool:
-    """Whether every layer has plain causal attention through transformers' attention interface.
-
-    Only such a model can run padding-free passes. Sliding windows, linear attention and state-space layers would mix
-    the rows that are packed together.
-
-    Args:
-        model: a transformers model.
-    """
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a pass in training mode draws random numbers.
-
-    A pass draws random numbers if the model has a dropout module with p > 0. Some modules have no dropout module but
-    store a rate, which they pass to a function (OPT's `dropout`, Mixtral's `jitter_noise`). So a float attribute above
-    0 with "drop" or "jitter" in its name counts as dropout, too.
-
-    Args:
-        model: any module.
-    """
-    return any(map(_draws, model.modules()))
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a module itself, without its children, has dropout; see `has_dropout`."""
-    return (
-        isinstance(module, nn.Dropout)
-        and module.p > 0
-        or any(
-            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
-            for name, value in vars(module).items()
-        )
-    )
-
-
-def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return the reason why PyTorch's `varlen_attn` cannot compute a model's attention. `None`: it can.
-
-    Args:
-        model: a transformers model with SDPA.
-        device: the device on which the model computes.
-    """
-    config, dtype = model.config.get_text_config(), computing_dtype(model)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
-    ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    reasons = {
-        f"SDPA has no varlen kernel for {dtype} on {device.type} (use bf16=True)": dtype
-        not in VARLEN_DTYPES.get(device.type, ()),
-        "SDPA's varlen kernel needs a GPU of the Ampere generation or newer": not ampere,
-        f"SDPA's varlen kernel needs a newer torch than {torch.__version__}": "enable_gqa"
-        not in signature(varlen.varlen_attn).parameters,
-        f"SDPA's varlen kernel needs heads of at most 256 numbers, a multiple of 8, not {size}": size > 256 or size % 8,
-        "SDPA's varlen kernel needs values of the keys' size": getattr(config, "v_head_dim", size) != size,
-        "SDPA's varlen kernel has no dropout": any(_draws(part) for one in layers for part in (one, *one.children())),
-    }
-    return next((why for why, holds in reasons.items() if holds), None)
-
-
-def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Register an attention function with which a model can run packed passes.
-
-    The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
-    apart. This function replaces the attention function that this process has registered under the name of the model's
-    attention ("sdpa", "flash_attention_2", …) by a function that can handle trees. For passes without trees, both
-    functions do the same. The function gets no new name: the model's config would have to contain this name, and then
-    a pickle of the model could be used only with this package.
-
-    Args:
-        model: a transformers model.
-    Returns:
-        The reason why the model cannot run packed passes. `None`: nothing is known against packed passes, and
-        `packing_flaw` has to test them.
-    """
-    if not plain_causal_attention(model):
-        return "its attention is not plain causal in every layer"
-    attention = model.config.get_text_config()._attn_implementation or ""
-    if attention == "sdpa":
-        if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, tree_attention):
-            return "another function than transformers' is registered as 'sdpa'"
-        AttentionInterface.register("sdpa", tree_attention)
-    elif "flash" in attention:
-        functions = AttentionInterface()
-        if attention in functions and not hasattr(functions[attention], "__wrapped__"):
-            AttentionInterface.register(attention, flash_tree_attention(functions[attention]))
-    else:
-        return f"its attn_implementation {attention!r} cannot keep rows apart: use 'sdpa' or 'flash_attention_2'"
-    return None
 
 
 @dataclass(frozen=True)
@@ -300,10 +202,8 @@ def packed_log_probs(
     """
     if layout is None:
         layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
-    inputs = pack_inputs(input_ids, layout, flash=flash)
-    if compute_aux_loss:
-        inputs["output_router_logits"] = True
-    outputs = model(**inputs, fused_lm_head=True)
+    options = {"output_router_logits": True} if compute_aux_loss else {}
+    outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
         """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
@@ -316,45 +216,6 @@ def packed_log_probs(
         return target.view(len(input_ids), logits_to_keep)
 
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
-
-
-def packing_flaw(
-    packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device, shared: bool = False
-) -> str | None:
-    """Test whether a model can run packed passes; see `isolation_flaw`.
-
-    Args:
-        packed: function (input_ids, attention_mask, logits_to_keep) → (log-probs, …) that runs packed passes.
-        padded: function with the same arguments and results that calls TRL's method.
-        model: the model that both functions call.
-        vocabulary: number; the test uses token ids below it.
-        device: the device of the model.
-        shared: True = test samples with the same prompt, which `packed` computes once.
-    Returns:
-        A text that describes what is wrong with packed passes; `None` if they are right.
-    """
-
-    def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        # All tested prompts have the same last token, which is computed in each row. With another last token, log-probs
-        # would change even in a row that does not attend to the shared tokens.
-        common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
-        prompt = len(common) or min(map(len, samples)) // 2  # the same in all rows, so none is padded on the left
-        rows = [[*common, *sample] for sample in samples]
-        kept = max(map(len, rows)) - prompt
-        ids, mask = torch.zeros(2, len(rows), prompt + kept, dtype=torch.long)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
-        values = function(ids.to(device), mask.to(device), kept)[0]
-        return [found[: len(row) - prompt] for found, row in zip(values, rows, strict=True)]
-
-    with torch.no_grad(), evaluating(model, checkpointing=True):
-        return isolation_flaw(
-            partial(log_probs, packed),
-            partial(log_probs, padded),
-            vocabulary=vocabulary,
-            dtype=computing_dtype(model),
-            others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
-        )
 
 
 class ModelPasses:
@@ -381,6 +242,7 @@ class ModelPasses:
         flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
+        copies: True = the attention kernel needs a copy of a shared prompt's keys for each row.
         compiled: see the argument.
         running: the layout of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
     """
@@ -397,7 +259,7 @@ class ModelPasses:
         share_prompts: bool | None,
         router_losses: bool,
     ):
-        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self.flash = self.copies = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         against_packing = {
             "continuous batching brings its own attention": continuous_batching,
             "NEFTune's noise depends on the length of a row": noisy_embeddings,
@@ -460,6 +322,7 @@ class ModelPasses:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
+            self.copies = True
             self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
@@ -514,8 +377,8 @@ class ModelPasses:
             )
             for called, model in models
         ]
-        found = [*filter(None, flaws)]
-        return next(iter(found), "another rank found a flaw") if ranks.sum(torch.tensor(len(found))) else None
+        found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
+        return next(filter(None, flaws), "another rank found a flaw") if found else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.

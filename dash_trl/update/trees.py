@@ -8,7 +8,8 @@ position where the branch attaches, and to the tokens of its own branch up to it
 with another one is a tree without branches.
 
 On a GPU, one call of a varlen kernel computes a layer: each trunk and each branch is a sequence with its own keys
-(`varlen_arguments`). On a CPU, `tree_attention` goes from tree to tree.
+(`varlen_arguments`). On a CPU, `tree_attention` goes from tree to tree. `enable_padding_free` tells which models can
+use these functions.
 
 Letters: H heads, L tokens of the packed row, D head size, Q branch tokens of a tree, P tokens of its trunk.
 """
@@ -18,13 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dash_trl.update.isolation import computing_dtype
 
 flash_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
@@ -155,8 +160,8 @@ def _by_varlen(
 
 def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's flash kernel for the CPU can compute the attention."""
-    known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
-    return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
+    known = flash_cpu is not None and query.shape[3] == value.shape[3]
+    return known and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
 
 
 def _of_tree(
@@ -267,7 +272,6 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
         Name of the argument → value. `key_tokens` is included if a tree has branches: the indices of the keys.
     """
     queries: list[int] = []
-    keys: list[int] = []
     key_tokens: list[Tensor] = []
     start = 0
     for tree in trees:
@@ -275,9 +279,9 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
         attached = zip(tree.attached, branches, strict=True)
         of_tree = [trunk, *(torch.cat([trunk[:before], branch]) for before, branch in attached)]
         queries += [tree.trunk, *tree.branches]
-        keys += map(len, of_tree)
         key_tokens += of_tree
         start += len(tree)
+    keys = [*map(len, key_tokens)]
     arguments: dict[str, Any] = {"max_length_q": max(queries), "max_length_k": max(keys)}
     for name, lengths in (("cu_seq_lens_q", queries), ("cu_seq_lens_k", keys)):
         arguments[name] = copied(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
@@ -294,3 +298,99 @@ def copied(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+def plain_causal_attention(model: PreTrainedModel) -> bool:
+    """Whether every layer has plain causal attention through transformers' attention interface.
+
+    Only such a model can run padding-free passes. Sliding windows, linear attention and state-space layers would mix
+    the rows that are packed together.
+
+    Args:
+        model: a transformers model.
+    """
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or ["full_attention"]
+    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a pass in training mode draws random numbers.
+
+    A pass draws random numbers if the model has a dropout module with p > 0. Some modules have no dropout module but
+    store a rate, which they pass to a function (OPT's `dropout`, Mixtral's `jitter_noise`). So a float attribute above
+    0 with "drop" or "jitter" in its name counts as dropout, too.
+
+    Args:
+        model: any module.
+    """
+    return any(map(_draws, model.modules()))
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module itself, without its children, has dropout; see `has_dropout`."""
+    return (
+        isinstance(module, nn.Dropout)
+        and module.p > 0
+        or any(
+            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+            for name, value in vars(module).items()
+        )
+    )
+
+
+def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Return the reason why PyTorch's `varlen_attn` cannot compute a model's attention. `None`: it can.
+
+    Args:
+        model: a transformers model with SDPA.
+        device: the device on which the model computes.
+    """
+    config, dtype = model.config.get_text_config(), computing_dtype(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    reasons = {
+        f"SDPA has no varlen kernel for {dtype} on {device.type} (use bf16=True)": dtype
+        not in VARLEN_DTYPES.get(device.type, ()),
+        "SDPA's varlen kernel needs a GPU of the Ampere generation or newer": not ampere,
+        f"SDPA's varlen kernel needs a newer torch than {torch.__version__}": "enable_gqa"
+        not in signature(varlen.varlen_attn).parameters,
+        f"SDPA's varlen kernel needs heads of at most 256 numbers, a multiple of 8, not {size}": size > 256 or size % 8,
+        "SDPA's varlen kernel needs values of the keys' size": getattr(config, "v_head_dim", size) != size,
+        "SDPA's varlen kernel has no dropout": any(
+            _draws(part) for one in model.modules() if hasattr(one, "is_causal") for part in (one, *one.children())
+        ),
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def enable_padding_free(model: PreTrainedModel) -> str | None:
+    """Register an attention function with which a model can run packed passes.
+
+    The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
+    apart. This function replaces the attention function that this process has registered under the name of the model's
+    attention ("sdpa", "flash_attention_2", …) by a function that can handle trees. For passes without trees, both
+    functions do the same. The function gets no new name: the model's config would have to contain this name, and then
+    a pickle of the model could be used only with this package.
+
+    Args:
+        model: a transformers model.
+    Returns:
+        The reason why the model cannot run packed passes. `None`: nothing is known against packed passes, and
+        `packing_flaw` has to test them.
+    """
+    if not plain_causal_attention(model):
+        return "its attention is not plain causal in every layer"
+    attention = model.config.get_text_config()._attn_implementation or ""
+    if attention == "sdpa":
+        if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, tree_attention):
+            return "another function than transformers' is registered as 'sdpa'"
+        AttentionInterface.register("sdpa", tree_attention)
+    elif "flash" in attention:
+        functions = AttentionInterface()
+        if attention in functions and not hasattr(functions[attention], "__wrapped__"):
+            AttentionInterface.register(attention, flash_tree_attention(functions[attention]))
+    else:
+        return f"its attn_implementation {attention!r} cannot keep rows apart: use 'sdpa' or 'flash_attention_2'"
+    return None
