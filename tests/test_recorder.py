@@ -36,14 +36,15 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("load", "environment", "warns"), [(3.5, {}, True), (3.5, {"OMP_NUM_THREADS": "1"}, False), (2.2, {}, False)]
+    ("load", "environment", "step", "warns"),
+    [(3.5, {}, 0, True), (3.5, {}, 1, False), (3.5, {"OMP_NUM_THREADS": "1"}, 0, False), (2.2, {}, 0, False)],
 )
-def test_a_crowded_cpu_is_warned_of_in_the_first_step(monkeypatch, caplog, load, environment, warns):
+def test_a_crowded_cpu_is_warned_of_in_the_first_step(monkeypatch, caplog, load, environment, step, warns):
     for name, value in {"cpu_count": lambda: 2, "getloadavg": lambda: (load, 0, 0), "environ": environment}.items():
         monkeypatch.setattr(f"os.{name}", value)
-    args = DASHConfig("unused", use_cpu=True)
-    Recorder(args, TrainerState(), SimpleNamespace(figures=defaultdict(list))).end_step()
-    assert ("4 threads want to run on 2 CPU cores" in caplog.text) == warns
+    args, state = DASHConfig("unused", use_cpu=True), TrainerState(global_step=step)
+    Recorder(args, state, SimpleNamespace(figures=defaultdict(list))).end_step()
+    assert ("threads want to run on 2 CPU cores" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
