@@ -70,8 +70,7 @@ class Turns(harness.Clock):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         super().on_step_end(*args, **kwargs)
-        sampling_and_rewards = sum(self.rows[-1].values())
-        self.rows[-1] |= {"update_s": self.seconds[-1] - sampling_and_rewards, "step_s": self.seconds[-1]}
+        self.rows[-1] |= {"update_s": self.seconds[-1] - sum(self.rows[-1].values()), "step_s": self.seconds[-1]}
         self.following.release()
 
 
@@ -125,9 +124,8 @@ def train(
         trainer.recorder = SimpleNamespace(timed=lambda *_, **__: nullcontext())
         install(trainer)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "frac_reward_zero_std" in log]
-    signal = [{"signal": 1 - log["frac_reward_zero_std"], "reward": log["reward"]} for log in logs]
-    results.put((name, [row | more for row, more in zip(clock.rows, signal, strict=True)]))
+    rows = zip(clock.rows, trainer.state.log_history, strict=False)  # a last log follows those of the steps
+    results.put((name, [row | {"signal": 1 - log["frac_reward_zero_std"]} for row, log in rows]))
 
 
 def main(
@@ -151,6 +149,8 @@ def times(folder: str, model: str, url: str, steps: int, methods: list[str]) -> 
         given = (name, folder, model, url, steps, Turns(own, following), results, *METHODS[name])
         spawn.Process(target=train, args=given).start()
     rows = dict(results.get() for _ in methods)
+    for worker in multiprocessing.active_children():  # the reward's processes would keep them from ending
+        worker.kill()
     for name in methods:
         harness.say(name, harness.medians({part: [row[part] for row in rows[name][1:]] for part in rows[name][0]}))
     return rows
