@@ -46,8 +46,9 @@ FLAGS = (
 )
 # In bfloat16, log-probs would differ from the trainer's by 1e-3 and more. Without `--enforce-eager` vLLM needs a
 # compiler, which most CPU machines lack. A window of preemptive sampling may have more rows than vLLM's default on a
-# CPU, 128, so that some rows would have to wait; 256 is its default on a GPU.
-CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
+# CPU, 128, so that some rows would have to wait; 256 is its default on a GPU. The completions of a prompt share only
+# whole blocks of it, and vLLM's default block on a CPU has 128 tokens, more than a short prompt.
+CPU_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256", "--block-size", "32")
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     for one in said(program, "model", 2):
-        assert one[2] == "2" and "--dtype float32 --enforce-eager" in " ".join(one)
+        assert one[2] == "2" and "--dtype float32 --enforce-eager --max-num-seqs 256 --block-size 32" in " ".join(one)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert said(program, "model")[0][2] == "4"
 

@@ -1,0 +1,171 @@
+"""The paper's methods on a pretrained model: short problems of GSM8K, and the seconds of an optimizer step.
+
+    python benchmarks/pretrained.py --dataset openai/gsm8k --config main      # writes the problems to outputs/short
+    python benchmarks/pretrained.py --samples outputs/eval/MODEL.jsonl        # and those that a model can learn from
+    dash_trl serve MODEL --max-model-len 256                                  # in another terminal
+    python benchmarks/pretrained.py --model MODEL --json pretrained.json      # 15 minutes on 2 cores
+
+The problems are those of at most 200 characters whose solution has at most 2 calculations. Their human solutions are
+the calculations alone, one per line. Files: train.jsonl and test.jsonl, with the columns prompt, completion and answer.
+From the samples that `dash_trl eval` wrote, mixed.jsonl gets the problems with right and wrong answers; training uses
+this file.
+
+The methods take their optimizer steps in turn, each in a process of its own, so that other work on the machine slows
+all alike. A step has 8 problems with 8 completions of at most 32 tokens, in 8 micro-steps. All sample from the one vLLM
+server, TRL's GRPOTrainer too. The figures are medians over the steps after the first.
+"""
+
+import json
+import multiprocessing
+import random
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer
+from trl import GRPOTrainer
+
+from dash_trl import DASHTrainer, MathAccuracyReward, load_math_dataset
+from dash_trl.sampling import install
+
+SYSTEM, LONGEST, CALCULATIONS = "Write only the calculations.", 200, 2
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "GRPO, samples per micro-step": (GRPOTrainer, {"steps_per_generation": 1}),
+    "GRPO, samples per step (TRL)": (GRPOTrainer, {}),
+    "DASH without the filter": (DASHTrainer, {"gradient_filter_threshold": None}),
+    "DASH": (DASHTrainer, {}),
+}
+
+
+def short_problems(dataset: str, config: str | None, split: str) -> Dataset:
+    """Returns the short problems of a split in a random order that is always the same."""
+    found = []
+    for row in load_dataset(dataset, config, split=split):
+        solution, _, gold = row["answer"].replace(",", "").rpartition("#### ")
+        marks = re.findall(r"<<([^<>]*)>>", solution)
+        if len(row["question"]) <= LONGEST and 0 < len(marks) <= CALCULATIONS and marks[-1].endswith(f"={gold}"):
+            said = {"system": SYSTEM, "user": row["question"], "assistant": "\n".join(marks)}
+            *prompt, completion = [{"role": role, "content": text} for role, text in said.items()]
+            found.append({"prompt": prompt, "completion": [completion], "answer": gold})
+    random.Random(0).shuffle(found)
+    return Dataset.from_list(found)
+
+
+class Turns(harness.Clock):
+    """Clock of the steps of one method, which wait for those of the other methods."""
+
+    def __init__(self, own: Any, following: Any) -> None:
+        super().__init__(parameters=False)
+        self.own, self.following = own, following
+        self.rows: list[dict[str, float]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.own.acquire()
+        self.rows.append({"sampling_s": 0.0, "rewards_s": 0.0})
+        super().on_step_begin(*args, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(*args, **kwargs)
+        self.rows[-1] |= {"update_s": self.seconds[-1] - sum(self.rows[-1].values()), "step_s": self.seconds[-1]}
+        self.following.release()
+
+
+def train(
+    name: str, folder: str, model: str, url: str, steps: int, clock: Turns, results: Any, kind: Any, own: dict[str, Any]
+) -> None:
+    """Trains by one method, in a process of its own, and puts the figures of its steps into the queue `results`."""
+
+    class Timed(kind):
+        def _generate_single_turn(self, *args: Any) -> Any:
+            return spent("sampling_s", super()._generate_single_turn, *args)
+
+        def _calculate_rewards(self, *args: Any) -> Any:
+            return spent("rewards_s", super()._calculate_rewards, *args)
+
+    def spent(part: str, work: Any, *arguments: Any) -> Any:
+        result, seconds = harness.timed(work, *arguments)
+        clock.rows[-1][part] += seconds
+        return result
+
+    settings = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 8,
+        "num_generations": 8,
+        "max_completion_length": 32,
+        "max_steps": 1 + steps,
+        "learning_rate": 2e-5,
+        "lr_scheduler_type": "constant",
+        "vllm_importance_sampling_correction": False,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        **own,
+    }
+    servers = {"vllm_server_urls": [url], "vllm_request_timeout": 600, "vllm_weight_dir": None, "vllm_mode": "server"}
+    trainer = harness.new_trainer(
+        Timed,
+        settings if kind is GRPOTrainer else settings | servers,
+        model=model,
+        reward_funcs=MathAccuracyReward(),
+        train_dataset=load_math_dataset(f"{folder}/mixed.jsonl"),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[clock],
+    )
+    if kind is GRPOTrainer:  # its own client of a server needs CUDA
+        vars(trainer.args).update(servers)
+        trainer._last_loaded_step = -1
+        trainer.recorder = SimpleNamespace(timed=lambda *_, **__: nullcontext())
+        install(trainer)
+    trainer.train()
+    rows = zip(clock.rows, trainer.state.log_history, strict=False)  # a last log follows those of the steps
+    results.put((name, [row | {"signal": 1 - log["frac_reward_zero_std"]} for row, log in rows]))
+
+
+def main(
+    dataset: str | None, config: str, samples: Path | None, folder: str, model: str | None, url: str, **others: Any
+) -> dict[str, Any]:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test") if dataset else ():
+        short_problems(str(dataset), config or None, split).to_json(f"{folder}/{split}.jsonl")
+    if samples:
+        found = map(json.loads, samples.read_text().splitlines()[1:])
+        mixed = [row for row in found if len({one["reward"] for one in row["samples"]}) > 1]
+        Dataset.from_list(mixed).select_columns(["prompt", "answer"]).to_json(f"{folder}/mixed.jsonl")
+    return times(folder, model, url, **others) if model else {}
+
+
+def times(folder: str, model: str, url: str, steps: int, methods: list[str]) -> dict[str, Any]:
+    """Lets the methods train in turn; prints the medians of their figures, and returns the figures of all steps."""
+    spawn = multiprocessing.get_context("spawn")
+    results, turns = spawn.Queue(), [spawn.Semaphore(number == 0) for number in range(len(methods))]
+    for name, own, following in zip(methods, turns, [*turns[1:], turns[0]], strict=True):
+        given = (name, folder, model, url, steps, Turns(own, following), results, *METHODS[name])
+        spawn.Process(target=train, args=given).start()
+    rows = dict(results.get() for _ in methods)
+    for worker in multiprocessing.active_children():  # the reward's processes would keep them from ending
+        worker.kill()
+    for name in methods:
+        harness.say(name, harness.medians({part: [row[part] for row in rows[name][1:]] for part in rows[name][0]}))
+    return rows
+
+
+if __name__ == "__main__":
+    harness.run(
+        main,
+        __doc__,
+        dataset={"help": "GSM8K: openai/gsm8k, or a folder with train.jsonl and test.jsonl"},
+        samples={"type": Path, "help": "samples of dash_trl eval: keep the problems with right and wrong answers"},
+        config={"default": "", "help": "configuration of the dataset on the hub, such as main"},
+        folder={"default": "outputs/short", "help": "the folder of the problems"},
+        model={"help": "time the steps of this model"},
+        url={"default": "http://127.0.0.1:8000", "help": "the vLLM server"},
+        methods={"nargs": "+", "choices": METHODS, "default": [*METHODS], "help": "the methods that are timed"},
+        steps={"type": int, "default": 5, "help": "number of counted steps; one more step precedes them"},
+    )
