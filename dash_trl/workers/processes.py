@@ -12,17 +12,18 @@ bytes, because pebble's pool breaks at arguments that cannot be read.
 
 import asyncio
 import ctypes
-import multiprocessing.process
 import os
 import pickle
 import resource
 import signal
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
@@ -49,8 +50,8 @@ class WorkerDied(RuntimeError):
 def default_workers() -> int:
     """Return this process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate: the ranks on this machine
-    return max(1, min(DEFAULT_MAX_WORKERS, cpus // ranks))
+    # torchrun and accelerate set the number of ranks on this machine.
+    return max(1, min(DEFAULT_MAX_WORKERS, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 # -------------------------------------------------------------------------------------------- in the starting process
@@ -58,11 +59,6 @@ def default_workers() -> int:
 
 class _Worker(LokyProcess):
     """A worker process. It leads a process group, which ends with it, so what a call has started ends, too."""
-
-    def start(self) -> None:
-        """Start the worker. A process that `multiprocessing` has started does not wait for it when it exits."""
-        super().start()
-        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]
 
     def terminate(self) -> None:
         """Kill the group. Pebble's own SIGTERM would reach neither a call that ignores it, nor what it has started."""
@@ -87,6 +83,13 @@ class _Pool(ProcessPool):
 
     Pebble removes the locks first. A worker that starts meanwhile would find none, and print a traceback.
     """
+
+    @staticmethod
+    def end(pool: "weakref.ref[_Pool]") -> None:
+        """Stop a pool, if there still is one, and wait for its workers to end."""
+        if (alive := pool()) is not None:
+            alive.stop()
+            alive.join()
 
     def _stop_pool(self) -> None:
         if self._pool_manager_loop is not None:
@@ -161,6 +164,9 @@ class ProcessCalls(Backend):
             # load the functions before their first call, so this time does not count towards a timeout.
             begin = *self._started_with, os.getpid()
             self._pool = _Pool(self._workers, initializer=_begin, initargs=begin, context=_Context())
+            # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0,
+            # the locks of the workers are removed.
+            Finalize(self._pool, _Pool.end, (weakref.ref(self._pool),), exitpriority=1)
         future = self._pool.schedule(_call, (packed,), timeout=call.timeout)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
@@ -169,9 +175,8 @@ class ProcessCalls(Backend):
         except TimeoutError:
             raise TimeoutError(f"took more than {call.timeout:g} s") from None
         except ProcessExpired as error:
-            number = -error.exitcode
-            how = f"killed by {signal.Signals(number).name}" if number > 0 else f"exit code {error.exitcode}"
-            raise WorkerDied(how) from None
+            code = error.exitcode
+            raise WorkerDied(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
         except (BrokenProcessPool, asyncio.CancelledError):
             if call.done():  # nobody waits for it
                 raise
@@ -212,8 +217,7 @@ def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> 
     # macOS accepts no useful limit, and some systems do not have `RLIMIT_AS`. There, the worker runs without a limit.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
     try:
         _functions = pickle.loads(packed)
     except BaseException as error:
