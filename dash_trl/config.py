@@ -236,8 +236,8 @@ class DASHConfig(GRPOConfig):
         if self.vllm_server_urls is not None:
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
             self.use_vllm, self.vllm_mode = True, "server"
-        can = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        self.bf16 = can if self.bf16 is None else self.bf16
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
         if (
             self.deepspeed

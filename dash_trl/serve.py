@@ -178,3 +178,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n    --vllm_server_urls {' '.join(urls)}\n\nCtrl+C stops the servers.", flush=True)
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         sys.exit("A server has ended, so all are stopped.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

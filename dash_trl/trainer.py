@@ -207,10 +207,9 @@ class DASHTrainer(GRPOTrainer):
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, passes = self._run, 0
+        run, passes, before = self._run, 0, self._run.pass_metrics.passes
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
-        before = run.pass_metrics.passes
         for one, is_last in run.micro_steps.inputs(self._step, inputs):
             passes += 1
             # Only the last pass of a micro-step may synchronise gradients.

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -148,7 +149,8 @@ def test_a_server_that_does_not_start_says_why(program):
 def test_without_vllm_an_install_that_works_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    refused(r"vLLM is not installed in the env.* of /nowhere/python.* 'trl\[vllm\]'", serve.main, ["model"])
+    monkeypatch.setattr(sys, "argv", ["serve", "model"])
+    refused(r"not installed.* /nowhere/python.* 'trl\[vllm\]'", runpy.run_module, "dash_trl.serve", None, "__main__")
 
 
 def served() -> tuple[int, TextIO]:

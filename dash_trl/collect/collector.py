@@ -214,8 +214,7 @@ class Collector:
                 if self._dynamic is None:
                     break
                 # Callbacks have logged columns; those that they did not log in an earlier round are filled up.
-                before = sum(len(one.rollouts) for one in credited[:-1])
-                self._log.end_round(before, len(credited[-1].rollouts))
+                self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
                 groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
                 signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
                 if not (more := self._dynamic.next(signal)):

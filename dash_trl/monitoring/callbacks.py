@@ -59,9 +59,9 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.touch()
-            lines = self.path.read_text().splitlines(keepends=True) if state.global_step else []
-            self.path.write_text("".join(one for one in lines if json.loads(one)["step"] <= state.global_step))
+            known = self.path.read_text() if state.global_step and self.path.exists() else ""
+            whole = known.splitlines()[: known.count("\n")]  # a kill may have cut the last line
+            self.path.write_text("".join(f"{one}\n" for one in whole if json.loads(one)["step"] <= state.global_step))
 
     def on_log(self, args, state: TrainerState, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
         if state.is_world_process_zero:

@@ -327,8 +327,10 @@ class PassMetrics:
                 sums[name] += found[-1].pop(name) * count - dummies
                 counts[name] += count - dummies
         clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in shares)
-        micro_steps = sum(one.micro_steps for one in shares)
-        divisors = counts | dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
+        divisors = counts | {  # 0 for a name without a pass
+            **dict.fromkeys(CLIPPED, clipped),
+            **dict.fromkeys(PER_MICRO_STEP, sum(one.micro_steps for one in shares)),
+        }
         found[0] = {name: value / divisors[name] for name, value in sums.items() if divisors[name]}
         self._taken, self._zeros = [], dict.fromkeys(sums, 0.0)
         return found

@@ -99,9 +99,9 @@ class Recorder:
         On a GPU, the seconds are logged at the next step that TRL logs, as the mean of the steps since the last log.
         """
         self._steps += 1
-        threads, cores = os.getloadavg()[0], os.cpu_count() or 1
-        waits = threads > CROWDED * cores and self._args.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-        if waits and self._state.global_step == 0:
+        free = self._args.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ  # PyTorch takes all cores
+        cores = os.cpu_count() or 1
+        if self._state.global_step == 0 and free and (threads := os.getloadavg()[0]) > CROWDED * cores:
             logger.warning(
                 f"{threads:.0f} threads want to run on {cores} CPU cores, so those of PyTorch wait for each other. If "
                 "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."

@@ -152,7 +152,7 @@ class WatchedAsyncReward(WatchedReward):
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names with a number after a name that occurs again: f, f#2, f#3.
 
-    TRL would log functions with the same name (functions without a name, or one function with other arguments) as one.
+    TRL would log functions with the same name (lambdas, partials of one function) as one.
     """
     return [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
 

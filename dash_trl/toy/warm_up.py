@@ -261,6 +261,8 @@ def cached_model(
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
     final = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if final.is_dir():  # the cache may be read-only
+        return str(final)
     folder.mkdir(parents=True, exist_ok=True)
     with final.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed

@@ -114,8 +114,7 @@ def packing_flaw(
 
     with torch.no_grad(), evaluating(model, checkpointing=True):
         return isolation_flaw(
-            partial(log_probs, packed),
-            partial(log_probs, padded),
+            *(partial(log_probs, function) for function in (packed, padded)),
             vocabulary=vocabulary,
             dtype=computing_dtype(model),
             others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,

@@ -153,8 +153,7 @@ class ProcessCalls(Backend):
     async def _stop(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.stop()
-            pool.join()
+            _Pool.end(weakref.ref(pool))
 
     async def _made(self, call: Call) -> Any:
         packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
