@@ -36,8 +36,7 @@ LEVELS, WINDOWS, ROUNDS = (0, 1, 2), 10, 2
 
 def length(prompt: list[int]) -> int:
     """Returns the length in tokens of the completions of a prompt: lognormal, and the same in every run."""
-    draw = random.Random(str(prompt)).gauss(math.log(MEDIAN), SPREAD)
-    return max(2, min(LONGEST, round(math.exp(draw))))
+    return max(2, min(LONGEST, round(math.exp(random.Random(str(prompt)).gauss(math.log(MEDIAN), SPREAD)))))
 
 
 class LongTailed(ServerGeneration):

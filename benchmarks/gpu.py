@@ -18,6 +18,7 @@ Completions and rewards of 2 and 3 are scripted, so only V(prefix) and the updat
 - `seconds`: median of two steps; a step before them is not counted.
 - `launches`, `waits`: kernels that one more step starts, and how often the host waits in it for the GPU.
 - `gb`: peak memory of these steps beyond the memory before them.
+- `padding_free`: False = passes were padded. For DASH, a warning on the terminal says why.
 - `ratio`: the seconds of TRL by those of DASH. `rel_param_diff`: the largest difference of a parameter after the first
   step (SGD), relative to the largest update.
 """
@@ -65,6 +66,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 class Clock(harness.Clock):
     """Clock that also records the peak memory after the first step, and what the profiler counts in the last step."""
 
+    padding_free = False
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             self.before = harness.begin_peak(ON_GPU)
@@ -80,7 +83,7 @@ class Clock(harness.Clock):
         launches = sum(count for name, count in counts.items() if "LaunchKernel" in name)
         waits = sum(counts.get(name, 0) for name in WAITS)
         seconds = harness.medians({"seconds": self.seconds[1 : 1 + STEPS]})
-        return {**seconds, "launches": launches, "waits": waits, "gb": self.gb}
+        return {**seconds, "launches": launches, "waits": waits, "gb": self.gb, "padding_free": self.padding_free}
 
 
 def update(kind: str, share: float, small: bool, *callbacks: Any) -> Clock:
@@ -97,7 +100,9 @@ def update(kind: str, share: float, small: bool, *callbacks: Any) -> Clock:
     clock = Clock()
     clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
     gc.collect()  # the trainer before this one would count as memory
-    harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock, *callbacks]).train()
+    made = harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock, *callbacks])
+    made.train()
+    clock.padding_free = trainer is DASHTrainer and made._passes.padding_free
     return clock
 
 

@@ -88,8 +88,7 @@ def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]
         checks = [(form, "self", golds) for form in FORMS]
         checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
         for form, name, answers in checks:
-            texts = map(FORMS[form], answers)
-            rows = [row for row in zip(texts, golds, answers, strict=True) if row[0] is not None]
+            rows = [row for row in zip(map(FORMS[form], answers), golds, answers, strict=True) if row[0] is not None]
             start = time.perf_counter()
             scores = reward(completions=[text for text, _, _ in rows], answer=[gold for _, gold, _ in rows])
             figures = {"rows": len(rows), "rows_per_s": len(rows) / (time.perf_counter() - start)}

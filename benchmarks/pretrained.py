@@ -13,12 +13,17 @@ this file.
 The methods take their optimizer steps in turn, each in a process of its own, so that other work on the machine slows
 all alike. A step has 8 problems with 8 completions of at most 32 tokens, in 8 micro-steps. All sample from the one vLLM
 server, TRL's GRPOTrainer too. The figures are medians over the steps after the first.
+
+    python benchmarks/pretrained.py --model MODEL --methods "GRPO, samples per step (TRL)" --steps 39 --save outputs
+
+trains with TRL alone.
 """
 
 import json
 import multiprocessing
 import random
 import re
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,10 +79,9 @@ class Turns(harness.Clock):
         self.following.release()
 
 
-def train(
-    name: str, folder: str, model: str, url: str, steps: int, clock: Turns, results: Any, kind: Any, own: dict[str, Any]
-) -> None:
-    """Trains by one method, in a process of its own, and puts the figures of its steps into the queue `results`."""
+def train(name: str, folder: str, model: str, url: str, steps: int, save: Path | None, clock: Turns) -> list[Any]:
+    """Trains by one method, in a process of its own; returns the figures of its steps."""
+    kind, own = METHODS[name]
 
     class Timed(kind):
         def _generate_single_turn(self, *args: Any) -> Any:
@@ -97,6 +101,7 @@ def train(
         "num_generations": 8,
         "max_completion_length": 32,
         "max_steps": 1 + steps,
+        "seed": 0,
         "learning_rate": 2e-5,
         "lr_scheduler_type": "constant",
         "vllm_importance_sampling_correction": False,
@@ -124,8 +129,10 @@ def train(
         trainer.recorder = SimpleNamespace(timed=lambda *_, **__: nullcontext())
         install(trainer)
     trainer.train()
+    if save:
+        trainer.save_model(str(save / name))
     rows = zip(clock.rows, trainer.state.log_history, strict=False)  # a last log follows those of the steps
-    results.put((name, [row | {"signal": 1 - log["frac_reward_zero_std"]} for row, log in rows]))
+    return [row | {"signal": 1 - log["frac_reward_zero_std"], "reward": log["reward"]} for row, log in rows]
 
 
 def main(
@@ -141,16 +148,19 @@ def main(
     return times(folder, model, url, **others) if model else {}
 
 
-def times(folder: str, model: str, url: str, steps: int, methods: list[str]) -> dict[str, Any]:
+def times(folder: str, model: str, url: str, steps: int, methods: list[str], save: Path | None) -> dict[str, Any]:
     """Lets the methods train in turn; prints the medians of their figures, and returns the figures of all steps."""
     spawn = multiprocessing.get_context("spawn")
-    results, turns = spawn.Queue(), [spawn.Semaphore(number == 0) for number in range(len(methods))]
-    for name, own, following in zip(methods, turns, [*turns[1:], turns[0]], strict=True):
-        given = (name, folder, model, url, steps, Turns(own, following), results, *METHODS[name])
-        spawn.Process(target=train, args=given).start()
-    rows = dict(results.get() for _ in methods)
-    for worker in multiprocessing.active_children():  # the reward's processes would keep them from ending
-        worker.kill()
+    with spawn.Manager() as manager, ProcessPoolExecutor(len(methods), spawn) as pool:
+        turns = [manager.Semaphore(number == 0) for number in range(len(methods))]
+        clocks = map(Turns, turns, [*turns[1:], turns[0]])
+        given = (folder, model, url, steps, save)
+        found = {pool.submit(train, name, *given, clock): name for name, clock in zip(methods, clocks, strict=True)}
+        try:
+            rows = {found[one]: one.result() for one in as_completed(found)}
+        finally:  # the others would wait for a method that failed, and the reward's processes keep them from ending
+            for worker in multiprocessing.active_children():
+                worker.kill()
     for name in methods:
         harness.say(name, harness.medians({part: [row[part] for row in rows[name][1:]] for part in rows[name][0]}))
     return rows
@@ -167,5 +177,6 @@ if __name__ == "__main__":
         model={"help": "time the steps of this model"},
         url={"default": "http://127.0.0.1:8000", "help": "the vLLM server"},
         methods={"nargs": "+", "choices": METHODS, "default": [*METHODS], "help": "the methods that are timed"},
+        save={"type": Path, "help": "save the trained models in this folder"},
         steps={"type": int, "default": 5, "help": "number of counted steps; one more step precedes them"},
     )

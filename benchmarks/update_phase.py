@@ -1,6 +1,6 @@
 """Compares the update phase of TRL's GRPOTrainer and of DASHTrainer on the same completions and rewards.
 
-    python benchmarks/update_phase.py --json update_phase.json            # ~10 minutes on one core
+    python benchmarks/update_phase.py --json update_phase.json            # ~6 minutes on one core
 
 Rollouts are scripted (`rollout_func`), so only scoring, packing, passes and the optimizer are timed. For each share of
 constant groups and each beta, each trainer makes three counted steps after one that is not counted. `ratio` is the
@@ -12,7 +12,7 @@ to the largest update.
     python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
 
 With `--prompts`, groups of 8 have prompts with this many tokens, and all rows have signal. Shared prompts
-(`share_prompts=True`) are compared with plain packing and with TRL, on 1 thread. `tokens` and `flops` are ratios of
+(`share_prompts=True`) are compared with plain packing and with TRL. `tokens` and `flops` are ratios of
 plain packing to shared prompts; they are counted, not measured. Sharing saves neither the attention of a completion to
 its prompt nor the LM head.
 """
@@ -141,10 +141,10 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
     return {**found, **ratios, "tokens": tokens, "flops": flops}
 
 
-def main(threads: list[int], betas: list[float], prompts: list[int]) -> dict[str, Any]:
+def main(threads: int, betas: list[float], prompts: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(threads)
     path = harness.OUTPUT.name
     if prompts:
-        torch.set_num_threads(1)
         harness.qwen2(**{**SHAPE, "max_position_embeddings": 2048}).save_pretrained(path)
         shared = {str(prompt): compare_shared(path, prompt) for prompt in prompts}
         for prompt, row in shared.items():
@@ -152,12 +152,10 @@ def main(threads: list[int], betas: list[float], prompts: list[int]) -> dict[str
         return {"shared": shared}
     harness.qwen2(**SHAPE).save_pretrained(path)
     results: dict[str, Any] = {}
-    for number, beta, share in product(threads, betas, SHARES):
-        torch.set_num_threads(number)
+    for beta, share in product(betas, SHARES):
         row = compare(path, share, beta)
-        table = results if number == threads[0] else results.setdefault(f"threads_{number}", {})
-        table.setdefault("beta" if beta else "share", {})[f"{share:g}"] = row
-        harness.say(f"{number} threads, beta {beta:g}, {share:.0%} constant", row)
+        results.setdefault("beta" if beta else "share", {})[f"{share:g}"] = row
+        harness.say(f"beta {beta:g}, {share:.0%} constant", row)
     return results
 
 
@@ -165,7 +163,7 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        threads={"type": int, "nargs": "+", "default": [1, 2], "help": "numbers of threads"},
+        threads={"type": int, "default": 1, "help": "number of threads"},
         betas={"type": float, "nargs": "+", "default": list(BETAS)},
         prompts={"type": int, "nargs": "+", "default": [], "help": "compare shared prompts of so many tokens"},
     )

@@ -99,7 +99,6 @@ def new_passes(trainer: Any) -> ModelPasses:
     adapter = getattr(trainer.model, "active_peft_config", None)
     return ModelPasses(
         [model.get_base_model() if is_peft_model(model) else model for model in models],
-        virtual_tokens=getattr(adapter, "is_prompt_learning", False),
         invoked_adapter=bool(getattr(adapter, "alora_invocation_tokens", None)),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,

@@ -529,8 +529,7 @@ def test_prompts_of_a_queue(train, output):
     folder = {"output": output / "queue"}
     trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
     assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 1
-    resume = str(folder["output"] / "checkpoint-3")
-    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=str(folder["output"] / "checkpoint-3"), **settings)
 
 
 @ON_DDP
@@ -541,8 +540,7 @@ def test_rounds_of_a_stream(train, output):
     folder = {"output": output / "queued stream"}
     trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
     assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 0
-    resume = str(folder["output"] / "checkpoint-3")
-    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=str(folder["output"] / "checkpoint-3"), **settings)
 
 
 # ---------------------------------------------------------------------- what one rank does alone fails on both

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
@@ -284,12 +284,10 @@ def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
 
 def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
     """A server that gets one has lost its old weights, and does not answer any more."""
-    for adapter, said in (
-        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5]), "['model.embed_tokens.token_adapter."),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "['base_model.lm_head.weight'"),
-    ):
-        fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
-        assert said in refusal(sampler_of(fake, model, tmp_path).sync_weights) and not fake.loads
+    adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
+    fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
+    said = refusal(sampler_of(fake, model, tmp_path).sync_weights)
+    assert "['model.embed_tokens.token_adapter." in said and not fake.loads
 
 
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):

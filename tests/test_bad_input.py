@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -189,7 +190,9 @@ def of(*column: Any) -> Dataset:
 
 
 NEITHER = "which is neither a text nor a conversation. Write it as"
+VIRTUAL = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "virtual tokens": ({"peft_config": VIRTUAL}, "PrefixTuningConfig: virtual tokens cannot be trained .* LoraConfig"),
     "TRL's config": ({"args": GRPOConfig("x", bf16=False, use_cpu=True)}, "GRPOConfig, which lacks DASH's options"),
     "tools for texts": ({"tools": [print]}, "train_dataset has texts as prompts .* Write each prompt as"),
     "tools and own rollouts": (
@@ -300,16 +303,17 @@ def frozen(model: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
 
 
-def inference_adapter(model: str) -> torch.nn.Module:
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
-    return get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora)
+def adapted(config: Any) -> Callable[[str], torch.nn.Module]:
+    return lambda model: get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
 
 
 def test_models(tiny_model):
+    frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
     for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
         (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
-        (inference_adapter, "No parameter of the PeftModel.* is_trainable=True"),
+        (adapted(frozen_lora), "No parameter of the PeftModel.* is_trainable=True"),
+        (adapted(VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
     ):
         refused(said, check_model, make(tiny_model), config())
 
@@ -453,8 +457,7 @@ def test_a_server_that_is_not_there(tmp_path, tiny_model):
     """vLLM need not be installed here; the server has to answer. The weights of another run stay where they are."""
     args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.2)
     args.output_dir = str(tmp_path)
-    other_run = FileWeights(tmp_path / "_vllm_weights", torch.float32)
-    weights = other_run.write([], 1)
+    weights = FileWeights(tmp_path / "_vllm_weights", torch.float32).write([], 1)
     for _ in range(2):  # a notebook's cell, run once more
         with pytest.raises(RuntimeError, match=r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.2 s"):
             build(tiny_model, args=args)

@@ -147,8 +147,7 @@ def test_every_figure_of_the_source_is_documented_and_the_other_way_round():
         f"eval_{one}".replace("at_1", "at_<k>") for one in metrics_of([[1.0]], ["a"], [1], group_size=1)
     }
     assert documented - own - inherited - transformers - elsewhere == set()
-    missing = {name for name in own - documented if not any(matches(name, one) for one in documented)}
-    assert missing == set()
+    assert {name for name in own - documented if not any(matches(name, one) for one in documented)} == set()
 
 
 def matches(template: str, name: str) -> bool:

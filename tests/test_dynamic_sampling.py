@@ -213,8 +213,7 @@ def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
         return reward(prompts=prompts, completion_ids=completion_ids)
 
     settings = {"max_num_gen_batches": 8, "max_steps": 2, "log_completions": True}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, **settings)
-    assert not trainer._logs["extra"]
+    assert not run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, **settings)._logs["extra"]
 
 
 # ---------------------------------------------------------------------------------------------- which groups, how many

@@ -59,8 +59,7 @@ def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest
     ids = TOKENIZER(text)["input_ids"]
     ids = ids[: len(ids) - dropped] + [END] * end  # may end within a character
     episodes = Segmenter(TOKENIZER, min_episode_tokens=shortest, max_episode_tokens=longest)(ids)
-    joined = [token for part in episodes.slices() for token in ids[part]]
-    assert joined == ids
+    assert [token for part in episodes.slices() for token in ids[part]] == ids
     bounds = episodes.boundaries
     assert bounds[0] == 0 and list(bounds) == sorted(set(bounds)) and bounds[-1] <= len(ids)
     inner = [part for part in episodes.slices()[:-1]]

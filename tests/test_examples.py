@@ -140,8 +140,7 @@ def test_real_problems_with_flags(toy, tmp_path, capsys):
     assert step["rewards/delayed/mean"] < 0.2 and step["filter/dropped_unscored"] == 0
     assert "eval_reward" in (tmp_path / "metrics.jsonl").read_text()
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
-    said = capsys.readouterr().out
-    assert "accuracy on 256" not in said  # that is the toy task's
+    assert "accuracy on 256" not in capsys.readouterr().out  # that is the toy task's
 
 
 OWN_REWARDS = """

@@ -144,3 +144,14 @@ def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
         refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
         with refused if named else nullcontext():
             trained(tiny_model, tmp_path, trainer_class=Built, loaded=model, **settings)
+
+
+def test_a_pass_has_as_many_tokens_as_one_of_trls_with_dropped_rows(tiny_model, tmp_path):
+    """4 rows as wide as the longest row, which is dropped; the 12 rows that are left fit into one pass."""
+
+    def rollouts(prompts, trainer):
+        return {"prompt_ids": [[6] * 8] * 16, "completion_ids": [[5] * 30] * 4 + [[5]] * 12, "logprobs": None}
+
+    settings = {"reward": lambda prompts, **columns: [0.0] * 4 + [0.0, 1.0] * 6, "share_prompts": False}
+    (log, *_) = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_steps=1, **settings).state.log_history
+    assert log["filter/kept_rows"] == 0.75 and log["packing/max_tokens"] == 12 * (8 + 1)

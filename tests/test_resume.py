@@ -130,8 +130,7 @@ WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "st
 def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
     windows, output, _ = saved
     with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
-        checkpoint = str(output / "checkpoint-2")
-        seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **WIDER, max_steps=6)
+        seen, trainer = recorded(tiny_model, tmp_path, str(output / "checkpoint-2"), **WIDER, max_steps=6)
     assert seen == windows[1:]
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
     assert len(norms) == 4 and min(norms) > 0.1

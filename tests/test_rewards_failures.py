@@ -165,8 +165,7 @@ def test_a_large_share_of_unscored_rows_is_said_once(caplog):
 def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
     failures = FailureWatch([torch.nn.Linear(1, 1)], ["judge"])
     for _ in range(20):
-        unscored = failures.unscore(torch.tensor([[NAN], [math.inf]]), None, counts=False)
-        assert unscored.isnan().all()
+        assert failures.unscore(torch.tensor([[NAN], [math.inf]]), None, counts=False).isnan().all()
     for _ in range(9):
         failures.unscore(torch.tensor([[NAN]]), None)
         failures.unscore(torch.tensor([[1.0]]), None, counts=False)

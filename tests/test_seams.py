@@ -21,8 +21,7 @@ def trainer(tiny_model, tmp_path_factory):
 
 def test_the_settings_of_our_losses_are_trls(trainer):
     """Attributes that its loss reads. `use_vllm`, which we set beside them, only turns its correction on."""
-    methods = (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)
-    source = "".join(map(inspect.getsource, methods))
+    source = "".join(map(inspect.getsource, (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)))
     correction = "self.use_vllm and self.vllm_importance_sampling_correction"
     assert source.count("self.use_vllm") == source.count(correction) > 0
     for settings in OFF_POLICY_LOSSES.values():

@@ -163,7 +163,6 @@ def test_which_prompts_are_shared():
         ({"share_prompts": True}, 1),
         ({"share_prompts": False}, None),
         ({"share_prompts": True, "router_losses": True}, None),
-        ({"share_prompts": True, "virtual_tokens": True}, None),
     ):
         assert passes_of(ARCHITECTURES["qwen2"](), **options).min_shared == least, options
     with_dropout = ARCHITECTURES["qwen2"]()

@@ -201,8 +201,7 @@ def read(url: str) -> str:
 
 
 def generated_tokens(url: str) -> float:
-    text = read(f"{url}/metrics")
-    return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M)[1])
+    return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", read(f"{url}/metrics"), re.M)[1])
 
 
 def test_nobody_without_the_key_reaches_the_servers(vllm_servers):

@@ -348,8 +348,7 @@ def test_weight_syncs_leave_the_base_weights_of_an_adapter_as_they_are(model, tm
         assert {*held} == {start + sum(one.nbytes for name, one in before.items() if ".base_layer." in name)}
         assert alive() == start
         assert all(value.equal(before[name]) for name, value in adapted.named_parameters())
-    merged = adapted.merge_and_unload()
-    assert all(value.equal(fake.held[name]) for name, value in merged.named_parameters())
+    assert all(value.equal(fake.held[name]) for name, value in adapted.merge_and_unload().named_parameters())
 
 
 def test_ranks_begin_with_different_servers(model, tmp_path, fakes, monkeypatch):

@@ -118,8 +118,7 @@ def killed_run(directory: Path) -> None:
     """Another process writes a version, and is killed."""
     pid = os.fork()
     if pid == 0:
-        weights = FileWeights(directory, torch.float32)
-        weights.write(parameters().items(), 1)
+        FileWeights(directory, torch.float32).write(parameters().items(), 1)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
@@ -187,8 +186,7 @@ def test_scaled_outputs_with_an_adapter():
     adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     expected = model_log_probs(adapted, IDS, ScaledLayers(adapted).outputs())
     merged = adapted.merge_and_unload()
-    scaled = dict(ScaledLayers(merged).parameters(merged.named_parameters()))
-    merged.load_state_dict(scaled, strict=False)
+    merged.load_state_dict(dict(ScaledLayers(merged).parameters(merged.named_parameters())), strict=False)
     assert (model_log_probs(merged, IDS) - expected).abs().max() < 1e-5
 
 

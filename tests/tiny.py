@@ -42,6 +42,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 VOCABULARY = 300
 EOS = 1  # <|im_end|>
 ON_GPU = bool(os.environ.get("TEST_ON_GPU"))  # True = trainers train on the GPU, so that the package is tested on it
+VARLEN_DTYPES.pop("cuda")  # so that models in float32 are packed on a GPU, too
 UNKNOWN = (math.nan, -9999.0, -math.inf)  # in place of a log-prob
 
 
@@ -182,7 +183,8 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
         return varlen(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale or query.shape[2] ** -0.5, fault)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(VARLEN_DTYPES, "cpu", dtypes)
+        for device in ("cpu", "cuda"):
+            patch.setitem(VARLEN_DTYPES, device, dtypes)
         patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
         yield
 
@@ -259,8 +261,7 @@ class ScriptedRollouts:
         prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
         output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
         if self.noise is not None:
-            rows = zip(prompt_ids, completions, strict=True)
-            values = [log_probs(trainer.model, *row) for row in rows]
+            values = [log_probs(trainer.model, *row) for row in zip(prompt_ids, completions, strict=True)]
             output["logprobs"] = [[self._report(value, generator) for value in row] for row in values]
         return output
 
@@ -431,7 +432,6 @@ def run(
         disable_tqdm=True,
     )
     if ON_GPU:
-        VARLEN_DTYPES.pop("cuda", None)  # so that models in float32 are packed there, too
         defaults["tf32"] = False  # otherwise, transformers turns it on with torch.compile, for all later runs, too
     if config is DASHConfig:
         defaults["share_prompts"] = True  # the prompts here are short

@@ -21,8 +21,15 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         peft_config: as given to `DASHTrainer`. If it is given, the model need not have trainable parameters, because
             the adapter has them.
     Raises:
-        ValueError: if the model does not exist, is not a causal language model, or has no trainable parameter.
+        ValueError: if the model does not exist, is not a causal language model, has no trainable parameter, or has
+            virtual tokens.
     """
+    adapter = peft_config or getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"peft_config={type(adapter).__name__}: virtual tokens cannot be trained here. Padding lies between them "
+            "and the prompt, so the width of a pass would change its result. Use another adapter, such as LoraConfig."
+        )
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         where = {name: settings[name] for name in WHERE if name in settings}

@@ -191,7 +191,7 @@ class OffPolicyMetrics:
         ratio = log_ratio.exp() * known
         clipped = ratio > (torch.inf if self._bound is None else self._bound)
         terms = torch.stack([ratio, clipped.float(), log_ratio.expm1() - log_ratio, known.float()])
-        self._sums = self._sums.to(terms.device) + terms.flatten(1).sum(dim=1)
+        self._sums = self._sums.to(terms.device, non_blocking=True) + terms.flatten(1).sum(dim=1)
 
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the figures of the optimizer step that ends, and set the sums back to 0.

@@ -261,9 +261,7 @@ class Survivors(CreditedRollouts):
             advantages=none,
         )
 
-    def micro_batch(
-        self, rows: list[int], *, size: int, pad_token_id: int, trim_prompts: bool = True
-    ) -> dict[str, Tensor]:
+    def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Tensor]:
         """Build the inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
 
         Args:
@@ -272,16 +270,12 @@ class Survivors(CreditedRollouts):
                 gathers metrics per row. Dummy rows fill up the result; all of their tokens are masked. If `rows` is
                 empty, the prompt of the first dummy row is not masked, so that the model has something to run.
             pad_token_id: token id of the padding.
-            trim_prompts: False = keep the padded width that the prompts had when the completions were sampled. This is
-                for prompt tuning, whose virtual tokens come before the padding.
         Returns:
             TRL's model inputs: each tensor field that is set, except `group`, `policy_version` and `rewards`. The first
             dimension is `size`.
         """
         width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
         prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
-        if not trim_prompts:
-            prompt = self.prompt_mask.shape[1]
         longest = int(self.completion_mask[chosen].sum(dim=1).max()) if rows else 0
         completion = max(longest, COMPLETION_COLUMNS)
         inputs = {}

@@ -341,8 +341,8 @@ class ServerGeneration(ExactMerges):
         if unknown := sorted(sent - known.keys()):
             raise ValueError(
                 f"vLLM knows no weights {unknown[:3]}, since a {type(model.config).__name__} has none of these names. "
-                "Sample without servers, or train other modules: of PEFT's options, trainable_token_indices and "
-                "virtual tokens cannot be merged."
+                "Sample without servers, or train other modules: PEFT's trainable_token_indices cannot be "
+                "merged."
             )
 
     def _check_servers(self) -> ServedModel:

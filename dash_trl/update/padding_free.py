@@ -225,8 +225,6 @@ class ModelPasses:
 
     Args:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
-        virtual_tokens: True = prompt tuning puts virtual tokens before each prompt. Padding lies between the virtual
-            tokens and the prompt, so the width of the padding changes the result.
         invoked_adapter: True = an aLoRA adapter is active from its last invocation in a row on. In a packed row, all
             samples before the last invocation would run without the adapter.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
@@ -251,7 +249,6 @@ class ModelPasses:
         self,
         models: Sequence[Any],
         *,
-        virtual_tokens: bool,
         invoked_adapter: bool,
         continuous_batching: bool,
         noisy_embeddings: bool,
@@ -263,7 +260,6 @@ class ModelPasses:
         against_packing = {
             "continuous batching brings its own attention": continuous_batching,
             "NEFTune's noise depends on the length of a row": noisy_embeddings,
-            "every sample has virtual tokens before it": virtual_tokens,
             "an aLoRA adapter is active from its last invocation in a row on": invoked_adapter,
             "torch.compile would trace packed SDPA anew for each number of rows (leave it off)": compiled
             and not self.flash,
@@ -279,9 +275,7 @@ class ModelPasses:
         self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled
         self._name = type(models[0]).__name__
-        self._trim_prompts = not virtual_tokens
-        # With virtual tokens, PEFT ignores position ids.
-        self._has_positions = not virtual_tokens and "position_ids" in signature(models[0].forward).parameters
+        self._has_positions = "position_ids" in signature(models[0].forward).parameters
         self.running: PackedLayout | None = None
         self._hook: Any = None
 
@@ -389,7 +383,7 @@ class ModelPasses:
             size: as in `Survivors.micro_batch`.
             pad_token_id: as in `Survivors.micro_batch`.
         """
-        inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
+        inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
