@@ -26,6 +26,7 @@ from datasets import Dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from toy_programs import program_dataset, program_model
 from train_math import MathArguments, load_tokenizer, train
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward
@@ -48,12 +49,17 @@ class SupervisedArguments(MathArguments):
 
 @dataclass
 class SupervisedConfig(SFTConfig):
-    """TRL's `SFTConfig` with `max_length=None`: TRL's default of 1,024 tokens would cut off answers."""
+    """TRL's `SFTConfig`, with two other defaults: no row is cut off, and models train in float32 where bf16 is slow."""
 
     max_length: int | None = field(
         default=None,
         metadata={"help": "Cut rows off after this many tokens, even within the answer. Default: no limit."},
     )
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        super().__post_init__()
 
 
 def supervised_defaults() -> dict[str, Any]:
@@ -134,8 +140,7 @@ def with_completions(problems: Dataset) -> Dataset:
             )
         prompt, text = row["prompt"], solution
         if "completion" not in row:
-            write = math_solution if "answer" in row else code_solution
-            text = write(solution, prompt, row.get("answer"))
+            text = (math_solution if "answer" in row else code_solution)(solution, prompt, row.get("answer"))
         row["completion"] = (
             text
             if isinstance(prompt, str) or isinstance(text, list)

@@ -55,8 +55,7 @@ class ToyJudge:
     async def _serve(self, request: web.Request) -> web.Response:
         asked = await request.json()
         message = asked["messages"][-1]["content"]
-        schema = asked["response_format"]["json_schema"]["schema"]
-        scores: Sequence[int] = schema["properties"]["score"]["enum"]
+        scores: Sequence[int] = asked["response_format"]["json_schema"]["schema"]["properties"]["score"]["enum"]
         marked = _MARKED.search(message)
         problem = marked and _PROBLEM.search(message, 0, marked.start())
         assert marked and problem, "the message has no toy problem before a marked completion"

@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("teacher", metavar="TEACHER", help="a directory or hub name; or 'toy'")
     script, rest = parser.parse_args_into_dataclasses(argv)
     task = script.task([rest.teacher])
-    teacher = toy_teacher() if rest.teacher == "toy" else rest.teacher
-    (label,) = evaluate_models([teacher], task)
+    (label,) = evaluate_models([toy_teacher() if rest.teacher == "toy" else rest.teacher], task)
     _, *lines = Path(script.output_dir, f"{label}.jsonl").read_text().splitlines()
     rows = sorted(map(json.loads, lines), key=lambda row: row["index"])
     count = Counter(fate(one) for row in rows for one in row["samples"])
@@ -66,8 +65,7 @@ def main(argv: Sequence[str]) -> None:
     with open(script.output, "w", encoding="utf-8") as file:
         for row in rows:
             for text in (one["text"] for one in row["samples"] if fate(one) == "kept"):
-                is_text = isinstance(row["prompt"], str)
-                completion = text if is_text else [{"role": "assistant", "content": text}]
+                completion = text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
                 file.write(json.dumps({"prompt": row["prompt"], "completion": completion}, ensure_ascii=False) + "\n")
     print(f"{count.total()} traces of {len(rows)} problems: {summary}\ntraces:  {script.output}")
 

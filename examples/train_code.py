@@ -42,8 +42,7 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    on_toy = partial(toy_accuracies, trainer, program_dataset("test"), CodeReward())
-    train(trainer, on_toy if script.is_toy else dict)
+    train(trainer, partial(toy_accuracies, trainer, program_dataset("test"), CodeReward()) if script.is_toy else dict)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.tiny import read_rows, refused, write_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
-ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
+ON_CPU = {"report_to": "none"}
 SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
 
 
