@@ -1,9 +1,9 @@
-"""`DASHTrainer` overrides methods of TRL's `GRPOTrainer`. Transformers and TRL call the methods in this order::
+"""`DASHTrainer` overrides methods of TRL's `GRPOTrainer`. Transformers and TRL call the main ones in this order::
 
     get_batch_samples ──► training_step, once per micro-step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
 
-An optimizer step has `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes, and
-`MicroSteps` asks `Collector` for the window.
+An optimizer step has up to `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes,
+and `MicroSteps` asks `Collector` for the window.
 
 Most of what touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`,
 and raises an error of one rank on all ranks.
@@ -42,16 +42,16 @@ from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 
 
 class DASHTrainer(GRPOTrainer):
-    """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
+    """A `GRPOTrainer` that trains only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
     A row has signal if its advantage is not 0. The trainer samples all rows of a window at once (TRL's generation
-    batch) and keeps them in CPU memory. Before any model pass, it drops rows without signal (or with
-    little, if `gradient_filter_threshold` is above 0; `None`: no row), and packs the others into few passes. Passes are
+    batch) and keeps them in CPU memory. Before it trains, it drops rows without signal, and packs the others into few
+    passes. A `gradient_filter_threshold` above 0 also drops rows with little signal; `None` drops no row. Passes are
     padding-free if the model's attention allows that.
 
-    A dropped row adds nothing to the loss. So the update equals TRL's, unless the loss has a KL term (`beta`), an
-    entropy bonus or an auxiliary loss, or the threshold drops rows with signal. If no row on any rank has signal, the
-    optimizer step changes nothing: neither momentum nor weight decay is applied.
+    With an advantage of 0, a row adds nothing to TRL's policy loss. So the update equals TRL's, unless the loss has a
+    KL term (`beta`), an entropy bonus or an auxiliary loss, or the threshold drops rows with signal. If no rank keeps a
+    row, the optimizer step changes nothing: neither momentum nor weight decay is applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
@@ -131,7 +131,7 @@ class DASHTrainer(GRPOTrainer):
         elif self.args.max_num_gen_batches > 1:
             checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
-        self._step, start = self._run.begin(resume_from_checkpoint, start)
+        self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
         return start
 
     def _begin_run(self) -> None:
@@ -154,7 +154,7 @@ class DASHTrainer(GRPOTrainer):
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
-            # With several adapters, Transformers does not load "default".
+            # "default" and other adapters: Transformers does not load "default".
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
@@ -191,7 +191,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ an optimizer step
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        if (queue := self._run.queue) is not None:  # Transformers then reads no rows itself
+        if (queue := self._run.queue) is not None:  # Transformers then reads the rows from the queue
             epoch_iterator = queue.read(num_batches, micro_step=self._step, state=self.state)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
@@ -202,12 +202,12 @@ class DASHTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """Run one micro-step: any number of forward and backward passes, or none if no row survived.
 
-        `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes. Each pass
-        divides by `num_items_in_batch` of its inputs, the whole window's, and not by the argument.
+        `inputs` are the dataset rows of the micro-step. The result is the sum of the losses of the passes; 0 if it is
+        not finite. The loss takes `num_items_in_batch` from the inputs of a pass, not from the argument.
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, passes, before = self._run, 0, self._run.pass_metrics.passes
+        run, passes, losses_before = self._run, 0, self._run.pass_metrics.passes
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
         for one, is_last in run.micro_steps.inputs(self._step, inputs):
@@ -217,29 +217,29 @@ class DASHTrainer(GRPOTrainer):
             with self.recorder.timed("train"), gradients:
                 loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
             run.collector.start_rewards_of_sampled()
-        checks.check_losses(self, passes, run.pass_metrics.passes - before)
+        checks.check_losses(self, passes, run.pass_metrics.passes - losses_before)
         run.collector.start_rewards_of_sampled()  # a micro-step may have no pass
         seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
             if not run.micro_steps.schedule.ran_model:
-                seams.leave_out_step(self.accelerator)
+                seams.leave_out_step(self.accelerator)  # ends what `_get_grad_norm` has begun
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move a pass's inputs to the device. In an evaluation, return TRL's, with scales of 1 for overrides."""
+        """Move a pass's inputs to the device. In an evaluation, add scales of 1 to TRL's inputs, for overrides."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        """Compute TRL's loss of a pass, multiplied by the weight of the pass in the optimizer step.
+        """Compute TRL's loss of a pass, with the weights of the pass in the optimizer step.
 
         These steps follow one another::
 
             run the pass           log-probs, entropies and router loss
-            add to the inputs      the ratio to the sampler, if it comes from these log-probs (`CorrectionInPass`);
-                                   what makes TRL compute the loss of `per_token_loss` (`with_token_loss`)
+            add to the inputs      the ratio of these log-probs to the sampler's, if no earlier pass has computed it
+                                   (`CorrectionInPass`); values that make TRL compute the loss of `per_token_loss`
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
             weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
                                    TRL's loss that comes from the entropy bonus and the router
@@ -274,13 +274,13 @@ class DASHTrainer(GRPOTrainer):
     ) -> Tensor | None:
         """Compute the loss of each token in a training pass. Override this method for a loss of your own.
 
-        TRL multiplies it by its importance sampling correction, adds KL, entropy bonus and router loss, and takes the
-        mean of `loss_type` over tokens or rows. The options of TRL's own ratio (`epsilon`, `epsilon_high`, `delta`,
+        TRL multiplies it by its importance sampling correction, adds KL, entropy bonus and router loss, and averages
+        over tokens or rows as `loss_type` says. The options of TRL's own ratio (`epsilon`, `epsilon_high`, `delta`,
         `importance_sampling_level`) have no effect. The loss of an evaluation is TRL's.
 
         Args:
-            log_probs: [S, T], log-probs by the policy.
-            old_log_probs: [S, T], log-probs by the policy when the window began; with aipo by the sampler.
+            log_probs: [S, T], the policy's log-probs of T completion tokens in S rows.
+            old_log_probs: [S, T], the policy's when the window began; with `aipo`, the sampler's.
             advantages: [S, 1] or [S, T].
             mask: [S, T], 1 = a token that the loss counts.
         Returns:
@@ -291,7 +291,7 @@ class DASHTrainer(GRPOTrainer):
         return aipo(log_probs, old_log_probs, advantages, delta=self.args.aipo_delta)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        """Compute log-probs as TRL's method does. Training leaves out rows without tokens and, if possible, padding.
+        """Compute what TRL's method does. In training, leave out rows without tokens and, if possible, padding.
 
         The calls: `ModelPasses.run` ──► this method or an override ──► `ModelPasses.log_probs` ──► for a padded pass,
         TRL's method.
@@ -300,7 +300,7 @@ class DASHTrainer(GRPOTrainer):
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
             return compute(*batch, **kwargs)
-        with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
+        with self.accelerator.autocast() if self._passes.padding_free else nullcontext():  # as TRL's method does itself
             return self._passes.log_probs(compute, *batch, **kwargs)
 
     def _clip_grad_norm(self, model):
@@ -308,7 +308,7 @@ class DASHTrainer(GRPOTrainer):
         return super()._clip_grad_norm(model) if self._run.micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
-        # Transformers calls this before the optimizer step. A step whose gradient is not finite is left out here, or by
+        # Transformers calls this before the optimizer step. A step whose gradient is not finite is skipped here, or by
         # DeepSpeed.
         if not self._run.micro_steps.schedule.ran_model:
             seams.begin_left_out_step(self.accelerator)
@@ -361,9 +361,9 @@ class DASHTrainer(GRPOTrainer):
         `dash_trl.update.weighted_rewards` turns the columns of `rewards` into one reward per row.
 
         Args:
-            rewards: [N, F], the rewards by F functions of the rows of all ranks. Groups are complete, and the rows of a
-                group are adjacent. NaN = the function does not apply to the row. A row is unscored if all its
-                rewards are NaN.
+            rewards: [N, F], the rewards of N rows (all ranks) by F functions. Groups are complete, but a call may get
+                only some of a window. The rows of a group are adjacent. NaN = the function does not apply to the row.
+                A row is unscored if all its rewards are NaN.
         Returns:
             [N] floats, finite for scored rows.
         """
@@ -390,19 +390,19 @@ class DASHTrainer(GRPOTrainer):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
     def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
-        """Run a model, policy or reference, and return log-probs and entropies. The caller turns gradients off."""
+        """Run the policy or the reference; return what TRL's method returns. The caller turns gradients off."""
         with seams.reference(self) if reference else nullcontext(self.model) as model:
             return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs, **kwargs)
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, count each problem once in mean rewards, and add the figures of `eval_k`."""
+        """Run TRL's evaluation, leave repeated prompts out of mean rewards, and add the figures of `eval_k`."""
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
         real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
-        if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first problems
+        if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
             rewards = rewards[:real]
             exact = reward_figures(rewards, names, self.reward_weights)
             self._metrics["eval"].update({name: [value] for name, value in exact.items()})
@@ -412,13 +412,13 @@ class DASHTrainer(GRPOTrainer):
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Call TRL's method, with the conversations lent to it. Only evaluations use it."""
+        """Call TRL's method, which may use the conversations meanwhile. Only evaluations call this."""
         seams.begin_trackio(self)
         with nullcontext() if self._conversations is None else self._conversations.lent():
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
-        """Run tool calls and further turns of an evaluation in rounds, with the time limits of training."""
+        """Run tool calls and further turns of an evaluation, with the time limits of training."""
         assert self._conversations is not None, "TRL calls this method only if there are tools"
         kinds = self._batch_environments if self.environments else None
         rows = self._conversations.begun(prompt_ids, self.environments, kinds)

@@ -1,13 +1,14 @@
-"""`Collector` turns prompts into a window, part by part::
+"""`Collector` turns prompts into a window of one or several parts::
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
-       ▲                      └── meanwhile: the next window is sampled, and its rewards begin
-       └── with dynamic sampling: more groups, while ─┘
-           too few groups have signal
+       ▲                                            │
+       └─ dynamic sampling: too few groups are kept ┘
+
+Meanwhile, later windows may be sampled, and their rewards begin.
 
 A generation batch is what is sampled at once: the rows of a window or, with dynamic sampling, those of one round.
 
-Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
+Letters: B rows of this rank, M of them in a part, R ranks, K groups of a rank.
 """
 
 from collections import deque
@@ -44,7 +45,7 @@ from dash_trl.update import Filtered, checked_advantages, filter_rows
 
 
 class Credited(NamedTuple):
-    """Rows of this rank whose credit is computed.
+    """Rows of this rank with their advantages.
 
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
@@ -101,7 +102,7 @@ class Collector:
         groups_of_step: Callable[[], int] | None,
         serves_one_step: bool,
     ) -> Window:
-        """Sample the window that begins, and wait for its rewards unless they are awaited group by group.
+        """Return the window that begins, sampled, and scored unless its rewards are awaited group by group.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
@@ -114,7 +115,7 @@ class Collector:
         """
         global_step = self._host.state.global_step
         windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
-        # `begin` gives the windows to announce: 0 (this one) unless that is done, and those that may be sampled ahead.
+        # `begin` gives the indices of windows to announce: 0, if this window is new, and those to sample ahead.
         new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
         prompts = self._announced.popleft()
@@ -122,10 +123,10 @@ class Collector:
             return Window(global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
         batch = self._sample(prompts, new, by_group=True)
         self._log_sampled([batch])
-        # TRL's losses divide by this number. So it must be known before the first part is trained on.
+        # Losses may divide by this number, so it must be known before the first part is trained on.
         num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
-        # Draw the random order that `_together` draws, and drop it, so that later samples do not depend on
-        # `reward_pipeline`. Groups are trained on in the order in which their rewards come.
+        # Groups are trained on in the order in which their rewards come. The order drawn here is not used: drawing it
+        # leaves the same random state as `_together`, so that later samples do not depend on `reward_pipeline`.
         shuffled(len(batch.rollouts))
         if not serves_one_step:
             # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
@@ -133,11 +134,11 @@ class Collector:
         return Window(global_step, self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step))
 
     def start_rewards_of_sampled(self) -> None:
-        """Start the rewards of later windows' rows that servers have sampled meanwhile. Called between passes."""
+        """Start the rewards of rows that servers have sampled for later windows. Called after each pass."""
         self._sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
-        """Drop everything that was sampled or scored ahead, because the run is over or interrupted."""
+        """Cancel all rewards, and drop what was announced or sampled ahead: the run is over or interrupted."""
         self._announced.clear()
         self._rewards.cancel()
         self._sampler.forget()
@@ -145,7 +146,7 @@ class Collector:
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Tokenize the prompts of a generation batch, and announce the batch to the rewards.
+        """Announce a generation batch to `Rewards`, and tokenize its prompts if the sampler needs that.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
@@ -158,7 +159,7 @@ class Collector:
         return prompts
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
-        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`.
+        """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`.
 
         Args:
             prompts: the generation batch.
@@ -166,7 +167,7 @@ class Collector:
             by_group: True = its rewards are awaited group by group.
         """
         sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
-        self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
+        self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))  # not too old
         own = self._ranks.own(len(prompts.examples))
         rollouts = self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
             to_rollouts,
@@ -197,7 +198,7 @@ class Collector:
     # ------------------------------------------------------------------ from rewards to parts
 
     def _together(self, prompts: Prompts, new: Sequence[Prompts], *, serves_one_step: bool) -> Part:
-        """Sample a window, with dynamic sampling in several rounds, and wait for all of its rewards.
+        """Collect a whole window as one part, with dynamic sampling in several rounds.
 
         Args:
             prompts: the prompts of the window's first round.
@@ -213,7 +214,7 @@ class Collector:
                 credited.append(self._credited(batches[-1].scored()))
                 if self._dynamic is None:
                     break
-                # Callbacks have logged columns; those that they did not log in an earlier round are filled up.
+                # Callbacks may have logged columns. Fill up those that an earlier round lacks.
                 self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
                 groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
                 signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
@@ -227,16 +228,16 @@ class Collector:
         filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
         keep, order = filtered.keep, torch.arange(len(rollouts))
         if self._dynamic is not None:
-            # More rows than a window's may be sampled. `chosen`: the window's rows, whose tokens the loss divides by;
-            # `trained`: the chosen rows whose group has signal.
+            # Rounds may sample more rows than a window has. `chosen`: the rows of the window, whose tokens the loss
+            # divides by. `trained`: those of them whose group has a kept row.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
-            # Survivors, on some ranks more than their share, and dropped rows, up to one number for all ranks.
+            # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
             rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
             self._recorder.log(self._dynamic.metrics(signal))
-            self._dynamic.note(signal)
+            self._dynamic.note(signal)  # for the first round of the next window
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
@@ -250,7 +251,7 @@ class Collector:
         """Yield the parts of a window as the rewards of its groups come.
 
         Args:
-            batch: the rows of the window. If several optimizer steps use the window, they have their log-probs already.
+            batch: the rows of the window. If several optimizer steps use it, the rows have their log-probs already.
             num_items: `Part.num_items_in_batch`.
             groups_of_step: see `window`.
             serves_one_step: see `window`.
@@ -274,7 +275,7 @@ class Collector:
             yield part
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
-        """Compute the advantages of rows, call the callbacks that may change rewards and advantages, and filter."""
+        """Call `on_rewards`, compute the advantages of rows, call `on_advantages`, and filter."""
         self._host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # after the callbacks, which may change rewards
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
@@ -325,7 +326,7 @@ class Collector:
             silent: see `Credited`, for all these groups, in any order.
             survivors: the rows that are trained on.
         """
-        # This rank's rows of every round, gathered: in the order of the advantages.
+        # Gather this rank's rows of all rounds, so that rewards are in the order of the advantages.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]

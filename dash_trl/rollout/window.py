@@ -4,9 +4,9 @@
     announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes
     (prompts)     └─ GenerationBatch ─┘               └───────── Part, Part, … ─────────┘
 
-Usually, a window is one part. If its rewards are awaited group by group, each part holds the groups whose rewards have
-come since the previous part; it is trained on while the other rewards are awaited. A checkpoint saves the window as one
-part.
+Usually, a window is one part. If its rewards are awaited group by group, each part holds groups whose rewards have
+come; it is trained on while the other rewards are awaited. If several optimizer steps use such a window, its log-probs
+are computed as soon as it is sampled. A checkpoint saves the window as one part.
 
 Letters: M rows of a rank in a part, R ranks.
 """
@@ -25,15 +25,15 @@ from dash_trl.rollout.batch import Survivors, joined
 
 @dataclass
 class Part:
-    """The survivors of some rows of a window on this rank, and the lengths of all ranks' rows.
+    """Some rows of a window: this rank's survivors (the rows to train on), and the lengths of all ranks' rows.
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
-        lengths: [R, M, 4] int64, for the rows of every rank the numbers of prompt tokens, completion tokens and loss
-            tokens, and the prompt's checksum, which finds equal prompts; all 0 for a dropped row
-            (`RolloutBatch.lengths`). The rows are in the order in which micro-steps get them.
-        width: columns of the padded window, not only of this part, with all rows that were sampled for it: the longest
-            prompt plus the longest completion that is not masked, on the widest rank. It bounds the tokens of a pass.
+        lengths: [R, M, 4] int64, for each row: prompt tokens, completion tokens (0 if masked), loss tokens, and the
+            prompt's checksum, which finds equal prompts. All 0 for a dropped row (`RolloutBatch.lengths`). The rows are
+            in the order in which micro-steps get them.
+        width: columns of the padded window: the longest prompt plus the longest completion that is not masked, among
+            all rows that were sampled for the window, on the widest rank. It bounds the tokens of a pass.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
@@ -46,7 +46,7 @@ class Part:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts into one, which begins with `used` dropped rows in place of rows that are no longer needed.
+        """Join parts into one. It begins with `used` rows of zeros, in place of rows that are no longer needed.
 
         Args:
             used: number of rows of each rank that earlier optimizer steps have used.
@@ -75,12 +75,12 @@ class Part:
 class Window:
     """The window in use: either whole, or a sequence of parts that come one after the other.
 
-    Iterating goes on where the last iteration stopped: it waits for the next parts, and yields them. The window keeps
+    Iterating yields the parts, each when it comes, and goes on where the last iteration stopped. The window keeps
     the parts of the running optimizer step. If the step is cut short, because the epoch ends, its rows may be needed
     again (see `Schedule.begin_optimizer_step`).
 
     Args:
-        global_step: number of the running optimizer step.
+        global_step: number of optimizer steps so far.
         parts: the parts; iterating over them waits for rewards. Empty if `whole` is given.
         whole: the whole window. `None`: its parts come one after the other.
     Attributes:
@@ -109,7 +109,7 @@ class Window:
             self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
-        """Wait for the other parts, join them to the kept parts, and return the whole window. Call it only once."""
+        """Wait for the other parts, join them to the kept ones, and return the whole window. `whole` must be `None`."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
