@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, samples per step (TRL)": (GRPOTrainer, {}),
     "DASH without the filter": (DASHTrainer, {"gradient_filter_threshold": None}),
     "DASH": (DASHTrainer, {}),
+    "DASH, dynamic sampling": (DASHTrainer, {"max_num_gen_batches": 3}),
 }
 
 
