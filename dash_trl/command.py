@@ -19,6 +19,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PACKAGE = Path(__file__).parent
 SCRIPTS = {"train": "train_math.py", "sft": "sft.py"}
@@ -51,8 +54,13 @@ def launch(script: str, flags: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    def pass_on(number: int, _: Any) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it. SIGTERM does not.
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
     # The last error on the screen must be the script's, not the launcher's. With one process, --quiet ensures this.
     # With several processes, torch has recorded the script's error, which is printed below.
@@ -61,7 +69,8 @@ def launch(script: str, flags: Sequence[str]) -> None:
     except (ChildFailedError, SignalException) as error:
         sys.exit(str(error))
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:

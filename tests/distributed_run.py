@@ -388,8 +388,7 @@ def test_silent_and_spoiled_steps(train):
 
     settings = {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 5, "max_grad_norm": 1.0}
     settings |= {"callbacks": [Snapshot()], "prepare": trainers.append, "lr_scheduler_type": "linear"}
-    reward = ScriptedReward(constant=0.0, silent=[1, 3])
-    trainer = train("tiny", SpoiledOnOneRank, reward=reward, **settings)
+    trainer = train("tiny", SpoiledOnOneRank, reward=ScriptedReward(constant=0.0, silent=[1, 3]), **settings)
     moved = [
         torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
         for before, after in itertools.pairwise(snapshots)
@@ -450,8 +449,7 @@ def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
 def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
     """By it the second step is the last, by the other's the first."""
     clock = itertools.count(0, 1 if RANK == 0 else 100)  # asked twice per step, and before
-    timer = TimeLimitCallback(4, clock=lambda: next(clock))
-    assert train(callbacks=[timer], max_steps=4).state.global_step == 2
+    assert train(callbacks=[TimeLimitCallback(4, clock=lambda: next(clock))], max_steps=4).state.global_step == 2
 
 
 @ONCE

@@ -514,8 +514,7 @@ def test_calls_that_hang_do_not_starve_others_and_their_number_is_limited():
     """A hundred at a time, with room for two; and when they come back, calls are made as before."""
     gate = Gated()
     with closing(ThreadCalls(100)) as backend:
-        many = [{"i": i} for i in range(400)]
-        calls = call_all(backend.submit, gate.blocks, many, timeout=0.05)
+        calls = call_all(backend.submit, gate.blocks, [{"i": i} for i in range(400)], timeout=0.05)
         assert {type(call.error) for call in calls[:256]} == {Overdue} and len(gate.started) < 400
         given_up = calls[-1].error
         assert (

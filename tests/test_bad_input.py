@@ -457,7 +457,8 @@ def test_a_server_that_is_not_there(tmp_path, tiny_model):
     """vLLM need not be installed here; the server has to answer. The weights of another run stay where they are."""
     args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.2)
     args.output_dir = str(tmp_path)
-    weights = FileWeights(tmp_path / "_vllm_weights", torch.float32).write([], 1)
+    other_run = FileWeights(tmp_path / "_vllm_weights", torch.float32)
+    weights = other_run.write([], 1)
     for _ in range(2):  # a notebook's cell, run once more
         with pytest.raises(RuntimeError, match=r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.2 s"):
             build(tiny_model, args=args)

@@ -1,9 +1,11 @@
 """`dash_trl`: the scripts that it runs, the arguments of accelerate, and the doctor's report."""
 
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
@@ -13,6 +15,7 @@ from trl import ModelConfig
 
 from dash_trl import DASHConfig, command
 from dash_trl.versions import bounds, fits, installed
+from tests.vllm_run import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +69,18 @@ def test_a_failed_launch_of_several_processes_does_so_too(python):
 
 
 # -------------------------------------------------------------------------------------------------------- the doctor
+
+
+def test_a_signal_to_the_launcher_ends_the_script(tmp_path):
+    """`kill PID` must not leave a training behind."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)")
+    code = f"from dash_trl.command import launch; launch({str(script)!r}, ['--accelerate_config', 'single_process'])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as launcher:
+        wait_until(lambda: (pid := tmp_path / "pid").exists() and pid.read_text())
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        launcher.terminate()
+    assert launcher.returncode and not child.is_running()
 
 
 def test_the_report_and_the_exit_code(monkeypatch, capsys):

@@ -333,8 +333,7 @@ def test_completions_of_math(tmp_path):
         for chat in (False, True):
             (loaded,) = solved(load_math_dataset, path, prompt_template=template, chat=chat)
             text = completion.strip() if chat and "completion" not in row else completion
-            expected = [{"role": "assistant", "content": text}] if chat else text
-            assert loaded["completion"] == expected, (row, template)
+            assert loaded["completion"] == ([{"role": "assistant", "content": text}] if chat else text), (row, template)
 
 
 def fenced(program: str) -> str:
@@ -349,8 +348,7 @@ def test_completions_of_code(tmp_path):
         (MBPP, "plain", True, MBPP["code"]),
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
     ]:
-        path = new_file(tmp_path, [row])
-        (loaded,) = solved(load_code_dataset, path, prompt_template=template, chat=chat)
+        (loaded,) = solved(load_code_dataset, new_file(tmp_path, [row]), prompt_template=template, chat=chat)
         assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
 
 

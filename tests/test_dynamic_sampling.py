@@ -197,8 +197,7 @@ def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
         found = run(Trained, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, callbacks=callbacks, **settings)
         rows = [completion(prompt, i) for one in rollouts.rounds for prompt in one for i in range(GROUP)]
         assert masked.made == [token in one for one in tokens]
-        expected = [str(row.count(token)) if token in row else None for row in rows]
-        assert list(found._logs["extra"]["note"]) == expected
+        assert list(found._logs["extra"]["note"]) == [str(row.count(token)) if token in row else None for row in rows]
         assert list(found._logs["extra"]["length"]) == list(map(len, rows))
         assert token not in found.tokens and found.tokens
 

@@ -212,8 +212,7 @@ def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog):
 
 def test_options_go_to_the_server(server):
     body = {"chat_template_kwargs": {"enable_thinking": False}}
-    options = {"seed": 3, "max_completion_tokens": 50, "extra_body": body}
-    ask(made(server, temperature=None, options=options))
+    ask(made(server, temperature=None, options={"seed": 3, "max_completion_tokens": 50, "extra_body": body}))
     ask(made(server, options={"max_tokens": 60}))
     first, second = server.requests
     assert "temperature" not in first
@@ -225,8 +224,7 @@ def test_it_asks_for_the_columns_that_its_template_names(server):
     judge = made(server, template="{answer} {completion}")
     assert list(inspect.signature(judge).parameters) == ["answer", "completion"]
     assert judge.__name__ == "judge"
-    odd = made(server, template="{self} {completion}")
-    assert ask(odd, **{"self": 1})[1].startswith("1 <completion")
+    assert ask(made(server, template="{self} {completion}"), **{"self": 1})[1].startswith("1 <completion")
     server.requests.clear()
     with pytest.raises(ValueError, match="'answer', which the judge's template names, is None"):
         ask(judge, answer=None)

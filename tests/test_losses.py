@@ -97,8 +97,7 @@ def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, a
     if loss == "aipo":
         return -(torch.minimum(ratio, torch.tensor(BOUND)) * advantage).sum()
     u = (pi - prox).exp()
-    surrogate = torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)
-    return -((prox - mu).exp().clamp(max=BOUND) * surrogate).sum()
+    return -((prox - mu).exp().clamp(max=BOUND) * torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)).sum()
 
 
 def summed(loss: str, *terms: list[Any]) -> torch.Tensor:

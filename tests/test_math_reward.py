@@ -73,8 +73,7 @@ def test_golds(reward, tmp_path, gsm8k, math500, golds):
     for file in FILES:
         stride = gsm8k if file.startswith("gsm8k") else math500
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        lines = (DATA / file).read_text().splitlines()[::stride]
-        (tmp_path / file).write_text("\n".join(lines))
+        (tmp_path / file).write_text("\n".join((DATA / file).read_text().splitlines()[::stride]))
     report = run(reward, tmp_path)
     assert report["golds"] == golds
     assert report["failures"] == []

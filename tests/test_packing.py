@@ -131,7 +131,6 @@ def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
     walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
     lengths = table(1, 8, 1.0, seed=0)
-    counts = [len(walk.passes(step, part(lengths))[0]) for step in (4, 5)]
-    assert counts == [1, 1]
+    assert [len(walk.passes(step, part(lengths))[0]) for step in (4, 5)] == [1, 1]
     share = walk.passes(5, part(lengths))[0][0].share
     assert share.all_rows == 4 and share.all_tokens == int(lengths[..., 2].sum()) / 2  # 2 of the 4 micro-steps

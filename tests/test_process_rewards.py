@@ -403,8 +403,7 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
 
     monkeypatch.setitem(ESTIMATORS, "mine", Estimator(credit=credit))
     process = callback(value=Faulty(), estimator="mine")
-    settings = {"reward": reward, "max_steps": len(FAULTS), "learning_rate": 0.0}
-    train(tiny_model, tmp_path, process, **settings)
+    train(tiny_model, tmp_path, process, reward=reward, max_steps=len(FAULTS), learning_rate=0.0)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("dash_trl.process_rewards")]
     assert all(part in message for part, message in zip(WARNINGS, messages, strict=True))
 

@@ -145,8 +145,7 @@ def test_a_chat_template_that_never_ends_is_refused(toy):
 
 def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatch):
     settings = {"dataset_name": "toy", "dataset_test_split": "train[:12]", "num_samples": 2, "temperature": 1.0}
-    arguments = ["model", *flags({**settings, "output": "t.jsonl"})]
-    traces.main(arguments)
+    traces.main(["model", *flags({**settings, "output": "t.jsonl"})])
     _, *rows = read_rows(own_folder / "t" / "model.jsonl")
     problems = arithmetic_dataset("train").select(range(12)).to_list()
     expected = [

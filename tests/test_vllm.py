@@ -176,8 +176,7 @@ def differences(model: Any, prompt: list[int], completion: list[int], sampled: l
 
 def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
     """Returns the largest difference over all rows, computed row by row."""
-    by_row = zip(rows, completions, log_probs, strict=True)
-    return max(differences(model, *row).max().item() for row in by_row)
+    return max(differences(model, *row).max().item() for row in zip(rows, completions, log_probs, strict=True))
 
 
 def sampled_difference(pool: ServerGeneration, model: Any) -> float:

@@ -118,7 +118,8 @@ def killed_run(directory: Path) -> None:
     """Another process writes a version, and is killed."""
     pid = os.fork()
     if pid == 0:
-        FileWeights(directory, torch.float32).write(parameters().items(), 1)
+        weights = FileWeights(directory, torch.float32)
+        weights.write(parameters().items(), 1)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 

@@ -212,13 +212,16 @@ def check_correction(args: DASHConfig) -> None:
     multiplies the ratios of all tokens of a row.
     """
     mode = args.vllm_importance_sampling_mode
-    if args.loss_type == "vespo" and (args.use_vllm or args.async_level) and args.vllm_importance_sampling_correction:
-        # TRL checks this only if vLLM samples in the trainer's process.
-        if mode not in ("token_truncate", "token_mask"):
-            raise ValueError(
-                f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
-                "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
-            )
+    if (  # TRL checks this only if vLLM samples in the trainer's process
+        args.loss_type == "vespo"
+        and (args.use_vllm or args.async_level)
+        and args.vllm_importance_sampling_correction
+        and mode not in ("token_truncate", "token_mask")
+    ):
+        raise ValueError(
+            f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
+            "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
+        )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
     corrected = args.vllm_importance_sampling_correction and args.loss_type not in OFF_POLICY_LOSSES

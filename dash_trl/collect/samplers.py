@@ -142,8 +142,7 @@ class InProcess(Sampler):
         if sampled.log_probs is None and one_ahead(self._host):
             sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
         if self._on_rows is not None:
-            completions = deepcopy(sampled.completions)
-            self._on_rows(number, 0, sampled.prompts, sampled.completion_ids, completions)
+            self._on_rows(number, 0, sampled.prompts, sampled.completion_ids, deepcopy(sampled.completions))
         return sampled
 
     def forget(self) -> None:

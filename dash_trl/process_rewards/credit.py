@@ -188,8 +188,7 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     last[_last_token(rewards)] = True
     process = _prime_source(rewards.process, rewards.ends, rewards)
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
-    total = outcome + settings.process_weight * process
-    return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards)
+    return _or_outcome(_whitened(_returns_to_go(outcome + settings.process_weight * process), rewards), rewards)
 
 
 def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -216,8 +215,7 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
     Breaks laws 1 (with λ < 1), 2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
     """
-    discounts = torch.full_like(rewards.process, settings.lam)
-    return _or_outcome(_discounted(_td_errors(rewards), discounts), rewards)
+    return _or_outcome(_discounted(_td_errors(rewards), torch.full_like(rewards.process, settings.lam)), rewards)
 
 
 def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:

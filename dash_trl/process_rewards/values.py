@@ -189,8 +189,7 @@ class AnswerLogProbValue:
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
-        trees = self._trees(requests, tokenizer)
-        return self._valued(requests, trees, model, passes_on_all_ranks)
+        return self._valued(requests, self._trees(requests, tokenizer), model, passes_on_all_ranks)
 
     @torch.no_grad()
     def _valued(

@@ -319,8 +319,7 @@ class JudgeReward:
                 )
             self._refused = True
             return self._on_refusal, message, str(error)
-        reward = self._grades.index(judgement.score) / (len(self._grades) - 1)
-        return reward, message, judgement.explanation
+        return self._grades.index(judgement.score) / (len(self._grades) - 1), message, judgement.explanation
 
     def _client(self) -> openai.AsyncOpenAI:
         """Returns the client of the running event loop; creates it at the first call."""

@@ -105,8 +105,7 @@ def tree_attention(
         return _by_varlen(query, key, value, **kwargs), None
     lengths = [len(tree) for tree in trees]
     parts = zip(trees, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [output for part in parts for output in _of_tree(module, *part, **kwargs)]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat([output for part in parts for output in _of_tree(module, *part, **kwargs)], dim=1), None
 
 
 def no_mask(input_ids: Tensor) -> Tensor:
