@@ -66,8 +66,6 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 class Clock(harness.Clock):
     """Clock that also records the peak memory after the first step, and what the profiler counts in the last step."""
 
-    padding_free = False
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             self.before = harness.begin_peak(ON_GPU)
@@ -100,17 +98,19 @@ def update(kind: str, share: float, small: bool, *callbacks: Any) -> Clock:
     clock = Clock()
     clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
     gc.collect()  # the trainer before this one would count as memory
-    made = harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock, *callbacks])
-    made.train()
-    clock.padding_free = trainer is DASHTrainer and made._passes.padding_free
+    return trained(harness.scripted_trainer(trainer, model, workload, settings, callbacks=[clock, *callbacks]), clock)
+
+
+def trained(trainer: Any, clock: Clock) -> Clock:
+    trainer.train()
+    clock.padding_free = isinstance(trainer, DASHTrainer) and trainer._passes.padding_free
     return clock
 
 
 def toy(kind: str, small: bool) -> Clock:
     clock = Clock()
     settings = {"max_steps": 2 + STEPS, "gradient_accumulation_steps": 2 if small else 32, "logging_strategy": "no"}
-    harness.toy_trainer(settings, kind=KINDS[kind][0], callbacks=[clock]).train()
-    return clock
+    return trained(harness.toy_trainer(settings, kind=KINDS[kind][0], callbacks=[clock]), clock)
 
 
 def main(small: bool, file: Path | None) -> None:

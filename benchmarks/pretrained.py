@@ -3,7 +3,7 @@
     python benchmarks/pretrained.py --dataset openai/gsm8k --config main      # writes the problems to outputs/short
     python benchmarks/pretrained.py --samples outputs/eval/MODEL.jsonl        # and those that a model can learn from
     dash_trl serve MODEL --max-model-len 256                                  # in another terminal
-    python benchmarks/pretrained.py --model MODEL --json pretrained.json      # 15 minutes on 2 cores
+    python benchmarks/pretrained.py --model MODEL --json pretrained.json      # 20 minutes on 2 cores
 
 The problems are those of at most 200 characters whose solution has at most 2 calculations. Their human solutions are
 the calculations alone, one per line. Files: train.jsonl and test.jsonl, with the columns prompt, completion and answer.

@@ -1,6 +1,6 @@
 """Compares the update phase of TRL's GRPOTrainer and of DASHTrainer on the same completions and rewards.
 
-    python benchmarks/update_phase.py --json update_phase.json            # ~6 minutes on one core
+    python benchmarks/update_phase.py --json update_phase.json            # ~7 minutes on one core
 
 Rollouts are scripted (`rollout_func`), so only scoring, packing, passes and the optimizer are timed. For each share of
 constant groups and each beta, each trainer makes three counted steps after one that is not counted. `ratio` is the

@@ -58,7 +58,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
         for child in psutil.Process().children():
             child.send_signal(number)
 
-    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it. SIGTERM does not.
+    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it. SIGTERM is passed on.
     handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
 

@@ -291,13 +291,17 @@ def test_what_a_training_pass_corrects():
     [
         (LoraConfig, {"init_lora_weights": "gaussian", "modules_to_save": ["embed_tokens"]}),
         (LoraConfig, {"alora_invocation_tokens": END_OF_PROMPT}),
-        pytest.param(IA3Config, {"feedforward_modules": ["v_proj"]}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            IA3Config,
+            {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_adapters(tiny_model, tmp_path, kind, options):
     """Reference log-probs come from the base model, with the adapter switched off. Prompts differ in length."""
     padding_free = "alora_invocation_tokens" not in options
-    peft_config = kind(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options)
+    peft_config = kind(task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **options})
     settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0, "peft_config": peft_config}
     before: dict[str, torch.Tensor] = {}
 
