@@ -91,10 +91,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Lets a case fail that takes long although it uses nothing. CPU time, so that a busy machine lets none fail."""
+    """Lets a case of `make test` fail that takes long although it uses nothing."""
     result = yield
     took = cpu_seconds() - item.stash[BEGAN]
-    if took > MOST_SECONDS and use_of(item) == "nothing":
+    if item.config.option.quick and took > MOST_SECONDS and use_of(item) == "nothing":
         pytest.fail(f"{took:.1f} s of CPU time: let it use one of the fixtures {USES}, or do less")
     return result
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pebble.pool.process import PoolManager
 
 from dash_trl.rewards import load_reward
 from dash_trl.workers import (
@@ -340,6 +341,21 @@ class TestProcesses(InAnotherProcess):
     def backend(self) -> Iterator[Backend]:
         with closing(ProcessCalls([act, as_it_is, leave_a_child], 2)) as backend:
             yield backend
+
+    def test_the_call_before_a_death_keeps_its_value(self, monkeypatch, tmp_path):
+        """The pool reads late what its workers have sent."""
+        read = PoolManager.process_next_message
+
+        def late(*arguments: object) -> None:
+            time.sleep(0.3)
+            read(*arguments)
+
+        monkeypatch.setattr(PoolManager, "process_next_message", late)
+        whats, log = ["own number", "own number", "SIGKILL", "own number"], str(tmp_path / "log")
+        with closing(ProcessCalls([act], 1)) as backend:
+            arguments = [{"what": what, "i": 7, "log": log} for what in whats]
+            for call, what in zip(call_all(backend.submit, act, arguments, timeout=MINUTES), whats, strict=True):
+                check(call, FAULTS.get(what, (None, 7))[1], what)
 
     @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell a child")
     @pytest.mark.parametrize("killed", [False, True])

@@ -266,6 +266,7 @@ def test_what_something_else_ends_is_not_scored(box):
             for one in sorted(below(os.getpid()) - others):  # bwrap first: without its program, the checker gives 0
                 with suppress(ProcessLookupError):
                     os.kill(one, 9)
+            time.sleep(0.01)
         with pytest.raises(SandboxError, match="could not be run"):
             verdict.result()
 

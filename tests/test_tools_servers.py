@@ -165,6 +165,9 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
     all_began = threading.Barrier(ROWS * (1 + level))  # of the next run
     seen: dict[str, list[Any]] = {"tool": [], "server": [], "end": []}
 
+    def counts() -> list[int]:
+        return [*map(len, seen.values())]
+
     def see(where: str, who: Any) -> None:
         with changed:
             seen[where].append(who)
@@ -190,7 +193,7 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
 
     def wait(*_: Any) -> None:
         with changed:
-            assert changed.wait_for(lambda: list(map(len, seen.values())) == [4, 4, 8], SECONDS), seen
+            assert changed.wait_for(lambda: counts() == [4, 4, 8], SECONDS), counts()
 
     def interrupt(window: int) -> None:
         wait()
@@ -199,7 +202,7 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
     def press() -> None:
         wait()
         ctrl_c()
-        while not run_ended.wait(SECONDS / 2):  # Python misses a signal that comes just before the thread blocks
+        while not run_ended.wait(30):  # Python misses a signal that comes just before the thread blocks
             ctrl_c()
 
     writer.before = before

@@ -39,7 +39,7 @@ from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, run, without_compiled
 LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
 GROUPS = 4  # of a rank's window
 CHECKPOINT = 3  # the optimizer step: half of window 1 is used, window 2 ends the epoch, window 3 begins the next
-SECONDS = 120.0  # that something is waited for which has to happen
+SECONDS = 300.0  # that something is waited for which has to happen
 CONVERSATIONS = arithmetic_dataset("test", 12)["prompt"]
 
 

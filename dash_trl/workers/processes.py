@@ -17,6 +17,8 @@ import pickle
 import resource
 import signal
 import sys
+import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ import cloudpickle
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
+from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
 from dash_trl.workers.loops import Backend
@@ -78,11 +81,39 @@ class _Context(LokyContext):
     Process = _Worker
 
 
-class _Pool(ProcessPool):
-    """Pebble's pool, which ends its workers before it removes their locks.
+class _Manager(PoolManager):
+    """Pebble's manager with another order: all messages of a dead worker before its end, its end before its locks.
 
-    Pebble removes the locks first. A worker that starts meanwhile would find none, and print a traceback.
+    Pebble could give the error of a worker's death to the worker's previous call, whose value is still in the pipe. And
+    it removes the locks first: a worker that starts meanwhile would find none, and print a traceback.
     """
+
+    def __init__(self, *contexts: Any):
+        super().__init__(*contexts)
+        self._message_read = threading.Event()
+
+    def process_next_message(self, timeout: float) -> None:
+        super().process_next_message(timeout)
+        self._message_read.set()
+
+    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
+        while self.context.alive and self.worker_manager.pool_channel.poll(0):
+            time.sleep(0.01)
+        self._message_read.clear()  # the last message may be at work; the next one, or none, comes within 0.1 s
+        self._message_read.wait(1.0)
+        super().handle_worker_expiration(expiration)
+
+    def stop(self) -> None:
+        self.worker_manager.force_stop_workers()
+        super().stop()
+
+
+class _Pool(ProcessPool):
+    """Pebble's pool of `_Worker`s."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._pool_manager = _Manager(self._context, _Context())
 
     @staticmethod
     def end(pool: "weakref.ref[_Pool]") -> None:
@@ -90,12 +121,6 @@ class _Pool(ProcessPool):
         if (alive := pool()) is not None:
             alive.stop()
             alive.join()
-
-    def _stop_pool(self) -> None:
-        if self._pool_manager_loop is not None:
-            self._pool_manager_loop.join()  # it starts workers
-        self._pool_manager.worker_manager.force_stop_workers()
-        super()._stop_pool()
 
 
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
@@ -162,7 +187,7 @@ class ProcessCalls(Backend):
             # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
             # load the functions before their first call, so this time does not count towards a timeout.
             begin = *self._started_with, os.getpid()
-            self._pool = _Pool(self._workers, initializer=_begin, initargs=begin, context=_Context())
+            self._pool = _Pool(self._workers, initializer=_begin, initargs=begin)
             # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0,
             # the locks of the workers are removed.
             Finalize(self._pool, _Pool.end, (weakref.ref(self._pool),), exitpriority=1)
