@@ -77,22 +77,6 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
         )
 
 
-def check_optimizer(checkpoint: str | None, optimizer: Any) -> None:
-    """Check that the state of the optimizer in a checkpoint is that of this run's optimizer.
-
-    Args:
-        checkpoint: folder of the checkpoint. `None`: a new run.
-        optimizer: the optimizer with this state. It may be wrapped by accelerate.
-    Raises:
-        ValueError: if the optimizer lacks one of its own settings now. Its first step would raise a KeyError.
-    """
-    if missing := {*getattr(optimizer, "defaults", ())} - {*optimizer.param_groups[0]}:
-        raise ValueError(
-            f"{checkpoint} was saved with another optimizer: it lacks {sorted(missing)}. Resume with the `optim` of "
-            f"the checkpoint, or begin a new run with its weights: model_name_or_path={checkpoint}."
-        )
-
-
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 

@@ -100,10 +100,6 @@ class LogProbRules:
             noisy=args.num_iterations > 1 or args.neftune_noise_alpha is not None,
         )
 
-    def repeatable(self) -> bool:
-        """Whether a training pass computes the same log-probs as a pass without gradient. Visits every module."""
-        return not self.noisy and not has_dropout(self.model)
-
     def names(self, *, serves_one_step: bool) -> list[str]:
         """Return the fields of log-probs that must be computed before training.
 
@@ -112,7 +108,8 @@ class LogProbRules:
                 weights as the old log-probs, so that they can compute the old log-probs themselves; see
                 `CorrectionInPass`.
         """
-        corrects = self.correction is not None and not (serves_one_step and self.repeatable())
+        repeatable = serves_one_step and not self.noisy and not has_dropout(self.model)
+        corrects = self.correction is not None and not repeatable
         old = self.outlives_its_weights or self.sampler_is_old or corrects
         return ["old_per_token_logps"] * old + ["ref_per_token_logps"] * self.reference
 

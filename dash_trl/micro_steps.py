@@ -105,7 +105,7 @@ class MicroSteps:
             The window in use. `None`: no window is in use, or it begins after `micro_step`, so that later weights than
             those of the resumed run have sampled it.
         """
-        if self._window is None or self.schedule.sampled_after(micro_step):
+        if self._window is None or self.schedule.samples_again(micro_step + 1):
             return None
         return self._window.whole
 

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_optimizer, check_weights
+from dash_trl.checkpoints import check_weights
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -159,7 +159,6 @@ class DASHTrainer(GRPOTrainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        check_optimizer(resume_from_checkpoint, self.optimizer)
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         seams.begin_trackio(self)
         with self.accelerator.autocast():

@@ -39,6 +39,7 @@ from dash_trl.workers import (
     WorkerDied,
     call_all,
 )
+from dash_trl.workers.loops import LOST_SECONDS
 from tests.test_workers import ends
 
 ROOT = Path(__file__).parents[1]
@@ -264,6 +265,9 @@ def as_it_is(x: object) -> object:
 class InAnotherProcess(Everywhere):
     late = TimeoutError
 
+    def test_a_call_whose_outcome_is_lost_ends_all_the_same(self, backend):
+        check(one(backend, as_it_is, -LOST_SECONDS, x=1), (TimeoutError, "took more than"))
+
     def test_an_error_tells_where_in_the_worker(self, backend, tmp_path):
         call = one(backend, self.act, what="raise", i=0, log=str(tmp_path / "log"))
         assert "in raise_\n    raise error" in "".join(call.error.__notes__)
@@ -346,11 +350,7 @@ class TestProcesses(InAnotherProcess):
         """The pool reads late what its workers have sent."""
         read = PoolManager.process_next_message
 
-        def late(*arguments: object) -> None:
-            time.sleep(0.3)
-            read(*arguments)
-
-        monkeypatch.setattr(PoolManager, "process_next_message", late)
+        monkeypatch.setattr(PoolManager, "process_next_message", lambda *given: (time.sleep(0.3), read(*given)))
         whats, log = ["own number", "own number", "SIGKILL", "own number"], str(tmp_path / "log")
         with closing(ProcessCalls([act], 1)) as backend:
             arguments = [{"what": what, "i": 7, "log": log} for what in whats]

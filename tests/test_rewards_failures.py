@@ -17,13 +17,12 @@ def call(func, rows=4):
     return func(prompts=[""] * rows, completions=[""] * rows, completion_ids=[[]] * rows)
 
 
-def test_what_a_watched_function_tells_apart(caplog):
-    """And says once."""
+def test_what_a_watched_function_tells_apart():
     watched = watch(lambda completions, **kwargs: [1, None, NAN, math.inf], "mixed")
-    for _ in range(2):
-        assert call(watched) == [1.0, None, None, None]
-        assert watched.failed == [False, False, True, True]
-    assert caplog.text.count("'mixed' returned inf, nan for 2 of 4 completions") == 1
+    assert call(watched) == [1.0, None, None, None]
+    assert (
+        watched.failed == [False, False, True, True] and watched.failure == "returned inf, nan for 2 of 4 completions"
+    )
 
 
 def test_a_function_that_breaks_its_contract_stops_the_run():
@@ -149,17 +148,15 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert "Of the last window's rows 100% have no signal" in caplog.text
 
 
-def test_a_large_share_of_unscored_rows_is_said_once(caplog):
+def test_failures_are_said_once(caplog):
+    """Those of a reward model, too, and in an evaluation."""
     failures = FailureWatch([torch.nn.Linear(1, 1)] * 2, ["judge", "code"])
-    few, many = torch.ones(20, 2), torch.ones(20, 2)
-    few[:2], many[:3, 1] = NAN, NAN
-    failures.unscore(many, None, counts=False)
-    failures.unscore(few, None)
-    assert caplog.text == ""
-    for _ in range(2):
-        failures.unscore(many, None)
+    rewards = torch.ones(20, 2)
+    rewards[:3, 1] = NAN
+    for counts in (False, True):
+        failures.unscore(rewards, None, counts=counts)
     (record,) = caplog.records
-    assert "'code' failed on 15% of a window's completions" in record.message
+    assert "'code' returned nan. It failed on 15% of a batch's completions" in record.message
 
 
 def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():

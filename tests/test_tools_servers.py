@@ -165,9 +165,6 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
     all_began = threading.Barrier(ROWS * (1 + level))  # of the next run
     seen: dict[str, list[Any]] = {"tool": [], "server": [], "end": []}
 
-    def counts() -> list[int]:
-        return [*map(len, seen.values())]
-
     def see(where: str, who: Any) -> None:
         with changed:
             seen[where].append(who)
@@ -193,7 +190,9 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
 
     def wait(*_: Any) -> None:
         with changed:
-            assert changed.wait_for(lambda: counts() == [4, 4, 8], SECONDS), counts()
+            assert changed.wait_for(lambda: [*map(len, seen.values())] == [4, 4, 8], SECONDS), [
+                *map(len, seen.values())
+            ]
 
     def interrupt(window: int) -> None:
         wait()

@@ -314,8 +314,7 @@ def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
 
 def alive() -> int:
     """Bytes of all tensors, but for torch's fake ones, which have no memory."""
-    real = (one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter))
-    tensors = (one.untyped_storage() for one in real)
+    tensors = (one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter))
     return sum({one.data_ptr(): one.nbytes() for one in tensors}.values())
 
 

@@ -1,13 +1,12 @@
 """Waiting for calls, memory of worker processes, and programs; more on calls is in `test_backends.py`."""
 
-import asyncio
 import os
 import select
 import time
 
 import pytest
 
-from dash_trl.workers import Backend, Command, GivenUp, ProcessCalls, call_all
+from dash_trl.workers import Command, ProcessCalls, call_all
 
 
 def ends(process: int) -> bool:
@@ -19,21 +18,6 @@ def ends(process: int) -> bool:
     gone = bool(select.select([handle], [], [], 60)[0])
     os.close(handle)
     return gone
-
-
-class Lost(Backend):
-    """Never has an outcome."""
-
-    async def _made(self, call):
-        await asyncio.Event().wait()
-
-
-def test_a_call_whose_outcome_is_lost_ends_all_the_same():
-    """1,200 seconds after its timeout."""
-    backend = Lost(1)
-    (call,) = call_all(backend.submit, int, [{}], timeout=-1200.0)
-    backend.close()
-    assert isinstance(call.error, GivenUp) and "no outcome has come" in str(call.error)
 
 
 def test_a_worker_whose_memory_cannot_be_limited_works_without_a_limit(tmp_path, monkeypatch):

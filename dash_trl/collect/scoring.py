@@ -22,6 +22,7 @@ from dash_trl.rewards import (
     RewardTeam,
     RunnerReward,
     raise_mistakes,
+    unscored,
 )
 from dash_trl.rollout import RolloutBatch, ScoredRollouts
 from dash_trl.tools import EnvironmentReward
@@ -80,7 +81,7 @@ class GenerationBatch:
             waiting = host.recorder.timed_each(phase, waiting)
         for rows, ends_step in waiting:
             own = rewards.team.rewards(self._request, rewards.functions, rows.tolist())
-            own = own if self._failed is None else _without(self._failed[rows], own)
+            own = own if self._failed is None else unscored(own, self._failed[rows])
             yield rows, self.rollouts.rows(rows).with_rewards(own), ends_step
 
     def rewards(self) -> Tensor:
@@ -95,7 +96,7 @@ class GenerationBatch:
                 self._rewards.team.hand_over(self._request, sampled.completions)
             rows = self.rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
             known = host._calculate_rewards(*rows)
-            self._known = known if self._failed is None else _without(host.ranks.gather(self._failed), known)
+            self._known = known if self._failed is None else unscored(known, host.ranks.gather(self._failed))
         return self._known
 
 
@@ -238,7 +239,7 @@ class Rewards:
         )
         if training:
             self.host.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
-        return rewards if failed is None else _without(self._ranks.gather(failed), rewards)
+        return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
         """Cancel all rewards that have begun."""
@@ -253,11 +254,6 @@ class Rewards:
         """
         with self.host.recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
-
-
-def _without(failed: Tensor, rewards: Tensor) -> Tensor:
-    """Set all rewards of a row to NaN if a tool or environment failed on it: failed [rows] bool, rewards [rows, F]."""
-    return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:

@@ -135,13 +135,20 @@ class Sampler(ABC):
         plain = [plain_prompt(one, f"Row {row}") for row, one in enumerate(prompts)]
         ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in plain]
         drawn = self._draw(ids, num_samples, temperature, max_completion_length, seed)
-        return ((index, self._decoded(rows)) for index, rows in drawn)
-
-    def _decoded(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
-        return [
-            SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
-            for text, ids in zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), rows, strict=True)
-        ]
+        return (
+            (
+                index,
+                [
+                    SampledCompletion(
+                        self.tokenizer.decode(row, skip_special_tokens=True),
+                        row,
+                        truncated=not row or row[-1] not in self.end_tokens,
+                    )
+                    for row in rows
+                ],
+            )
+            for index, rows in drawn
+        )
 
     @abstractmethod
     def _draw(

@@ -106,19 +106,15 @@ class Recorder:
                 f"{threads:.0f} threads want to run on {cores} CPU cores, so those of PyTorch wait for each other. If "
                 "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."
             )
-        if self._on_gpu and not self._is_logged():
+        args, step = self._args, self._state.global_step + 1
+        logged = args.logging_strategy != "steps" or step % self._state.logging_steps == 0  # as far as is known now
+        if self._on_gpu and not (logged or step == 1 and args.logging_first_step):
             return
         seconds = dict.fromkeys(self._phases, 0.0)
         for phase, started, ended in self._spans:
             seconds[phase] += self._between(started, ended)
         self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})
         self._spans, self._steps = [], 0
-
-    def _is_logged(self) -> bool:
-        """Whether TRL will log the running optimizer step, as far as that is known now."""
-        args, step = self._args, self._state.global_step + 1
-        at_first = step == 1 and args.logging_first_step
-        return args.logging_strategy != "steps" or step % self._state.logging_steps == 0 or at_first
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -15,9 +15,6 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# If a function fails on more than this share of a window's rows, a warning is logged: the failures are probably not
-# random, so the scored rows may be a biased sample, such as the easier problems.
-WARN_ABOVE = 0.1
 # If a function only fails, and gives no score, in this number of batches in a row, the run ends. If it fails in fewer
 # batches, the cause may be a temporary outage.
 BROKEN_AFTER = 10
@@ -36,16 +33,17 @@ def has_failed(reward: float | None) -> bool:
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Sets all rewards of a row to NaN if any function failed on the row.
+    """Sets all rewards of a row to NaN if any function, a tool or the environment failed on the row.
 
     Args:
         rewards: [N, F], N rows and F reward functions.
-        failed: [N, F] bool, True = the function failed on the row.
+        failed: [N, F] or [N] bool on any device, True = a function, or what the row needs, failed on the row.
 
     Returns:
         [N, F], the new rewards.
     """
-    return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
+    on_row = failed.to(rewards.device).reshape(len(rewards), -1).any(dim=1, keepdim=True)
+    return rewards.masked_fill(on_row, torch.nan)
 
 
 class WatchedReward:
@@ -73,7 +71,6 @@ class WatchedReward:
         self.failure = ""
         self.error: BaseException | None = None
         self.mistake: Exception | None = None
-        self._warned = False
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
         """Calls the function with a batch.
@@ -109,24 +106,13 @@ class WatchedReward:
             return [None] * rows
         self.failed = [has_failed(value) for value in rewards]
         if any(self.failed):
-            self._warn(f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions")
+            self.failure = f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions"
         return [None if has_failed(value) else value for value in rewards]
 
     def _unscore(self, error: BaseException, rows: int) -> list[float | None]:
         self.error, self.mistake, self.failed, self.raised = error, None, [True] * rows, [True] * rows
-        self._warn(f"{described(error)} on a call with {rows} completions")
+        self.failure = f"{described(error)} on a call with {rows} completions"
         return [None] * rows
-
-    def _warn(self, failure: str) -> None:
-        self.failure = failure
-        if not self._warned:
-            logger.warning(
-                f"The reward function '{self.name}' {failure}. These rows are unscored: they are left out of training "
-                "and do not count as 0. The metric filter/dropped_unscored is the share of unscored rows. This warning "
-                "is shown once per function.",
-                exc_info=self.error,
-            )
-            self._warned = True
 
 
 class WatchedAsyncReward(WatchedReward):
@@ -252,17 +238,19 @@ class FailureWatch:
                 one.
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
+        shares = dict(zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True))
+        for i, (name, share) in enumerate(shares.items()):
+            if share and name not in self._warned:
+                self._warned.add(name)
+                failure, error = self._last_failure(i, rewards)
+                logger.warning(
+                    f"The reward function '{name}' {failure}. It failed on {share:.0%} of a batch's completions. These "
+                    "are unscored: they are left out of training and do not count as 0. The others may be easier, so "
+                    f"watch rewards/{name}/failed. This warning is shown once per function.",
+                    exc_info=error,
+                )
         if counts:
-            shares = dict(zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True))
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
-            for name, share in shares.items():
-                if share > WARN_ABOVE and name not in self._warned:
-                    self._warned.add(name)
-                    logger.warning(
-                        f"The reward function '{name}' failed on {share:.0%} of a window's completions. These are "
-                        "unscored, so training sees only the other completions, which may be easier. Watch the metric "
-                        f"rewards/{name}/failed. This warning is shown once per function."
-                    )
             fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
             self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
             broken = {
@@ -275,12 +263,15 @@ class FailureWatch:
                     self._stop(int(functions.nonzero()[0]), rewards, where)
         return unscored(rewards, failed)
 
-    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
-        func, error = self._funcs[i], None
+    def _last_failure(self, i: int, rewards: Tensor) -> tuple[str, BaseException | None]:
+        """Return what the last failure of function `i` was, and its exception if this rank has one."""
+        func = self._funcs[i]
         if isinstance(func, WatchedReward):
-            failure, error = func.failure or "failed on another rank", func.error
-        else:
-            failure = f"returned {_named(rewards[:, i].tolist())}"
+            return func.failure or "failed on another rank", func.error
+        return f"returned {_named(rewards[:, i].tolist())}", None
+
+    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
+        failure, error = self._last_failure(i, rewards)
         raise RuntimeError(
             f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: it "
             f"{failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."

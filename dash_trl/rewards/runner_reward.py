@@ -125,7 +125,7 @@ class RunnerReward(WatchedReward):
         if any(self.failed):
             first = outcomes[self.failed.index(True)]
             why = described(first) if isinstance(first, BaseException) else f"returned {first.value}"
-            self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}")
+            self.failure = f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}"
         return [None if has_failed(value) else value for value in values]
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:

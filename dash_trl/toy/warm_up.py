@@ -8,7 +8,6 @@ learning can remove the slips within a minute.
 import fcntl
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -230,15 +229,9 @@ def toy_model(
     """
 
     def make(folder: Path) -> None:
-        threads = torch.get_num_threads()
-        # `accelerate launch` limits a process to one thread. A second thread saves a third of the time.
-        torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
-        try:
-            tokenizer = lessons.tokenizer()
-            _warm_up(tokenizer, settings, progress, lessons).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        finally:
-            torch.set_num_threads(threads)
+        tokenizer = lessons.tokenizer()
+        _warm_up(tokenizer, settings, progress, lessons).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     return cached_model(lessons.name, asdict(settings), make, cache_dir)
 

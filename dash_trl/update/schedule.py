@@ -146,13 +146,6 @@ class Schedule:
         """
         return self._completed if global_step == self._global_step else micro_step
 
-    def sampled_after(self, micro_step: int) -> bool:
-        """Whether the window in use begins after micro-step `micro_step`.
-
-        If it does, a run that is resumed there cannot use this window, because later weights sampled its rows.
-        """
-        return self._sampled_at is not None and self._sampled_at > micro_step
-
     def samples_again(self, micro_step: int) -> bool:
         """Whether a run that is resumed at micro-step `micro_step` samples the window in use again.
 

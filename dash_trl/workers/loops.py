@@ -9,6 +9,7 @@ The path of a call::
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,18 @@ LOST_SECONDS = 1200.0  # after its timeout, a call counts as lost, for example i
 LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
 
 Outcome = tuple[Any, BaseException | None]  # value and error of a call
+
+
+def value_of(outcome: Outcome) -> Any:
+    """Return the value of a call, or raise its error.
+
+    Args:
+        outcome: value and error.
+    """
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 class EventLoop:
@@ -104,6 +117,8 @@ class Backend:
         retries: largest number of repetitions of a call.
     """
 
+    _late: type[TimeoutError] = TimeoutError  # of a call that takes too long
+
     def __init__(
         self,
         count: int,
@@ -135,7 +150,8 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._places, self._next_start = asyncio.Semaphore(self._count), 0.0
+                self._waiting, self._tasks = deque[Call](), dict[Call, asyncio.Task[None]]()
+                self._places, self._next_start = self._count, 0.0
                 self._loop.run(self._open())
             self._calls.update(calls)
             self._loop.start(self._begin(calls))
@@ -150,26 +166,37 @@ class Backend:
             loop.close(self._stop)
 
     async def _begin(self, calls: Sequence[Call]) -> None:
-        """Begin a task for each call."""
+        """Begin a task for each free place, at most one per call."""
+        self._waiting.extend(calls)
         loop = asyncio.get_running_loop()
         for call in calls:
-            task = loop.create_task(self._serve(call))
-            call.add_done_callback(partial(self._call_ended, loop, task))  # type: ignore[arg-type]  # typed for any future
+            call.add_done_callback(partial(self._call_ended, loop))  # type: ignore[arg-type]  # typed for any future
+        for _ in range(min(self._places, len(calls))):
+            self._places -= 1
+            loop.create_task(self._serve())
 
-    def _call_ended(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None], call: Call) -> None:
+    def _call_ended(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
         self._calls.discard(call)
         if call.cancelled():
-            loop.call_soon_threadsafe(task.cancel)
+            loop.call_soon_threadsafe(self._give_up, call)
 
-    async def _serve(self, call: Call) -> None:
-        """Wait for a place, and make a call there. Never raises a call's error: SystemExit would end the loop."""
-        async with self._places:
+    def _give_up(self, call: Call) -> None:
+        if call in self._tasks:
+            self._tasks[call].cancel()
+
+    async def _serve(self) -> None:
+        """Make waiting calls, one after the other. Never raises a call's error: SystemExit would end the loop."""
+        while self._waiting:
+            call = self._waiting.popleft()
             if call.done():
-                return
+                continue
+            self._tasks[call] = asyncio.current_task()  # type: ignore[assignment]
             try:
                 call.finish(await self._make(call))
             except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
                 call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
+            del self._tasks[call]
+        self._places += 1
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
@@ -177,24 +204,15 @@ class Backend:
             now = asyncio.get_running_loop().time()
             self._next_start = max(now, self._next_start) + self._distance
             await asyncio.sleep(self._next_start - self._distance - now)
-        try:
-            async with asyncio.timeout(call.timeout + LOST_SECONDS) as limit:
-                return await self._made(call)
-        except TimeoutError:
-            if limit.expired():
-                raise GivenUp(f"no outcome has come {LOST_SECONDS:g} s after its timeout") from None
-            raise
+        return await self._made(call)
 
-    async def _in_time(self, call: Call, outcome: Awaitable[Outcome]) -> Any:
-        """Wait for the outcome of a call, at most for its timeout; return its value or raise its error."""
+    async def _in_time(self, call: Call, outcome: Awaitable[Any], *, spare: float = 0.0) -> Any:
+        """Wait for what a call gives, at most for its timeout and `spare` seconds, and return it."""
         try:
-            async with asyncio.timeout(call.timeout):
-                value, error = await outcome
+            async with asyncio.timeout(call.timeout + spare):
+                return await outcome
         except TimeoutError:
-            raise Overdue(f"took more than {call.timeout:g} s") from None
-        if error is not None:
-            raise error
-        return value
+            raise self._late(f"took more than {call.timeout:g} s") from None
 
     async def _open(self) -> None:
         """Prepare the backend for its first call, and for its first call after `close`. Runs on the loop."""
@@ -214,6 +232,8 @@ class AsyncCalls(Backend):
     have begun there end at their timeouts, and later calls run on a new loop. For the arguments, see `Backend`.
     """
 
+    _late = Overdue
+
     async def _open(self) -> None:
         self._users = EventLoop()
 
@@ -223,7 +243,7 @@ class AsyncCalls(Backend):
     async def _made(self, call: Call) -> Any:
         loop = self._users
         try:
-            return await self._in_time(call, asyncio.wrap_future(loop.start(_outcome_of(call))))
+            return value_of(await self._in_time(call, asyncio.wrap_future(loop.start(_outcome_of(call)))))
         except Overdue:
             _, blocked = await asyncio.wait([asyncio.wrap_future(loop.start(asyncio.sleep(0)))], timeout=ANSWER_SECONDS)
             if blocked:

@@ -17,7 +17,6 @@ import pickle
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 import weakref
@@ -35,7 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend
+from dash_trl.workers.loops import LOST_SECONDS, Backend
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -88,19 +87,18 @@ class _Manager(PoolManager):
     it removes the locks first: a worker that starts meanwhile would find none, and print a traceback.
     """
 
-    def __init__(self, *contexts: Any):
-        super().__init__(*contexts)
-        self._message_read = threading.Event()
+    _rounds = 0  # of the loop that reads messages, each with one message or none
 
     def process_next_message(self, timeout: float) -> None:
         super().process_next_message(timeout)
-        self._message_read.set()
+        self._rounds += 1
 
     def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
-        while self.context.alive and self.worker_manager.pool_channel.poll(0):
+        while self.context.alive and self.worker_manager.pool_channel.poll(0):  # type: ignore[union-attr]
             time.sleep(0.01)
-        self._message_read.clear()  # the last message may be at work; the next one, or none, comes within 0.1 s
-        self._message_read.wait(1.0)
+        began = self._rounds  # the last message may have been read, but not handled
+        while self.context.alive and self._rounds == began:
+            time.sleep(0.01)
         super().handle_worker_expiration(expiration)
 
     def stop(self) -> None:
@@ -108,19 +106,11 @@ class _Manager(PoolManager):
         super().stop()
 
 
-class _Pool(ProcessPool):
-    """Pebble's pool of `_Worker`s."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._pool_manager = _Manager(self._context, _Context())
-
-    @staticmethod
-    def end(pool: "weakref.ref[_Pool]") -> None:
-        """Stop a pool, if there still is one, and wait for its workers to end."""
-        if (alive := pool()) is not None:
-            alive.stop()
-            alive.join()
+def _end(reference: "weakref.ref[ProcessPool]") -> None:
+    """Stop a pool, if there still is one, and wait for its workers to end."""
+    if (pool := reference()) is not None:
+        pool.stop()
+        pool.join()
 
 
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
@@ -172,13 +162,13 @@ class ProcessCalls(Backend):
         self._started_with = pack(functions), prepare
 
     async def _open(self) -> None:
-        self._pool: _Pool | None = None
+        self._pool: ProcessPool | None = None
         self._futures: set[Future[bytes]] = set()
 
     async def _stop(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            _Pool.end(weakref.ref(pool))
+            _end(weakref.ref(pool))
 
     async def _made(self, call: Call) -> Any:
         packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
@@ -187,17 +177,16 @@ class ProcessCalls(Backend):
             # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
             # load the functions before their first call, so this time does not count towards a timeout.
             begin = *self._started_with, os.getpid()
-            self._pool = _Pool(self._workers, initializer=_begin, initargs=begin)
+            self._pool = ProcessPool(self._workers, initializer=_begin, initargs=begin)
+            self._pool._pool_manager = _Manager(self._pool._context, _Context())
             # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0,
             # the locks of the workers are removed.
-            Finalize(self._pool, _Pool.end, (weakref.ref(self._pool),), exitpriority=1)
+            Finalize(self._pool, _end, (weakref.ref(self._pool),), exitpriority=1)
         future = self._pool.schedule(_call, (packed,), timeout=call.timeout)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            outcome = await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise TimeoutError(f"took more than {call.timeout:g} s") from None
+            outcome = await self._in_time(call, asyncio.wrap_future(future), spare=LOST_SECONDS)
         except ProcessExpired as error:
             code = error.exitcode
             raise WorkerDied(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None

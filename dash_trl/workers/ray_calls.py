@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dash_trl.workers.calls import Call, call_all
-from dash_trl.workers.loops import Backend
+from dash_trl.workers.loops import LOST_SECONDS, Backend, value_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -61,15 +61,13 @@ class RayCalls(Backend):
         number = self._functions.index(call.function)
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
-            value, error = await task
-        except asyncio.CancelledError:
+            outcome = await self._in_time(call, task, spare=LOST_SECONDS)
+        except (asyncio.CancelledError, TimeoutError):
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
             raise WorkerDied(f"Ray lost its task: {type(lost).__name__}: {getattr(lost, 'cause', lost)}") from None
-        if error is not None:
-            raise error
-        return value
+        return value_of(outcome)
 
 
 def _connect() -> None:

@@ -12,8 +12,8 @@ import queue
 import threading
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp
-from dash_trl.workers.loops import Backend, Outcome
+from dash_trl.workers.calls import Call, GivenUp, Overdue
+from dash_trl.workers.loops import Backend, Outcome, value_of
 
 MOST_HANGING = 256  # while this many calls hang, further calls end with `GivenUp`: each of them would hold a thread
 Box = queue.SimpleQueue[tuple[Call, asyncio.Future[Outcome]] | None]  # a thread takes its calls from it; None = the end
@@ -21,6 +21,8 @@ Box = queue.SimpleQueue[tuple[Call, asyncio.Future[Outcome]] | None]  # a thread
 
 class ThreadCalls(Backend):
     """`Backend` that makes calls on threads. Threads start when they are needed. For its arguments, see `Backend`."""
+
+    _late = Overdue
 
     async def _open(self) -> None:
         self._free: list[Box] = []  # boxes of idle threads
@@ -45,7 +47,7 @@ class ThreadCalls(Backend):
             self._free.append(box)
         self._free.pop().put((call, ended))
         try:
-            return await self._in_time(call, ended)
+            return value_of(await self._in_time(call, ended))
         finally:
             self._hanging += ended.cancelled()
 
