@@ -221,34 +221,35 @@ class DASHTrainer(GRPOTrainer):
         seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
             if not run.micro_steps.schedule.ran_model:
-                seams.leave_out_step(self.accelerator)  # ends what `_get_grad_norm` has begun
+                seams.leave_out_step(self.accelerator)  # accelerate skips it; `_get_grad_norm` is called next
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move a pass's inputs to the device. In an evaluation, add scales of 1 to TRL's inputs, for overrides."""
+        """Move a pass's inputs to the device. In an evaluation, add scales of 1, which overrides of the loss use."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        """Compute TRL's loss of a pass, with the weights of the pass in the optimizer step.
+        """Compute TRL's loss of a pass, multiplied by the share of the pass in the optimizer step.
 
         These steps follow one another::
 
             run the pass           log-probs, entropies and router loss
-            add to the inputs      the ratio of these log-probs to the sampler's, if no earlier pass has computed it
-                                   (`CorrectionInPass`); values that make TRL compute the loss of `per_token_loss`
+            add to the inputs      1. the ratio of these log-probs to the sampler's, if no earlier pass has computed it
+                                   (`CorrectionInPass`); 2. values that make TRL compute `per_token_loss`
             compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
-            weigh it               `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
+            multiply it            `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
                                    TRL's loss that comes from the entropy bonus and the router
             keep TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
 
-        An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps`. Multiply
-        it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of micro-batches::
+        An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps` in
+        training. Multiply it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of
+        micro-batches::
 
-            term = my_term(model, inputs) / self.current_gradient_accumulation_steps
-            return super()._compute_loss(model, inputs) + term * inputs["regularizer_scale"]
+            steps = self.current_gradient_accumulation_steps if self.model.training else 1
+            return super()._compute_loss(model, inputs) + my_term(model, inputs) / steps * inputs["regularizer_scale"]
         """
         if not self.model.training:
             return super()._compute_loss(model, inputs)
@@ -396,7 +397,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, leave repeated prompts out of mean rewards, and add the figures of `eval_k`."""
+        """Run TRL's evaluation, leave out of mean rewards what only fills the last batch, and add `eval_k` figures."""
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
@@ -411,7 +412,7 @@ class DASHTrainer(GRPOTrainer):
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Call TRL's method, which may use the conversations meanwhile. Only evaluations call this."""
+        """Lend the conversations to TRL's method and call it. Only evaluations call this."""
         seams.begin_trackio(self)
         with nullcontext() if self._conversations is None else self._conversations.lent():
             return super()._generate_and_score_completions(inputs)

@@ -102,7 +102,7 @@ class Collector:
         groups_of_step: Callable[[], int] | None,
         serves_one_step: bool,
     ) -> Window:
-        """Return the window that begins, sampled, and scored unless its rewards are awaited group by group.
+        """Return the next window: sampled, and scored unless its rewards are awaited group by group.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
@@ -326,7 +326,7 @@ class Collector:
             silent: see `Credited`, for all these groups, in any order.
             survivors: the rows that are trained on.
         """
-        # Gather this rank's rows of all rounds, so that rewards are in the order of the advantages.
+        # Order the rewards by rank, then by round, as the advantages are.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
         advantages = self._ranks.gather(rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]

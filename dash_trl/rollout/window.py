@@ -33,7 +33,8 @@ class Part:
             prompt's checksum, which finds equal prompts. All 0 for a dropped row (`RolloutBatch.lengths`). The rows are
             in the order in which micro-steps get them.
         width: columns of the padded window: the longest prompt plus the longest completion that is not masked, among
-            all rows that were sampled for the window, on the widest rank. It bounds the tokens of a pass.
+            all rows that were sampled for the window, on the widest rank. A pass has at most the tokens of TRL's
+            micro-batch with rows of this width.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
