@@ -1,6 +1,8 @@
 """Measures one optimizer step of TRL and of DASH on a GPU, in at most eight minutes.
 
     python benchmarks/gpu.py --json gpu.json      # needs neither vLLM nor the hub
+    python benchmarks/gpu.py --larger             # Qwen2.5-1.5B's shape instead of 0.5B's
+    python benchmarks/gpu.py --use_kernels        # both trainers with fused layers, which come from the hub
     python benchmarks/gpu.py --small              # the same code with a tiny model, in a minute, also on a CPU
 
 Each figure is printed, and written to the file, as soon as it is known:
@@ -59,6 +61,7 @@ SHAPE = {  # Qwen/Qwen2.5-0.5B
     "rope_theta": 1_000_000.0,
     "tie_word_embeddings": True,
 }
+LARGER = {**SHAPE, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 SMALL = {**SHAPE, "vocab_size": 512, "hidden_size": 56, "intermediate_size": 128, "num_hidden_layers": 2}
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -78,17 +81,21 @@ class Clock(harness.Clock):
     def figures(self) -> dict[str, float]:
         self.profile.stop()
         counts = {event.key: event.count for event in self.profile.key_averages()}
-        launches = sum(count for name, count in counts.items() if "LaunchKernel" in name)
-        waits = sum(counts.get(name, 0) for name in WAITS)
-        seconds = harness.medians({"seconds": self.seconds[1 : 1 + STEPS]})
-        return {**seconds, "launches": launches, "waits": waits, "gb": self.gb, "padding_free": self.padding_free}
+        return {
+            **harness.medians({"seconds": self.seconds[1 : 1 + STEPS]}),
+            "launches": sum(count for name, count in counts.items() if "LaunchKernel" in name),
+            "waits": sum(counts.get(name, 0) for name in WAITS),
+            "gb": self.gb,
+            "padding_free": self.padding_free,
+        }
 
 
-def update(kind: str, share: float, small: bool, *callbacks: Any) -> Clock:
+def update(kind: str, share: float, given: argparse.Namespace, *callbacks: Any) -> Clock:
     trainer, own = KINDS[kind]
-    rows, prompt, longest = (32, 16, 32) if small else (256, 512, 1024)
+    rows, prompt, longest = (32, 16, 32) if given.small else (256, 512, 1024)
     with torch.device("cuda" if ON_GPU else "cpu"):
-        model = harness.qwen2(attn_implementation="sdpa", **(SMALL if small else SHAPE))
+        model = harness.qwen2(attn_implementation="sdpa", **(SMALL if given.small else (SHAPE, LARGER)[given.larger]))
+    model.use_kernels = given.use_kernels
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
     settings |= {"beta": 0.0, "loss_type": "dr_grpo", "bf16": ON_GPU, "use_cpu": not ON_GPU, **own}
     vocabulary = model.config.vocab_size - 100
@@ -113,14 +120,14 @@ def toy(kind: str, small: bool) -> Clock:
     return trained(harness.toy_trainer(settings, kind=KINDS[kind][0], callbacks=[clock]), clock)
 
 
-def main(small: bool, file: Path | None) -> None:
+def main(given: argparse.Namespace) -> None:
     found: dict[str, dict[str, float]] = {}
 
     def note(name: str, figures: dict[str, float]) -> None:
         found[name] = figures
         harness.say(name, figures)
-        if file is not None:
-            file.write_text(json.dumps(found, indent=2) + "\n")
+        if given.json is not None:
+            given.json.write_text(json.dumps(found, indent=2) + "\n")
 
     if ON_GPU:
         command = [sys.executable, "-m", "pytest", "-q", "-x", *(str(harness.ROOT / "tests" / one) for one in TESTS)]
@@ -129,18 +136,19 @@ def main(small: bool, file: Path | None) -> None:
     for share in (0.0, 0.5, 0.75):
         clocks: dict[str, Clock] = {}
         for kind in KINDS:
-            clocks[kind] = update(kind, share, small)
+            clocks[kind] = update(kind, share, given)
             note(f"{share:.0%} constant, {kind}", clocks[kind].figures())
         note(f"{share:.0%} constant", harness.against_trl(clocks, clocks["trl"].start))
-    process = ProcessRewardCallback(AnswerLogProbValue(), max_episode_tokens=8 if small else 64)
-    note("0% constant, dash, V(prefix)", update("dash", 0.0, small, process).figures())
+    process = ProcessRewardCallback(AnswerLogProbValue(), max_episode_tokens=8 if given.small else 64)
+    note("0% constant, dash, V(prefix)", update("dash", 0.0, given, process).figures())
     for kind in ("trl", "dash"):
-        note(f"toy, {kind}", toy(kind, small).figures())
+        note(f"toy, {kind}", toy(kind, given.small).figures())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--larger", action="store_true", help="Qwen2.5-1.5B's shape")
+    parser.add_argument("--use_kernels", action="store_true", help="fused layers of the hub")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
-    main(given.small, given.json)
+    main(parser.parse_args())

@@ -221,12 +221,12 @@ class DASHTrainer(GRPOTrainer):
         seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
             if not run.micro_steps.schedule.ran_model:
-                seams.leave_out_step(self.accelerator)  # accelerate skips it; `_get_grad_norm` is called next
+                seams.leave_out_step(self.accelerator)  # accelerate skips the step, see `_get_grad_norm`
             run.end_optimizer_step()
         return torch.where(loss.isfinite(), loss, 0.0)  # the log adds losses up, so one NaN would stay in it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move a pass's inputs to the device. In an evaluation, add scales of 1, which overrides of the loss use."""
+        """Move a pass's inputs to the device. In an evaluation, add scales of 1, for overridden losses."""
         if not self.model.training:
             return {**super()._prepare_inputs(generation_batch), "loss_scale": 1.0, "regularizer_scale": 1.0}
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
@@ -397,7 +397,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, leave out of mean rewards what only fills the last batch, and add `eval_k` figures."""
+        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures."""
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)

@@ -115,7 +115,7 @@ class Collector:
         """
         global_step = self._host.state.global_step
         windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
-        # `begin` gives the indices of windows to announce: 0, if this window is new, and those to sample ahead.
+        # `begin` gives the windows to announce, by index: this one (0) if it is new, and those to sample ahead.
         new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
         prompts = self._announced.popleft()

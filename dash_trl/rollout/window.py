@@ -33,8 +33,8 @@ class Part:
             prompt's checksum, which finds equal prompts. All 0 for a dropped row (`RolloutBatch.lengths`). The rows are
             in the order in which micro-steps get them.
         width: columns of the padded window: the longest prompt plus the longest completion that is not masked, among
-            all rows that were sampled for the window, on the widest rank. A pass has at most the tokens of TRL's
-            micro-batch with rows of this width.
+            all rows that were sampled for the window, on the widest rank. By default, a pass has at most
+            `per_device_train_batch_size` × `width` tokens.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
         ends_step: True = the last part that the running optimizer step uses.
     """
@@ -47,7 +47,7 @@ class Part:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts into one. It begins with `used` rows of zeros, in place of rows that are no longer needed.
+        """Join parts into one. Its `lengths` begin with `used` rows of 0, in place of rows no longer needed.
 
         Args:
             used: number of rows of each rank that earlier optimizer steps have used.
