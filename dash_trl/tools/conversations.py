@@ -225,7 +225,8 @@ class Conversations:
         except Exception as error:
             logger.warning(f"get_reward of a {type(instance).__name__} failed, so its row is unscored: {error!r}")
             error.__traceback__ = None  # see `_fail`
-            self._retire(instance)
+            if self.environments is not None:
+                self.environments.retire(instance)
             return math.nan
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
@@ -234,13 +235,8 @@ class Conversations:
         error.__traceback__ = None  # a thread that hangs keeps the error; a traceback would keep the trainer in memory
         row.failure, row.reward = f"{what}: {text}", math.nan
         logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
-        if not row.began:
-            self._retire(row.environment)
-
-    def _retire(self, instance: Any) -> None:
-        """Removes an environment from TRL's idle instances, so that TRL does not use it again."""
-        if self.environments is not None:
-            self.environments.retire(instance)
+        if not row.began and self.environments is not None:
+            self.environments.retire(row.environment)
 
 
 class EnvironmentReward:
