@@ -151,8 +151,7 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
 def test_failures_are_said_once(caplog):
     """Those of a reward model, too, and in an evaluation."""
     failures = FailureWatch([torch.nn.Linear(1, 1)] * 2, ["judge", "code"])
-    rewards = torch.ones(20, 2)
-    rewards[:3, 1] = NAN
+    rewards = torch.tensor([[1.0, 1.0]] * 17 + [[1.0, NAN]] * 3)
     for counts in (False, True):
         failures.unscore(rewards, None, counts=counts)
     (record,) = caplog.records
