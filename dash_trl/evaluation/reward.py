@@ -4,15 +4,26 @@
 """
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from transformers import TrainerState
 
 from dash_trl.evaluation.figures import figures_of
 from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledCompletion, Sampler
-from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, is_reward_model, raise_mistakes, unpack, watch
+from dash_trl.rewards import (
+    FailureWatch,
+    RewardRunner,
+    RewardTeam,
+    RunnerReward,
+    is_reward_model,
+    raise_mistakes,
+    unpack,
+    watch,
+)
 
 PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a program in the sandbox may take a minute
 
@@ -37,6 +48,7 @@ class Reward(AbstractContextManager["Reward"]):
             )
         self._is_lent = isinstance(function, RewardRunner)
         self._function = watch(found[0], getattr(found[0], "__name__", type(found[0]).__name__))
+        self._failures = FailureWatch([self._function], [self._function.name])
         self._team = RewardTeam([one for one in found if isinstance(one, RunnerReward)])
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -68,6 +80,8 @@ class Reward(AbstractContextManager["Reward"]):
         # An async function of TRL's form returns a coroutine.
         rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
         raise_mistakes([self._function])
+        known = torch.tensor([[math.nan if one is None else one] for one in rewards])
+        self._failures.unscore(known, torch.clone, counts=False)  # warns of failures
         return rewards
 
     def __exit__(self, *exception: object) -> None:

@@ -107,8 +107,11 @@ class Recorder:
                 "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."
             )
         args, step = self._args, self._state.global_step + 1
-        logged = args.logging_strategy != "steps" or step % self._state.logging_steps == 0  # as far as is known now
-        if self._on_gpu and not (logged or step == 1 and args.logging_first_step):
+        if self._on_gpu and not (  # TRL will not log this step, as far as is known now
+            args.logging_strategy != "steps"
+            or step % self._state.logging_steps == 0
+            or (step == 1 and args.logging_first_step)
+        ):
             return
         seconds = dict.fromkeys(self._phases, 0.0)
         for phase, started, ended in self._spans:

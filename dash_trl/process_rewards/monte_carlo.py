@@ -69,7 +69,14 @@ class MonteCarloValue:
         self.num_rollouts = num_rollouts
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        _check_turns(requests, trainer)
+        has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
+        if trainer._conversations is not None or has_function:
+            raise ValueError(
+                "MonteCarloValue with "
+                + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
+                + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored "
+                "without it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
+            )
         rank = trainer.accelerator.process_index
         own = [
             _Prefix(rank, row, boundary, _room(request, boundary, trainer), request)
@@ -130,17 +137,6 @@ class MonteCarloValue:
         name = "max_completion_length" if trainer.use_vllm else "max_new_tokens"
         with with_settings(owner, {name: longest}):
             return trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
-
-
-def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
-    has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
-    if trainer._conversations is not None or has_function:
-        raise ValueError(
-            "MonteCarloValue with "
-            + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
-            + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored without "
-            "it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
-        )
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:

@@ -186,13 +186,15 @@ def _failure(error: BaseException) -> tuple[str, bool]:
 
 def _written(value: Any) -> str | list[dict[str, str]]:
     """Returns a value as text, or as text blocks for the chat template, without characters that tokenizers refuse."""
-    if isinstance(value, list) and value and all(map(_is_block, value)):
+    if (
+        isinstance(value, list)
+        and value
+        and all(
+            isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in value
+        )
+    ):
         return [{**one, "text": _encodable(one["text"])} for one in value]
     return _encodable(str(value))
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text" and isinstance(value.get("text"), str)
 
 
 def _encodable(text: str) -> str:
