@@ -91,16 +91,9 @@ class Run:
         Returns:
             The micro-step and the position with which the run begins. The position is `start` for a new run, if the
             checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
-        Raises:
-            ValueError: if the run has ended at the checkpoint. Transformers would make one more step.
         """
-        saved, state, from_start = None, self._host.state, self._host.args.ignore_data_skip
+        saved, from_start = None, self._host.args.ignore_data_skip
         if checkpoint is not None:
-            if state.global_step >= state.max_steps:
-                raise ValueError(
-                    f"{checkpoint} has made {state.global_step} optimizer steps, and this run has {state.max_steps}: "
-                    "nothing is left. Raise max_steps or num_train_epochs, or leave resume_from_checkpoint out."
-                )
             saved, self.skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=from_start)
         if saved is not None:
             self.micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows

@@ -132,7 +132,8 @@ class DASHTrainer(GRPOTrainer):
             checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
         self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
-        return start
+        # After the last epoch if the run has ended: Transformers would make one more step.
+        return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
 
     def _begin_run(self) -> None:
         seams.begin_anew(self)

@@ -8,7 +8,7 @@ rows are left out of training: they do not count as 0, and their rewards by othe
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
     Returns:
         [N, F], the new rewards.
     """
-    on_row = failed.to(rewards.device).reshape(len(rewards), -1).any(dim=1, keepdim=True)
+    on_row = failed.to(rewards.device).unsqueeze(-1).flatten(1).any(dim=1, keepdim=True)
     return rewards.masked_fill(on_row, torch.nan)
 
 
@@ -227,8 +227,8 @@ class FailureWatch:
         Args:
             rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
             gather: function that concatenates the rows of all ranks.
-            counts: True = the batch counts for the metrics, the warnings and the end of the run. False = only unscore
-                its rows, for example in an evaluation.
+            counts: True = the batch counts for the metrics and the end of the run. False = only unscore its rows, for
+                example in an evaluation.
 
         Returns:
             [N, F], the rewards; all F rewards of a row on which a function failed are NaN.
@@ -244,8 +244,8 @@ class FailureWatch:
                 self._warned.add(name)
                 failure, error = self._last_failure(i, rewards)
                 logger.warning(
-                    f"The reward function '{name}' {failure}. It failed on {share:.0%} of a batch's completions. These "
-                    "are unscored: they are left out of training and do not count as 0. The others may be easier, so "
+                    f"The reward function '{name}' {failure}. These completions ({share:.1%} of the batch) are "
+                    "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
                     f"watch rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
@@ -260,7 +260,12 @@ class FailureWatch:
             self._first = False
             for where, functions in broken.items():
                 if functions.any():
-                    self._stop(int(functions.nonzero()[0]), rewards, where)
+                    i = int(functions.nonzero()[0])
+                    failure, error = self._last_failure(i, rewards)
+                    raise RuntimeError(
+                        f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: "
+                        f"it {failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."
+                    ) from error
         return unscored(rewards, failed)
 
     def _last_failure(self, i: int, rewards: Tensor) -> tuple[str, BaseException | None]:
@@ -269,13 +274,6 @@ class FailureWatch:
         if isinstance(func, WatchedReward):
             return func.failure or "failed on another rank", func.error
         return f"returned {_named(rewards[:, i].tolist())}", None
-
-    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
-        failure, error = self._last_failure(i, rewards)
-        raise RuntimeError(
-            f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: it "
-            f"{failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."
-        ) from error
 
 
 def described(error: BaseException) -> str:

@@ -104,6 +104,17 @@ class EventLoop:
                 self.start(end()).result(seconds)
 
 
+class _Queue:
+    """The calls of a backend on one event loop. After `close`, an old loop may go on for some time beside a new one."""
+
+    def __init__(self, places: int):
+        self.waiting, self.tasks, self.places = deque[Call](), dict[Call, asyncio.Task[None]](), places
+
+    def give_up(self, call: Call) -> None:
+        if call in self.tasks:
+            self.tasks[call].cancel()
+
+
 class Backend:
     """Makes calls: at most a number of them at once, at a pace, and again after errors that may pass.
 
@@ -150,11 +161,10 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._waiting, self._tasks = deque[Call](), dict[Call, asyncio.Task[None]]()
-                self._places, self._next_start = self._count, 0.0
+                self._queue, self._next_start = _Queue(self._count), 0.0
                 self._loop.run(self._open())
             self._calls.update(calls)
-            self._loop.start(self._begin(calls))
+            self._loop.start(self._begin(calls, self._queue))
 
     def close(self) -> None:
         """End all calls with `GivenUp`, and all threads and processes. A later `submit` starts anew."""
@@ -165,38 +175,36 @@ class Backend:
                 call.finish(error=GivenUp("the runner was closed"))
             loop.close(self._stop)
 
-    async def _begin(self, calls: Sequence[Call]) -> None:
+    async def _begin(self, calls: Sequence[Call], queue: "_Queue") -> None:
         """Begin a task for each free place, at most one per call."""
-        self._waiting.extend(calls)
+        queue.waiting.extend(calls)
         loop = asyncio.get_running_loop()
         for call in calls:
-            call.add_done_callback(partial(self._call_ended, loop))  # type: ignore[arg-type]  # typed for any future
-        for _ in range(min(self._places, len(calls))):
-            self._places -= 1
-            loop.create_task(self._serve())
+            call.add_done_callback(partial(self._call_ended, loop, queue))  # type: ignore[arg-type]  # for any future
+        for _ in range(min(queue.places, len(calls))):
+            queue.places -= 1
+            loop.create_task(self._serve(queue))
 
-    def _call_ended(self, loop: asyncio.AbstractEventLoop, call: Call) -> None:
+    def _call_ended(self, loop: asyncio.AbstractEventLoop, queue: "_Queue", call: Call) -> None:
         self._calls.discard(call)
         if call.cancelled():
-            loop.call_soon_threadsafe(self._give_up, call)
+            loop.call_soon_threadsafe(queue.give_up, call)
 
-    def _give_up(self, call: Call) -> None:
-        if call in self._tasks:
-            self._tasks[call].cancel()
-
-    async def _serve(self) -> None:
+    async def _serve(self, queue: "_Queue") -> None:
         """Make waiting calls, one after the other. Never raises a call's error: SystemExit would end the loop."""
-        while self._waiting:
-            call = self._waiting.popleft()
+        while queue.waiting:
+            call = queue.waiting.popleft()
             if call.done():
                 continue
-            self._tasks[call] = asyncio.current_task()  # type: ignore[assignment]
+            task = queue.tasks[call] = asyncio.current_task()  # type: ignore[assignment]
             try:
                 call.finish(await self._make(call))
             except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
                 call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
-            del self._tasks[call]
-        self._places += 1
+            del queue.tasks[call]
+            while task.cancelling():  # type: ignore[union-attr]  # Python 3.11.0 takes later timeouts for a `give_up`
+                task.uncancel()  # type: ignore[union-attr]
+        queue.places += 1
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""

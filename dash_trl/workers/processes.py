@@ -17,9 +17,9 @@ import pickle
 import resource
 import signal
 import sys
-import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -87,19 +87,17 @@ class _Manager(PoolManager):
     it removes the locks first: a worker that starts meanwhile would find none, and print a traceback.
     """
 
-    _rounds = 0  # of the loop that reads messages, each with one message or none
+    def __init__(self, *contexts: Any):
+        super().__init__(*contexts)
+        self._expired: deque[tuple[int, int]] = deque()
+
+    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
+        self._expired.append(expiration)
 
     def process_next_message(self, timeout: float) -> None:
         super().process_next_message(timeout)
-        self._rounds += 1
-
-    def handle_worker_expiration(self, expiration: tuple[int, int]) -> None:
-        while self.context.alive and self.worker_manager.pool_channel.poll(0):  # type: ignore[union-attr]
-            time.sleep(0.01)
-        began = self._rounds  # the last message may have been read, but not handled
-        while self.context.alive and self._rounds == began:
-            time.sleep(0.01)
-        super().handle_worker_expiration(expiration)
+        while self._expired and not self.worker_manager.pool_channel.poll(0):  # type: ignore[union-attr]
+            super().handle_worker_expiration(self._expired.popleft())
 
     def stop(self) -> None:
         self.worker_manager.force_stop_workers()
@@ -186,7 +184,9 @@ class ProcessCalls(Backend):
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            outcome = await self._in_time(call, asyncio.wrap_future(future), spare=LOST_SECONDS)
+            outcome = await self._in_time(
+                call, asyncio.wrap_future(future), spare=LOST_SECONDS + CALLS_AHEAD * call.timeout
+            )
         except ProcessExpired as error:
             code = error.exitcode
             raise WorkerDied(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
