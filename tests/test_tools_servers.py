@@ -190,9 +190,7 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
 
     def wait(*_: Any) -> None:
         with changed:
-            assert changed.wait_for(lambda: [*map(len, seen.values())] == [4, 4, 8], SECONDS), [
-                *map(len, seen.values())
-            ]
+            assert changed.wait_for(lambda: list(map(len, seen.values())) == [4, 4, 8], SECONDS), seen
 
     def interrupt(window: int) -> None:
         wait()

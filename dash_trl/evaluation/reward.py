@@ -80,8 +80,9 @@ class Reward(AbstractContextManager["Reward"]):
         # An async function of TRL's form returns a coroutine.
         rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
         raise_mistakes([self._function])
-        known = torch.tensor([[math.nan if one is None else one] for one in rewards])
-        self._failures.unscore(known, torch.clone, counts=False)  # warns of failures
+        self._failures.unscore(  # warns of failures
+            torch.tensor([[math.nan if one is None else one] for one in rewards]), torch.clone, counts=False
+        )
         return rewards
 
     def __exit__(self, *exception: object) -> None:

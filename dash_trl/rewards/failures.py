@@ -259,8 +259,7 @@ class FailureWatch:
             }
             self._first = False
             for where, functions in broken.items():
-                if functions.any():
-                    i = int(functions.nonzero()[0])
+                for i in functions.nonzero().flatten().tolist():
                     failure, error = self._last_failure(i, rewards)
                     raise RuntimeError(
                         f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: "

@@ -215,11 +215,16 @@ class Backend:
         return await self._made(call)
 
     async def _in_time(self, call: Call, outcome: Awaitable[Any], *, spare: float = 0.0) -> Any:
-        """Wait for what a call gives, at most for its timeout and `spare` seconds, and return it."""
+        """Wait for what a call gives, and return it.
+
+        Wait at most for its timeout, or, if workers keep to the timeout themselves, `spare` seconds longer.
+        """
         try:
-            async with asyncio.timeout(call.timeout + spare):
+            async with asyncio.timeout(call.timeout + spare) as limit:
                 return await outcome
         except TimeoutError:
+            if spare and limit.expired():
+                raise GivenUp(f"no outcome has come {spare:g} s after its timeout") from None
             raise self._late(f"took more than {call.timeout:g} s") from None
 
     async def _open(self) -> None:

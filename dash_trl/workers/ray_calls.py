@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dash_trl.workers.calls import Call, call_all
+from dash_trl.workers.calls import Call, GivenUp, call_all
 from dash_trl.workers.loops import LOST_SECONDS, Backend, value_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, pack
 
@@ -62,7 +62,7 @@ class RayCalls(Backend):
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
             outcome = await self._in_time(call, task, spare=LOST_SECONDS)
-        except (asyncio.CancelledError, TimeoutError):
+        except (asyncio.CancelledError, GivenUp):
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
