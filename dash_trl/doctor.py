@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 
-from dash_trl.versions import bounds, fits, installed
+from dash_trl.versions import bounds, installed
 
 # A package → what it is for; "" = training.
 PACKAGES = {
@@ -52,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(
         prog="dash_trl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(argv)
-    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores"
-    print(f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {system}\n")
+    print(
+        f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
+        f"{platform.machine()}, {os.cpu_count()} CPU cores\n"
+    )
     works, tested = True, bounds()
     for what, examine in PARTS.items():
         try:
@@ -63,6 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             works &= what != "training"
     for name, use in PACKAGES.items():
         found, asked = installed(name), tested.get(name)
-        other = f" (tested: {asked})" if found and asked and not fits(found, asked) else ""
+        other = f" (tested: {asked})" if found and asked and not asked.contains(found, prereleases=True) else ""
         print(f"  {found or '–':10} {name}{other}{use and f', for {use}'}")
     return int(not works)

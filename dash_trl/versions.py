@@ -21,23 +21,13 @@ def bounds() -> dict[str, SpecifierSet]:
     return {one.name: one.specifier for one in asked if not one.extras}
 
 
-def fits(found: str, asked: SpecifierSet) -> bool:
-    """Whether a version lies in a range. The version's local part (+cpu, +cu130) is ignored.
-
-    Args:
-        found: the version.
-        asked: the range.
-    """
-    return asked.contains(found.partition("+")[0], prereleases=True)
-
-
 def refuse_other_trl() -> None:
     """Raise an `ImportError` if the installed version of TRL is outside the tested range.
 
     DASHTrainer overrides private methods of TRL's trainer, which may change with any minor version.
     """
     found, asked = installed("trl"), bounds().get("trl")
-    if found is not None and asked is not None and not fits(found, asked):
+    if found is not None and asked is not None and not asked.contains(found, prereleases=True):
         raise ImportError(
             f"trl {found} is installed, but dash_trl {installed('dash_trl')} needs trl{asked}: DASHTrainer overrides "
             f"private methods of GRPOTrainer, which may differ in every minor version. Run `pip install 'trl{asked}'`, "

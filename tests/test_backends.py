@@ -104,7 +104,6 @@ IN_A_PROCESS = {
     "os._exit": (lambda: os._exit(3), (WorkerDied, "exit code 3")),
     "sys.exit": (lambda: sys.exit(3), (RuntimeError, "SystemExit: 3")),
     "out of memory": (lambda: len(bytearray(64 << 30)), (MemoryError, "")),
-    "fork": (lambda: os.fork() and None, None),  # the child comes back from the call, too
     "value that cannot be sent": (threading.Lock, (TypeError, "cannot pickle '_thread.lock' object")),
     "error that cannot be read": (lambda: raise_(TwoArguments("unread", 1)), (RuntimeError, "TwoArguments: unread")),
 }

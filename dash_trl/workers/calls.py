@@ -4,6 +4,7 @@ A `Request` collects the outcomes of calls for many rows, and returns each group
 only way in which this package waits for several calls.
 """
 
+import math
 import queue
 import threading
 import uuid
@@ -35,6 +36,7 @@ class Call(Future[Any]):
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
         super().__init__()
         self.function, self.arguments, self.timeout = function, arguments, timeout
+        self.began = math.inf  # when it was begun, in the time of its backend's loop
 
     @property
     def error(self) -> BaseException | None:

@@ -128,8 +128,6 @@ class Backend:
         retries: largest number of repetitions of a call.
     """
 
-    _late: type[TimeoutError] = TimeoutError  # of a call that takes too long
-
     def __init__(
         self,
         count: int,
@@ -208,24 +206,35 @@ class Backend:
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
+        loop = asyncio.get_running_loop()
         if self._distance:
-            now = asyncio.get_running_loop().time()
+            now = loop.time()
             self._next_start = max(now, self._next_start) + self._distance
             await asyncio.sleep(self._next_start - self._distance - now)
+        call.began = loop.time()
         return await self._made(call)
 
-    async def _in_time(self, call: Call, outcome: Awaitable[Any], *, spare: float = 0.0) -> Any:
-        """Wait for what a call gives, and return it.
-
-        Wait at most for its timeout, or, if workers keep to the timeout themselves, `spare` seconds longer.
-        """
+    async def _in_time(self, call: Call, outcome: Awaitable[Any]) -> Any:
+        """Wait for what a call gives, at most for its timeout, and return it."""
         try:
-            async with asyncio.timeout(call.timeout + spare) as limit:
+            async with asyncio.timeout(call.timeout):
                 return await outcome
         except TimeoutError:
-            if spare and limit.expired():
-                raise GivenUp(f"no outcome has come {spare:g} s after its timeout") from None
-            raise self._late(f"took more than {call.timeout:g} s") from None
+            raise Overdue(f"took more than {call.timeout:g} s") from None
+
+    def _give_up_lost(self, queue: _Queue, ahead: int) -> None:
+        """Give up the calls of workers, which keep to timeouts themselves, if no outcome has come for long. Look again.
+
+        Args:
+            queue: the calls.
+            ahead: number of calls that a worker may make before one that has begun.
+        """
+        loop = asyncio.get_running_loop()
+        for call, task in queue.tasks.items():
+            if loop.time() - call.began > LOST_SECONDS + (1 + ahead) * call.timeout:
+                call.finish(error=GivenUp(f"no outcome has come {loop.time() - call.began:.0f} s after its start"))
+                task.cancel()
+        loop.call_later(1, self._give_up_lost, queue, ahead)
 
     async def _open(self) -> None:
         """Prepare the backend for its first call, and for its first call after `close`. Runs on the loop."""
@@ -244,8 +253,6 @@ class AsyncCalls(Backend):
     A coroutine function that blocks (`requests.get`, `time.sleep`) stops all other calls on this loop. All calls that
     have begun there end at their timeouts, and later calls run on a new loop. For the arguments, see `Backend`.
     """
-
-    _late = Overdue
 
     async def _open(self) -> None:
         self._users = EventLoop()

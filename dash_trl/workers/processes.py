@@ -34,7 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import LOST_SECONDS, Backend
+from dash_trl.workers.loops import Backend
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -162,6 +162,7 @@ class ProcessCalls(Backend):
     async def _open(self) -> None:
         self._pool: ProcessPool | None = None
         self._futures: set[Future[bytes]] = set()
+        self._give_up_lost(self._queue, CALLS_AHEAD)
 
     async def _stop(self) -> None:
         pool, self._pool = self._pool, None
@@ -169,27 +170,30 @@ class ProcessCalls(Backend):
             _end(weakref.ref(pool))
 
     async def _made(self, call: Call) -> Any:
-        packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
         if self._pool is None or not self._pool.active:  # or broken
             await self._stop()
             # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
             # load the functions before their first call, so this time does not count towards a timeout.
-            begin = *self._started_with, os.getpid()
-            self._pool = ProcessPool(self._workers, initializer=_begin, initargs=begin)
+            self._pool = ProcessPool(self._workers, initializer=_begin, initargs=(*self._started_with, os.getpid()))
             self._pool._pool_manager = _Manager(self._pool._context, _Context())
             # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0,
             # the locks of the workers are removed.
             Finalize(self._pool, _end, (weakref.ref(self._pool),), exitpriority=1)
-        future = self._pool.schedule(_call, (packed,), timeout=call.timeout)
+        future = self._pool.schedule(
+            _call,
+            (cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments))),),
+            timeout=call.timeout,
+        )
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            outcome = await self._in_time(
-                call, asyncio.wrap_future(future), spare=LOST_SECONDS + CALLS_AHEAD * call.timeout
-            )
+            outcome = await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise TimeoutError(f"took more than {call.timeout:g} s") from None
         except ProcessExpired as error:
-            code = error.exitcode
-            raise WorkerDied(f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
+            raise WorkerDied(
+                f"killed by {signal.Signals(-code).name}" if (code := error.exitcode) < 0 else f"exit code {code}"
+            ) from None
         except (BrokenProcessPool, asyncio.CancelledError):
             if call.done():  # nobody waits for it
                 raise
@@ -241,16 +245,11 @@ def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> 
 
 def _call(packed: bytes) -> bytes:
     """Make a call in a worker, and return its pickled outcome. Never raises an error, whatever the function does."""
-    process = os.getpid()
     try:
         if isinstance(_functions, BaseException):
             raise _functions
-        try:
-            number, arguments = pickle.loads(packed)
-            value = _functions[number](**arguments)
-        finally:
-            if os.getpid() != process:  # the call forked, and this is the child: the parent sends the outcome
-                os._exit(1)
+        number, arguments = pickle.loads(packed)
+        value = _functions[number](**arguments)
         return pickle.dumps((cloudpickle.dumps(value), ""))
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()

@@ -12,7 +12,7 @@ import queue
 import threading
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp, Overdue
+from dash_trl.workers.calls import Call, GivenUp
 from dash_trl.workers.loops import Backend, Outcome, value_of
 
 MOST_HANGING = 256  # while this many calls hang, further calls end with `GivenUp`: each of them would hold a thread
@@ -21,8 +21,6 @@ Box = queue.SimpleQueue[tuple[Call, asyncio.Future[Outcome]] | None]  # a thread
 
 class ThreadCalls(Backend):
     """`Backend` that makes calls on threads. Threads start when they are needed. For its arguments, see `Backend`."""
-
-    _late = Overdue
 
     async def _open(self) -> None:
         self._free: list[Box] = []  # boxes of idle threads
