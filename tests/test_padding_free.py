@@ -202,8 +202,11 @@ def test_a_pass_waits_for_a_gpu_in_trls_lm_head_only(options, waits, tiny_model,
     assert {*counted} == {waits}
 
 
-@pytest.mark.parametrize(("checkpointing", "most"), [(False, [46, 77]), (True, [46, 121])])
-def test_a_layer_has_as_many_operations_however_many_groups(checkpointing, most):
+@pytest.mark.parametrize(
+    ("autocast", "checkpointing", "most"),
+    [(False, False, [46, 77]), (False, True, [46, 121]), (True, False, [57, 101]), (True, True, [57, 155])],
+)
+def test_a_layer_has_as_many_operations_however_many_groups(autocast, checkpointing, most):
     """On a GPU, to start an operation takes longer than its work. The limits are what FlashAttention takes."""
 
     def operations(layers: int, groups: int) -> torch.Tensor:
@@ -212,13 +215,13 @@ def test_a_layer_has_as_many_operations_however_many_groups(checkpointing, most)
             model.gradient_checkpointing_enable()
         passes = passes_of(model, share_prompts=True)
         inputs = inputs_of(passes, *random_groups(0, groups))
-        with Operations() as forward:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Operations() as forward:
             found, *_ = passes.run(partial(passes.log_probs, None), model, inputs)
         with Operations() as backward:
             found.sum().backward()
         return torch.tensor([forward.number, backward.number])
 
-    with on_varlen(torch.float32):
+    with on_varlen(torch.float32, torch.bfloat16):
         counts = [(operations(2, groups) - operations(1, groups)).tolist() for groups in (1, 2, 4, 8)]
     assert counts == counts[:1] * 4 and all(one <= other for one, other in zip(counts[0], most, strict=True)), counts
 

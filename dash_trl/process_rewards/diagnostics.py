@@ -56,13 +56,12 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
         "process/valued_rows": (valued, 1),
         "process/value_first": (first[asked & ~first.isnan()], 1),
         "process/value_last": (last[asked & ~last.isnan()], 1),
-        "process/structured_rows": (structure[valued], 1),
+        "process/structured_rows": (structure[several], 1),
         "process/utility_first_half": (utilities[early], 1),
         "process/utility_second_half": (utilities[~early], 1),
         "advantage/mean": (tokens, 1),
         "advantage/mean_outcome_only": (outcome, lengths),
         "asked": (asked, 1),
-        "structured where several": (structure[several], 1),
         "added": (tokens - outcome.repeat_interleave(lengths), 1),
         "outcome": (outcome[valued], 1),
     }
@@ -96,7 +95,7 @@ class Diagnostics:
             estimator: name of the credit estimator.
         """
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
-        several_structured = figures["structured where several"][0]
+        structured = figures["process/structured_rows"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
         if asked:
             self._note(
@@ -107,10 +106,10 @@ class Diagnostics:
                 "missing values.",
             )
         # Check 1 is left out if all advantages are the same, because the filter's metrics already show this.
-        if figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
+        if figures["advantage/mean"][1] > 0 and not math.isnan(structured):
             self._note(
                 "structure",
-                several_structured == 0,
+                structured == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'grpo_process' or another one that gives each token an advantage of its own.",
             )
