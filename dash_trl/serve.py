@@ -132,8 +132,7 @@ def wait_until_ready(url: str, command: Command) -> None:
 def visible_gpus() -> list[str]:
     """Return the visible GPUs as `CUDA_VISIBLE_DEVICES` names them."""
     count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return named.split(",")[:count]
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
 
 
 def free_ports(count: int, first: int) -> list[int]:

@@ -84,8 +84,7 @@ def raise_(error: BaseException) -> None:
 
 
 def leave_a_child(path: str, then: Callable[[], object]) -> None:
-    child = subprocess.Popen(["sleep", "100000"], env={"PATH": os.environ["PATH"]})
-    Path(path).write_text(str(child.pid))
+    Path(path).write_text(str(subprocess.Popen(["sleep", "100000"], env={"PATH": os.environ["PATH"]}).pid))
     then()
 
 

@@ -206,8 +206,7 @@ def expected(where: str, fate: str) -> tuple[list[dict[str, Any]], bool]:
     read = APART[fate] if where == "act_apart" else FATES.get(fate, (None, GONE))[1]
     if where == "act_later" and fate == "is cancelled":
         read = error("so")
-    call = (where, {"fate": fate})
-    turns = [parsed("", call)]
+    turns = [parsed("", (where, {"fate": fate}))]
     if fate == "blocks the loop":
         turns = [parsed("", ("act", {"fate": "bytes"})), *answered(("act", FATES["bytes"][1])), *turns]
     if not isinstance(read, Gone):

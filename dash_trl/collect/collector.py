@@ -140,6 +140,7 @@ class Collector:
     def close(self) -> None:
         """Cancel all rewards, and drop what was announced or sampled ahead: the run is over or interrupted."""
         self._announced.clear()
+        self._empty_windows.end()
         self._rewards.cancel()
         self._sampler.forget()
 

@@ -60,12 +60,13 @@ def filter_metrics(
 class EmptyWindows:
     """Warns about windows without a survivor, because nothing is learned from them.
 
-    The first window without a survivor in a run gives a warning, and so do `EMPTY_WINDOWS` of them in a row.
+    The first window without a survivor in a run gives a warning, and so do `EMPTY_WINDOWS` of them in a row, and the
+    end of a run that had no other window.
     """
 
     def __init__(self) -> None:
-        self._count = 0  # number of windows since the last window with a survivor
-        self._said = False  # True = there was a warning
+        # Numbers of windows: of all, of those without a survivor, and since the last window with a survivor.
+        self._windows = self._empty = self._count = 0
 
     def note(self, metrics: Mapping[str, float], threshold: float | None) -> None:
         """Count the next window, and log a warning if one is due, with the reasons in this window.
@@ -74,15 +75,20 @@ class EmptyWindows:
             metrics: the result of `filter_metrics` for this window.
             threshold: `gradient_filter_threshold` in this window; a callback may change it.
         """
-        self._count = 0 if metrics["filter/kept_rows"] else self._count + 1
-        if self._count == EMPTY_WINDOWS or (self._count == 1 and not self._said):
-            self._said = True
+        empty = metrics["filter/kept_rows"] == 0
+        self._windows, self._empty, self._count = self._windows + 1, self._empty + empty, (self._count + 1) * empty
+        if self._count == EMPTY_WINDOWS or (empty and self._empty == 1):
             where = "a generation window" if self._count == 1 else f"{self._count} generation windows in a row"
             reasons = [f"{metrics[name]:.0%} {reason}" for name, reason in DROPPED.items() if metrics[name]]
             logger.warning(
                 f"No row was kept in {where}, so that nothing was learned. Of the last window's rows "
                 + " ".join(reasons).format(threshold=threshold)
             )
+
+    def end(self) -> None:
+        """Log a warning if no window had a survivor, because the run looks like any other from outside."""
+        if self._windows and self._empty == self._windows:
+            logger.warning(f"The run has learned nothing: no row was kept in its {self._windows} generation windows.")
 
 
 def sampler_metrics(

@@ -252,6 +252,5 @@ class EnvironmentReward:
         self.__name__ = kind.__name__
 
     def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
-        own = [one for one in environments if type(one) is self.kind]
-        values = iter(self._conversations.rewards(own))
+        values = iter(self._conversations.rewards([one for one in environments if type(one) is self.kind]))
         return [next(values) if type(one) is self.kind else None for one in environments]

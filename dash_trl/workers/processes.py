@@ -249,8 +249,7 @@ def _call(packed: bytes) -> bytes:
         if isinstance(_functions, BaseException):
             raise _functions
         number, arguments = pickle.loads(packed)
-        value = _functions[number](**arguments)
-        return pickle.dumps((cloudpickle.dumps(value), ""))
+        return pickle.dumps((cloudpickle.dumps(_functions[number](**arguments)), ""))
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
         payload = b""
