@@ -49,7 +49,7 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
     values = [log["reward"] for log in logs]
     reward.plot(steps, values, color="tab:blue", alpha=0.3)
     reward.plot(steps, smooth(values), color="tab:blue")
-    reward.set_title("reward")
+    reward.set_title("reward, and its moving average (dark)")
     for name, color in (("rows", "tab:green"), ("tokens", "tab:olive")):
         shares = [100 * log.get(f"filter/kept_{name}", float("nan")) for log in logs]
         kept.plot(steps, shares, color=color, label=name)
