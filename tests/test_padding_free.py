@@ -1,7 +1,6 @@
 """Packed passes give the log-probs of one row at a time, for every architecture that claims to run them."""
 
 import copy
-import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -261,11 +261,11 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
-            kept.append(pickle.dumps(model))
+            kept.append(cloudpickle.dumps(model))
 
     model = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Keep()]).model
     ids = torch.arange(1, 7).unsqueeze(0)
-    for pickled in (*kept, pickle.dumps(copy.deepcopy(model))):
-        loaded = pickle.loads(pickled)
+    for pickled in (*kept, cloudpickle.dumps(copy.deepcopy(model))):
+        loaded = cloudpickle.loads(pickled)
         assert b"dash_trl" not in pickled and loaded.config._attn_implementation == "sdpa"
         torch.testing.assert_close(loaded.cpu()(input_ids=ids).logits, model.cpu()(input_ids=ids).logits)
