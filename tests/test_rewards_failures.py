@@ -146,7 +146,9 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1
     assert "Of the last window's rows 100% have no signal" in caplog.text
-    assert caplog.text.count("The run has learned nothing: no row was kept in its 11 generation windows") == 1
+    assert (
+        caplog.text.count("Nothing was learned: no row was kept in the 11 generation windows since the run began") == 1
+    )
 
 
 def test_failures_are_said_once(caplog):

@@ -88,7 +88,10 @@ class EmptyWindows:
     def end(self) -> None:
         """Log a warning if no window had a survivor, because the run looks like any other from outside."""
         if self._windows and self._empty == self._windows:
-            logger.warning(f"The run has learned nothing: no row was kept in its {self._windows} generation windows.")
+            logger.warning(
+                f"Nothing was learned: no row was kept in the {self._windows} generation windows since the run began "
+                "or was resumed."
+            )
 
 
 def sampler_metrics(

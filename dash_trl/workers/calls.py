@@ -36,7 +36,7 @@ class Call(Future[Any]):
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
         super().__init__()
         self.function, self.arguments, self.timeout = function, arguments, timeout
-        self.began = math.inf  # when it was begun, in the time of its backend's loop
+        self.began = math.inf  # when its last attempt begins, in the time of its backend's loop
 
     @property
     def error(self) -> BaseException | None:

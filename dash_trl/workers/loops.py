@@ -207,11 +207,10 @@ class Backend:
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
         loop = asyncio.get_running_loop()
+        call.began = max(loop.time(), self._next_start)
+        self._next_start = call.began + self._distance
         if self._distance:
-            now = loop.time()
-            self._next_start = max(now, self._next_start) + self._distance
-            await asyncio.sleep(self._next_start - self._distance - now)
-        call.began = loop.time()
+            await asyncio.sleep(call.began - loop.time())
         return await self._made(call)
 
     async def _in_time(self, call: Call, outcome: Awaitable[Any]) -> Any:
