@@ -46,7 +46,6 @@ def updates_are_equal(start, one, other):
 
 
 def test_kernels_of_the_hub_fall_back_on_a_cpu(tiny_model, tmp_path):
-    pytest.importorskip("kernels")
     plain, fused = (
         run(DASHTrainer, tiny_model, tmp_path, loaded=AutoModelForCausalLM.from_pretrained(tiny_model, use_kernels=use))
         for use in (False, True)
