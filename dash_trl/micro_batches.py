@@ -46,7 +46,6 @@ class MicroBatches:
             width=width,
             padding_free=self.passes.padding_free,
             min_shared=self.passes.min_shared,
-            copies=self.passes.copies,
         )
 
     def without_gradient(self, part: Part, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:

@@ -32,18 +32,17 @@ def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torc
     group=st.integers(1, 8),
     kept=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     tokens=st.sampled_from([None, 1, 100, 400]),
-    layout=st.sampled_from(["padded", "packed", "shared", "copied"]),
+    layout=st.sampled_from(["padded", "packed", "shared"]),
     last_must_run=st.booleans(),
 )
 def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_must_run):
-    """If shared or copied, prompts of more than 32 tokens are computed once per pass, but for their last token."""
-    lengths, least = table(ranks, steps * rows, kept, seed, group), 32 if layout in ("shared", "copied") else None
+    """If shared, prompts of more than 32 tokens are computed once per pass, but for their last token."""
+    lengths, least = table(ranks, steps * rows, kept, seed, group), 32 if layout == "shared" else None
     options = {
         "max_rows": rows,
         "max_tokens": tokens,
         "padding_free": layout != "padded",
         "last_must_run": last_must_run,
-        "copies": layout == "copied",
     }
     width = 290  # of the longest row, before dropped rows were left out
     plan = plan_share(lengths, steps, min_shared=least, width=width, **options)

@@ -75,7 +75,7 @@ def one_row_at_a_time(
     [
         (torch.float32, 8, TREES, False),
         (torch.bfloat16, 8, TREES, False),
-        # As in DeepSeek's models. PyTorch's kernel for the CPU has no float64, either.
+        # As in DeepSeek's models.
         (torch.float32, 4, TREES, False),
         (torch.float64, 8, TREES, False),
         (torch.float64, 8, ATTACHED, False),
@@ -113,16 +113,6 @@ def kept(compute: Callable[[], Any]) -> int:
     return sum(one.nbytes() for one in storages.values())
 
 
-def test_branches_keep_no_more_for_the_backward_pass_than_rows_do():
-    """On a CPU: no copies of the trunk's keys and values, neither one per branch nor one per head (GQA)."""
-    trees = (TreeShape(20, (6,) * 4), TreeShape(20, (6,) * 4))
-    of_trees, of_rows = (
-        kept(partial(tree_attention, MODULE, *states(torch.float32, shapes), None, shapes))
-        for shapes in (trees, tuple(TreeShape(len(tree)) for tree in trees))
-    )
-    assert 0 < of_trees <= 1.01 * of_rows
-
-
 @pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="an older torch")
 @pytest.mark.parametrize(("prompt", "completion"), [(4000, 100), (4000, 1000), (512, 100)])
 def test_a_pass_on_a_gpu_keeps_no_more_than_trls(prompt, completion, monkeypatch):
@@ -141,7 +131,7 @@ def test_a_pass_on_a_gpu_keeps_no_more_than_trls(prompt, completion, monkeypatch
         return kept(lambda: model.model(ids, position_ids=ids, **kernel).last_hidden_state.sum().backward())
 
     rows = torch.tensor([[prompt, completion, completion, number // 8] for number in range(64)])
-    (passes,) = plan_share(rows[None], 1, max_rows=8, width=prompt + completion, min_shared=15, copies=True)
+    (passes,) = plan_share(rows[None], 1, max_rows=8, width=prompt + completion, min_shared=15)
     groups = max(len(one.rows[0]) for one in passes) // 8
     shared, trls = (TreeShape(prompt - 1, (completion + 1,) * 8),) * groups, (TreeShape(prompt + completion),) * 8
     assert 0.4 < of(shared) / of(trls) <= 1
@@ -209,9 +199,8 @@ def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
         mixed, padded = begin(bf16=True), begin()
     with on_varlen(torch.float32, fault="alone"):
         blind = begin().state.log_history[0]
-    logs = [trainer.state.log_history[0] for trainer in (flash[1], sdpa, mixed, begin(bf16=True))]
-    assert all(log["packing/shared_tokens"] > 0.25 for log in logs), "groups are kept together"
-    assert max(log["packing/max_tokens"] for log in logs[:3]) < logs[3]["packing/max_tokens"], "copies of keys count"
+    for trainer in (flash[1], sdpa, mixed, begin(bf16=True)):
+        assert trainer.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
     for trainer in (flash[1], sdpa, padded):
         assert_same_update(parameters(path), parameters(flash[0].model), parameters(trainer.model))
     assert padded.state.log_history[0]["packing/padding_free"] == 0

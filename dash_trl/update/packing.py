@@ -48,7 +48,6 @@ def plan_share(
     width: int = 0,
     padding_free: bool = True,
     min_shared: int | None = None,
-    copies: bool = False,
 ) -> list[list[MicroBatch]]:
     """Distribute the survivors of a share over its micro-steps.
 
@@ -74,8 +73,6 @@ def plan_share(
         padding_free: True = passes are padding-free, False = padded.
         min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
             as far as they fit. `None`: no row shares its prompt.
-        copies: True = each row that shares a prompt gets a copy of its keys. If `max_tokens` is `None`, then
-            `COPIES_PER_TOKEN` copied keys count as a token, so that a pass takes no more memory than TRL's.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
@@ -89,7 +86,6 @@ def plan_share(
             width=width,
             padding_free=padding_free,
             min_shared=min_shared,
-            copies=copies,
         )
         for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
@@ -111,7 +107,6 @@ def _pack(
     width: int,
     padding_free: bool,
     min_shared: int | None,
-    copies: bool,
 ) -> list[list[int]]:
     """Pack the rows of one rank into bins; see `plan_share`.
 
@@ -124,7 +119,6 @@ def _pack(
         width: see `plan_share`.
         padding_free: see `plan_share`.
         min_shared: see `plan_share`.
-        copies: see `plan_share`.
     Returns:
         Lists of row indices, one list per bin.
     """
@@ -141,7 +135,7 @@ def _pack(
 
     def tokens(unit: Sequence[int]) -> int:
         """Count the tokens that the model computes for a unit. The last prompt token is computed again in each row."""
-        trunk, copied = prompts[unit[0]] - 1, copies and max_tokens is None and len(unit) > 1
+        trunk, copied = prompts[unit[0]] - 1, max_tokens is None and len(unit) > 1
         return trunk + copied * trunk * len(unit) // COPIES_PER_TOKEN + sum(completions[row] + 1 for row in unit)
 
     units = [unit for family in families.values() for unit in _within(family, tokens, budget)]

@@ -240,7 +240,6 @@ class ModelPasses:
         flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
-        copies: True = the attention kernel needs a copy of a shared prompt's keys for each row.
         compiled: see the argument.
         running: the layout of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
     """
@@ -256,7 +255,7 @@ class ModelPasses:
         share_prompts: bool | None,
         router_losses: bool,
     ):
-        self.flash = self.copies = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         against_packing = {
             "continuous batching brings its own attention": continuous_batching,
             "NEFTune's noise depends on the length of a row": noisy_embeddings,
@@ -316,7 +315,6 @@ class ModelPasses:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
-            self.copies = True
             self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the

@@ -8,17 +8,17 @@ position where the branch attaches, and to the tokens of its own branch up to it
 with another one is a tree without branches.
 
 On a GPU, one call of a varlen kernel computes a layer: each trunk and each branch is a sequence with its own keys
-(`varlen_arguments`). On a CPU, `tree_attention` goes from tree to tree. `enable_padding_free` tells which models can
-use these functions.
+(`varlen_arguments`). On a CPU, `tree_attention` computes one after the other. `enable_padding_free` tells which models
+can use these functions.
 
-Letters: H heads, L tokens of the packed row, D head size, Q branch tokens of a tree, P tokens of its trunk.
+Letters: H heads, L tokens of the packed row, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import wraps
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -31,8 +31,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dash_trl.update.isolation import computing_dtype
 
-flash_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 # Type of device → dtypes in which PyTorch's `varlen_attn` computes the attention of models with SDPA there.
 VARLEN_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"cuda": (torch.float16, torch.bfloat16)}
 
@@ -58,15 +56,6 @@ class TreeShape:
     def attached(self) -> tuple[int, ...]:
         """Number of trunk tokens before each branch."""
         return (self.trunk,) * len(self.branches) if self.attach is None else self.attach
-
-    @cached_property  # all layers of a pass use it
-    def mask(self) -> Tensor:
-        """[1, 1, Q, P + Q] bool, True = the branch token attends to the token of the tree; on the CPU."""
-        branch = torch.arange(len(self.branches)).repeat_interleave(torch.tensor(self.branches))  # [Q], of each token
-        to_trunk = torch.arange(self.trunk) < torch.tensor(self.attached)[branch].unsqueeze(1)
-        order = torch.arange(len(branch))
-        to_branch = (branch.unsqueeze(1) == branch) & (order.unsqueeze(1) >= order)
-        return torch.cat([to_trunk, to_branch], dim=1)[None, None]
 
 
 def tree_attention(
@@ -157,76 +146,17 @@ def _by_varlen(
     return output.unsqueeze(0)
 
 
-def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's flash kernel for the CPU can compute the attention."""
-    known = flash_cpu is not None and query.shape[3] == value.shape[3]
-    return known and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
-
-
 def _of_tree(
     module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
-) -> list[Tensor]:
-    """Return the outputs of the trunk and of the branches, [1, ·, H, D] each."""
-    if not tree.branches:
-        return [sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]]
-    trunk, states = tree.trunk, (query, key, value)
-    output = sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]
-    if tree.attach is not None or not _has_cpu_kernel(query, value):
-        mask = tree.mask.to(query.device)
-        return [output, sdpa_attention_forward(module, query[:, :, trunk:], key, value, mask, **kwargs)[0]]
-    scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-    return [output, _BranchAttention.apply(query[:, :, trunk:], key, value, tree.branches, scale).transpose(1, 2)]
-
-
-class _BranchAttention(torch.autograd.Function):
-    """Computes the attention of branches with PyTorch's flash kernel for the CPU, which has no lower-right causal mask.
-
-    The kernel is called once for the attention of all branch tokens to the trunk (without a mask), and once per branch
-    for the attention of its tokens to each other (causal). The arguments of a call are a block. A branch token is in
-    two blocks, so it gets two outputs, each with the log-sum-exp of its scores. The result is the weighted sum of the
-    two outputs; the two log-sum-exps determine the weights. In the backward pass, the kernel is called once per block.
-    It is given the output and the log-sum-exp of the result, not those of the block, and returns the block's
-    contribution to the gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...], scale: float) -> Tensor:
-        blocks = _blocks(query, key, value, branches)
-        (trunk, weight), *own = (flash_cpu(*block, 0.0, causal, scale=scale) for *block, causal in blocks)
-        own_outputs, own_weights = (torch.cat(one, dim=2) for one in zip(*own, strict=True))
-        total = torch.logaddexp(weight, own_weights)
-        output = trunk * (weight - total).exp().unsqueeze(3) + own_outputs * (own_weights - total).exp().unsqueeze(3)
-        output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, total)
-        ctx.branches, ctx.scale = branches, scale
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, output, total = ctx.saved_tensors
-        blocks = _blocks(query, key, value, ctx.branches)
-        lengths = list(ctx.branches)
-        of_blocks = zip(*([one, *one.split(lengths, dim=2)] for one in (gradient, output, total)), strict=True)
-        (of_query, *of_trunk), *own = (
-            flash_cpu_backward(of, *states, out, weight, 0.0, causal, scale=ctx.scale)
-            for (*states, causal), (of, out, weight) in zip(blocks, of_blocks, strict=True)
-        )
-        of_own_query, *of_own = (torch.cat(one, dim=2) for one in zip(*own, strict=True))
-        of_key, of_value = (torch.cat(both, dim=2) for both in zip(of_trunk, of_own, strict=True))
-        return of_query + of_own_query, of_key, of_value, None, None
-
-
-def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Return the blocks of `_BranchAttention`: all branches against the trunk, then each branch against itself.
-
-    Each block is a tuple (query, key, value, bool), where True = causal.
-    """
-    trunk, lengths = key.shape[2] - query.shape[2], list(branches)
-    own = (query.split(lengths, dim=2), *(one[:, :, trunk:].split(lengths, dim=2) for one in (key, value)))
-    return [
-        (query, key[:, :, :trunk], value[:, :, :trunk], False),
-        *((*states, True) for states in zip(*own, strict=True)),
-    ]
+) -> Iterator[Tensor]:
+    """Yield the outputs of the trunk and of each branch, [1, ·, H, D]."""
+    lengths = [tree.trunk, *tree.branches]
+    trunk, *branches = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    yield sdpa_attention_forward(module, *trunk, None, **kwargs)[0]
+    for before, (own_query, *own) in zip(tree.attached, branches, strict=True):
+        states = (torch.cat([one[:, :, :before], other], dim=2) for one, other in zip(trunk[1:], own, strict=True))
+        mask = torch.ones(own_query.shape[2], before + own_query.shape[2], dtype=torch.bool, device=query.device)
+        yield sdpa_attention_forward(module, own_query, *states, mask.tril(before), **kwargs)[0]
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
