@@ -91,8 +91,7 @@ class MicroSteps:
         window = self._window
         if window is not None and window.whole is None:
             self._host.model.train()  # an evaluation may have changed the mode
-            ran = window.rows
-            self.schedule.window_is_whole(ran, window.wait().lengths)
+            window.wait()
 
     def window_to_save(self, micro_step: int) -> Part | None:
         """Return the window in use if a run that is resumed from a checkpoint can use it.

@@ -141,7 +141,8 @@ def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: An
     count = draw(st.integers(window, 4 * window + 1))
     max_steps = every // per_step + draw(st.integers(2, 4))
     epoch, last = count // window * every, per_step * max_steps - 1  # micro-steps of an epoch; the last one of all
-    cuts = draw(st.lists(st.integers(1, last), max_size=last // epoch, unique=True))  # each may cost an epoch
+    # Each may cost an epoch.
+    cuts = draw(st.lists(st.integers(1, max_steps - 1), max_size=last // epoch, unique=True))
     case = {
         **shape,
         "num_generations_eval": group,
@@ -162,7 +163,7 @@ def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: An
 
 
 class Between(TrainerCallback):
-    """Ends the epoch after some micro-steps of the run, and saves a checkpoint within an optimizer step."""
+    """Ends the epoch after some optimizer steps, and saves a checkpoint within an optimizer step."""
 
     trainer: Any
 
@@ -174,14 +175,8 @@ class Between(TrainerCallback):
         if self.saves(state.global_step):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Only full optimizer steps are cut. TRL divides a row's loss by the micro-steps of its optimizer step. After a
-        # cut in a shorter step, DASH and TRL would have different rows left for the next one.
-        whole = self.trainer.current_gradient_accumulation_steps == args.gradient_accumulation_steps
-        control.should_epoch_stop = whole and self.trainer._step in self.cuts
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = self.trainer._step in self.cuts
+        control.should_epoch_stop = state.global_step in self.cuts
         self.ended += [state.global_step] * control.should_epoch_stop
 
     def last_within_an_epoch(self, step: int) -> int:

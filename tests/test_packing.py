@@ -106,7 +106,6 @@ def test_what_an_optimizer_step_takes_of_its_window():
         ("Mini", 4, 2, 6, 2, range(6, 8), True),
         ("a stream's last one", 4, 2, 6, 1, range(6, 7), False),
         ("a stream's last one of two windows", 4, 8, 8, 3, range(8, 11), False),
-        ("begun where one was cut", 4, 2, 7, 2, range(7, 8), False),
     ):
         walk = schedule(per_generation, accumulation=accumulation)
         walk.begin_optimizer_step(begins, taken, 1)

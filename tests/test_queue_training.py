@@ -25,13 +25,15 @@ def trained(model: str, output: Any, **settings: Any) -> tuple[list[list[str]], 
 
 
 class EndsTheEpoch(TrainerCallback):
-    """Within the second optimizer step, once."""
+    """After the first optimizer step of the run."""
 
-    ended = False
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1
 
+
+class EndsItWithinAStep(TrainerCallback):
     def on_substep_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1 and not self.ended
-        self.ended |= control.should_epoch_stop
+        control.should_epoch_stop = True
 
 
 # name → (settings, the steps that are gone on from, whether the test is for `exhaustive` only)
@@ -83,6 +85,11 @@ def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path):
     rounds, _ = trained(tiny_model, tmp_path, save_strategy="steps", save_steps=4, **settings)
     seen, _ = trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-4"), **settings)
     assert seen == rounds[-len(seen) :] and len(seen) > 2
+
+
+def test_an_epoch_that_is_cut_within_a_step_is_refused(tiny_model, tmp_path):
+    settings = {"callbacks": [EndsItWithinAStep()], "dataset": prompts(4)}
+    refused("within an optimizer step.*on_step_end only", trained, tiny_model, tmp_path, **settings)
 
 
 def test_a_checkpoint_from_within_a_step_whose_window_is_sampled_again(tiny_model, tmp_path):

@@ -66,23 +66,36 @@ class GenerationBatch:
     def scored_groups(self, groups_of_step: Callable[[], int]) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
         """Wait for the rewards, and yield whole groups as their rewards come.
 
+        All ranks yield the same number of groups at a time, because they have to run the same collectives and model
+        passes. Before each yield, every rank waits until it has at least one complete group that it has not yielded.
+        The rank with the fewest such groups determines how many groups all ranks yield. Groups of different optimizer
+        steps (Mini) are not yielded together.
+
         Args:
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-                from the window.
+                from the window. It is called when the optimizer step begins. Its result is clipped to the range from 1
+                to the number of groups that are left.
         Yields:
             The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
             of the window, else False (`Part.ends_step`).
         """
-        rewards, host = self._rewards, self._rewards.host
-        assert self._request is not None, "`Rewards.begin` started the functions"
-        groups = len(self.rollouts) // host.args.num_generations
-        waiting = arrivals(self._request, groups, rewards.least_of_ranks, groups_of_step)
-        for phase in ("wait_for_rewards", "reward"):
-            waiting = host.recorder.timed_each(phase, waiting)
-        for rows, ends_step in waiting:
-            own = rewards.team.rewards(self._request, rewards.functions, rows.tolist())
-            own = own if self._failed is None else unscored(own, self._failed[rows])
-            yield rows, self.rollouts.rows(rows).with_rewards(own), ends_step
+        rewards, request, timed = self._rewards, self._request, self._rewards.host.recorder.timed
+        assert request is not None, "`Rewards.begin` started the functions"
+        groups = len(self.rollouts) // rewards.host.args.num_generations
+        here: list[int] = []
+        while groups:
+            left = min(max(groups_of_step(), 1), groups)
+            groups -= left
+            while left:
+                with timed("reward"), timed("wait_for_rewards"):
+                    here += request.next_groups(wait=not here)
+                    count = min(rewards.least_of_ranks(len(here)), left)
+                now, here = here[:count], here[count:]
+                left -= count
+                rows = torch.tensor([row for group in now for row in request.rows_of(group)])
+                own = rewards.team.rewards(request, rewards.functions, rows.tolist())
+                own = own if self._failed is None else unscored(own, self._failed[rows])
+                yield rows, self.rollouts.rows(rows).with_rewards(own), not left
 
     def rewards(self) -> Tensor:
         """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
@@ -267,38 +280,3 @@ def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) ->
         One dict per row: the row's columns of the dataset, and the keys `prompt`, `completion` and `completion_ids`.
     """
     return [{**example, **dict(zip(ROW, row, strict=True))} for example, *row in zip(examples, *known, strict=True)]
-
-
-def arrivals(
-    request: Request, groups: int, least: Callable[[int], int], share: Callable[[], int]
-) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the rows of a window group by group, as their rewards come.
-
-    All ranks yield the same number of groups at a time, because they have to run the same collectives and model passes.
-    Before each yield, every rank waits until it has at least one complete group that it has not yielded. The rank with
-    the fewest such groups determines how many groups all ranks yield.
-
-    A share is the part of a window that one optimizer step uses: the whole window, or some of its groups (Mini). Groups
-    of different shares are not yielded together.
-
-    Args:
-        request: the request of this rank's rows.
-        groups: number of groups of this rank in the window; the same on all ranks.
-        least: collective function that takes a number and returns the smallest number of all ranks.
-        share: function that returns the number of groups in the next share. It is called when the share begins. Its
-            result is clipped to the range from 1 to the number of groups that are left.
-
-    Yields:
-        Two values: a tensor with the indices of the groups' rows in the window; and True if these rows complete the
-        share, else False.
-    """
-    here: list[int] = []
-    while groups:
-        left = min(max(share(), 1), groups)
-        groups -= left
-        while left:
-            here += request.next_groups(wait=not here)
-            count = min(least(len(here)), left)
-            now, here = here[:count], here[count:]
-            left -= count
-            yield torch.tensor([row for group in now for row in request.rows_of(group)]), not left

@@ -79,20 +79,6 @@ class Recorder:
         if counts:
             self._spans.append((phase, started, self._mark()))
 
-    def timed_each(self, phase: str, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield the values of an iterator, and add the seconds in which the iterator computes them to a phase.
-
-        Args:
-            phase: name of the phase.
-            values: the iterator. A `None` ends it.
-        """
-        while True:
-            with self.timed(phase):
-                value = next(values, None)
-            if value is None:
-                return
-            yield value
-
     def end_step(self) -> None:
         """End an optimizer step and log the seconds of its phases.
 

@@ -77,8 +77,7 @@ class Window:
     """The window in use: either whole, or a sequence of parts that come one after the other.
 
     Iterating yields the parts, each when it comes, and goes on where the last iteration stopped. The window keeps
-    the parts of the running optimizer step. If the step is cut short, because the epoch ends, its rows may be needed
-    again (see `Schedule.begin_optimizer_step`).
+    the parts of the running optimizer step, because a checkpoint that is saved within the step needs their rows.
 
     Args:
         global_step: number of optimizer steps so far.
@@ -101,10 +100,10 @@ class Window:
             yield part
 
     def begin_optimizer_step(self, global_step: int) -> None:
-        """Drop the parts of the previous optimizer step, unless that step was cut short.
+        """Drop the parts of the previous optimizer step, if the optimizer has stepped.
 
         Args:
-            global_step: number of optimizer steps so far. It does not change when a step was cut short.
+            global_step: number of optimizer steps so far.
         """
         if global_step != self._global_step:
             self._global_step, self._kept = global_step, []

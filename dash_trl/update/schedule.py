@@ -15,7 +15,6 @@ Letters: R ranks, B rows of a rank in a window, M rows of a rank in a part.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dash_trl.rollout import Part
@@ -66,7 +65,7 @@ class Pass:
 
 
 class Schedule:
-    """Plans the passes of each micro-step, and records which rows of the window in use have run.
+    """Plans the passes of each micro-step.
 
     Args:
         steps_per_generation: TRL's option.
@@ -97,36 +96,30 @@ class Schedule:
         self.rows_per_step = rows_per_step
         self.pack = pack
         self.optimizer_step = range(0)
-        # First micro-step of this optimizer step; if optimizer steps just before it were cut short with micro-steps
-        # left to run, the first micro-step of the earliest of these.
-        self._uncut = 0
         self.ran_model = False
         self.shares: dict[int, Share] = {}
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
-        # [R, B], True = the row has run. With `num_iterations` > 1, each row of a window runs several times; True then
-        # means that the row has run in the current iteration.
-        self._ran = torch.zeros(0, 0, dtype=torch.bool)
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step.
 
-        If `global_step` has not changed since the last call, the previous optimizer step was cut short, and its
-        gradients keep accumulating. This happens at the end of a stream, and if a callback ends the epoch, because
-        Transformers then does not step the optimizer. The new micro-steps also run the rows that the previous
-        micro-steps left over. If the previous optimizer step was the shorter step at the end of an epoch, these rows
-        get a smaller weight than in TRL, which divides the loss of a row by the number of micro-steps of the row's own
-        optimizer step.
+        If `global_step` has not changed since the last call, Transformers has not stepped the optimizer, as at the end
+        of a stream. Then the gradients of the previous micro-steps keep accumulating.
 
         Args:
             first: the first micro-step of the optimizer step.
             micro_steps: the number of micro-steps of the optimizer step.
             global_step: the number of optimizer steps taken before.
+        Raises:
+            ValueError: if the previous optimizer step was cut short with micro-steps left to run.
         """
-        cut = global_step == self._global_step and first < self.optimizer_step.stop
-        if not cut:
-            self._uncut = first
+        if global_step == self._global_step and first < self.optimizer_step.stop:
+            raise ValueError(
+                f"A callback ended the epoch after micro-step {first} of the run, within an optimizer step, so rows of "
+                "this step would never be trained on. Set control.should_epoch_stop in on_step_end only."
+            )
         if global_step != self._global_step:
             self._global_step, self._completed = global_step, first
             self.ran_model = False
@@ -162,15 +155,6 @@ class Schedule:
         self._sampled_at = micro_step
         self._planned.clear()
 
-    def window_is_whole(self, ran: int, lengths: Tensor) -> None:
-        """Record that all parts of the window in use have come, and which of its rows have run.
-
-        Args:
-            ran: number of rows of each rank that have run, counted from the beginning of the window.
-            lengths: [R, B, 4] of the window.
-        """
-        self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
-
     def passes(self, micro_step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Return the passes of a micro-step.
 
@@ -179,45 +163,33 @@ class Schedule:
             window: the whole window.
         Returns:
             The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
-            in a share plans the micro-batches of all its remaining micro-steps. Later calls plan none.
+            in a share plans the micro-batches of all its micro-steps. Later calls plan none.
         """
         planned: list[MicroBatch] = []
-        lengths = window.lengths
         if micro_step not in self._planned:
-            share = self.micro_steps_of_share(micro_step)
-            steps = range(micro_step, share.stop)
+            steps = self.micro_steps_of_share(micro_step)
             # Rows per micro-step: `rows_per_step`, or more if dynamic sampling has left one rank more than another.
-            columns = -(-lengths.shape[1] // self.steps_per_generation)
-            first = micro_step % self.steps_per_generation * columns
-            if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
-                self.window_is_whole(first, lengths)
-            left = (lengths * ~self._ran.unsqueeze(2))[:, : first + len(steps) * columns]
-            first = share.start % self.steps_per_generation * columns
-            whole = lengths[:, first : first + len(share) * columns]
-            plan = self._plan(micro_step, window, left, micro_steps=len(steps), whole=whole)
+            columns = -(-window.lengths.shape[1] // self.steps_per_generation)
+            first = steps.start % self.steps_per_generation * columns
+            lengths = window.lengths[:, : first + len(steps) * columns].clone()
+            lengths[:, :first] = 0  # rows of earlier optimizer steps
+            plan = self._plan(micro_step, window, lengths, micro_steps=len(steps))
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
-        for one in self._planned[micro_step]:
-            for rank, rows in enumerate(one.micro_batch.rows):
-                self._ran[rank, list(rows)] = True
         return self._planned[micro_step], planned
 
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
 
-        At the end of a stream, an optimizer step runs fewer rows. If the previous optimizer step was cut short, an
-        optimizer step also runs the rows that were left over.
+        At the end of a stream, an optimizer step runs fewer rows.
         """
         return len(self.micro_steps_of_share(micro_step)) == min(self.accumulation, self.steps_per_generation)
 
     def micro_steps_of_share(self, micro_step: int) -> range:
-        """Return the micro-steps of this optimizer step that use the window of a micro-step; their rows are a share.
-
-        If the previous optimizer step was cut short with micro-steps left to run, its micro-steps that use this window
-        are included.
-        """
+        """Return the micro-steps of this optimizer step that use the window of a micro-step; their rows are a share."""
         begin = micro_step - micro_step % self.steps_per_generation
-        return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
+        step = self.optimizer_step
+        return range(max(begin, step.start), min(begin + self.steps_per_generation, step.stop))
 
     def ends_window(self, micro_step: int) -> bool:
         """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
@@ -234,21 +206,17 @@ class Schedule:
         Returns:
             The passes over the part, and their micro-batches, for the log.
         """
-        (passes,) = self._plan(micro_step, part, part.lengths, micro_steps=1, whole=part.lengths)
+        (passes,) = self._plan(micro_step, part, part.lengths, micro_steps=1)
         return passes, [one.micro_batch for one in passes]
 
-    def _plan(
-        self, micro_step: int, part: Part, lengths: Tensor, *, micro_steps: int, whole: Tensor
-    ) -> list[list[Pass]]:
+    def _plan(self, micro_step: int, part: Part, lengths: Tensor, *, micro_steps: int) -> list[list[Pass]]:
         """Plan the passes of each of `micro_steps` micro-steps, over the rows whose length is not 0.
 
         Args:
             micro_step: see `passes`.
             part: the window, or a part of it.
-            lengths: [R, M, 4] of the rows that are left to run.
+            lengths: [R, M, 4]; 0 for rows that do not belong to the share.
             micro_steps: number of micro-steps to plan.
-            whole: [R, ·, 4], lengths of all rows of the share, also of rows that ran before the previous optimizer
-                step was cut short. In `plan_part`: of all rows of the part.
         """
         steps, ranks = self.micro_steps_of_share(micro_step), len(lengths)
         share = Share(
@@ -257,13 +225,13 @@ class Schedule:
             passes=len(steps) * ranks,
             all_rows=len(steps) * ranks * self.rows_per_step,
             all_tokens=part.num_items_in_batch.item() * len(steps) / self.steps_per_generation,
-            kept_rows=int((whole[..., 1] > 0).sum()),
-            kept_tokens=int(whole[..., 2].sum()),
+            kept_rows=int((lengths[..., 1] > 0).sum()),
+            kept_tokens=int(lengths[..., 2].sum()),
         )
         ends_step = part.ends_step and steps.stop == self.optimizer_step.stop
         plan = self.pack(lengths, part.width, micro_steps, ends_step and self.ran_model)
         if part.ends_step:
-            self.shares[steps.start] = share  # after a cut within the share, this replaces the earlier entry
+            self.shares[steps.start] = share
         self.ran_model |= any(plan)
         return [_passes(micro_batches, share, lengths) for micro_batches in plan]
 
