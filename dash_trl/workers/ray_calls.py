@@ -12,30 +12,23 @@ import functools
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dash_trl.workers.calls import Call, call_all
 from dash_trl.workers.loops import Backend, value_of
-from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers, pack
+from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
 RETRIES = 1  # a call whose Ray worker is lost, for example with its node, is made once more
-# Environment variables with which a local Ray starts.
-LOCAL_RAY = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only; in spite of its name, also on Linux
-}
 
 
 class RayCalls(Backend):
     """`Backend` that makes calls on a Ray cluster.
 
     If this process is connected to a cluster, the backend uses this cluster. Otherwise it connects to the cluster at
-    the address in the environment variable `RAY_ADDRESS`. If the variable is not set, the backend starts a local Ray,
-    which gets this process's share of the CPUs and ends with this process. The nodes of a cluster need dash_trl and the
-    modules that the functions import. A call uses one CPU.
+    the address in the environment variable `RAY_ADDRESS`. The nodes of a cluster need dash_trl and the modules that the
+    functions import. A call uses one CPU.
 
     Args:
         functions: see `ProcessCalls`.
@@ -44,7 +37,7 @@ class RayCalls(Backend):
 
     Raises:
         ConnectionError: if there is no cluster at `RAY_ADDRESS`.
-        ValueError: see `ProcessCalls`.
+        ValueError: if this process is not connected, and `RAY_ADDRESS` is not set; see also `ProcessCalls`.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], count: int = 256, **settings: Any):
@@ -74,30 +67,21 @@ class RayCalls(Backend):
 
 
 def _connect() -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, or start a local Ray.
+    """Connect to the cluster at `RAY_ADDRESS`, unless this process is connected to a cluster.
 
     Ray's own search for a cluster is not used, because it would also find a cluster of another user of this machine.
     """
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        return
-    named = os.environ.get("RAY_ADDRESS")
-    if named:
-        _check_answers(named)
-    added = {} if named else {name: value for name, value in LOCAL_RAY.items() if name not in os.environ}
-    os.environ.update(added)  # before Ray is imported
-    try:
-        import ray
-        from ray._private import ray_constants
+    import ray
 
-        if named:
-            ray.init()
-        else:
-            # Read the variable again: TRL imports vLLM, if installed, and vLLM imports Ray before the variable is set.
-            ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, False)
-            ray.init(address="local", num_cpus=default_workers(), include_dashboard=False)
-    finally:
-        for name in added:  # programs that this process starts later must not inherit the variables
-            del os.environ[name]
+    if ray.is_initialized():
+        return
+    if not (address := os.environ.get("RAY_ADDRESS")):
+        raise ValueError(
+            "backend='ray' needs a Ray cluster: set RAY_ADDRESS, or call ray.init() before. On one machine, "
+            "backend='process' does the same without Ray."
+        )
+    _check_answers(address)
+    ray.init()
 
 
 def _check_answers(address: str) -> None:
@@ -111,8 +95,7 @@ def _check_answers(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
             raise ConnectionError(
-                f"RAY_ADDRESS = {address} does not answer ({error}). Start the cluster there (ray start), or unset "
-                "RAY_ADDRESS to start a local Ray on this machine."
+                f"RAY_ADDRESS = {address} does not answer ({error}). Start the cluster there (ray start)."
             ) from error
 
 
