@@ -138,7 +138,6 @@ def figures(rows):
     """name → (mean, standard deviation) of a batch's rows, which have `boundaries`, V at them, `skipped`, `credit`."""
     asked = [row for row in rows if not row["skipped"]]
     valued = [row for row in rows if row["valued"]]
-    several = [row for row in valued if len(row["utilities"]) > 1]
     ends = [(last / row["length"], utility) for row in valued for last, utility in row["utilities"]]
     samples = {
         "process/episodes": [len(row["boundaries"]) - 1 for row in asked],
@@ -146,7 +145,7 @@ def figures(rows):
         "process/valued_rows": [row["valued"] for row in rows],
         "process/value_first": [row["at_boundaries"][0] for row in asked if not math.isnan(row["at_boundaries"][0])],
         "process/value_last": [row["at_boundaries"][-1] for row in asked if not math.isnan(row["at_boundaries"][-1])],
-        "process/structured_rows": [bends(row["credit"]) for row in several],
+        "process/structured_rows": [len(row["utilities"]) > 1 and bends(row["credit"]) for row in valued],
         "process/utility_first_half": [utility for at, utility in ends if at < 0.5],
         "process/utility_second_half": [utility for at, utility in ends if at >= 0.5],
         "advantage/mean": [value for row in rows for value in row["credit"]],

@@ -67,7 +67,7 @@ class Task:
     )
     prompt_template: str | None = field(
         default=None,
-        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
+        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}. Default: 'boxed'."},
     )
     plain_prompts: bool = field(
         default=False,
@@ -81,7 +81,10 @@ class Task:
         metadata={"help": "The column with the gold answers, if it has another name than in those datasets."},
     )
     reward_path: str | None = field(
-        default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
+        default=None,
+        metadata={
+            "help": "A Python file with the reward function; `dash_trl eval` counts scores above 0.5 as correct."
+        },
     )
     reward_name: str = field(
         default=DEFAULT_NAME,

@@ -56,7 +56,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
         "process/valued_rows": (valued, 1),
         "process/value_first": (first[asked & ~first.isnan()], 1),
         "process/value_last": (last[asked & ~last.isnan()], 1),
-        "process/structured_rows": (structure[several], 1),
+        "process/structured_rows": ((several & structure)[valued], 1),
         "process/utility_first_half": (utilities[early], 1),
         "process/utility_second_half": (utilities[~early], 1),
         "advantage/mean": (tokens, 1),
@@ -95,7 +95,6 @@ class Diagnostics:
             estimator: name of the credit estimator.
         """
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
-        structured = figures["process/structured_rows"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
         if asked:
             self._note(
@@ -106,10 +105,10 @@ class Diagnostics:
                 "missing values.",
             )
         # Check 1 is left out if all advantages are the same, because the filter's metrics already show this.
-        if figures["advantage/mean"][1] > 0 and not math.isnan(structured):
+        if figures["advantage/mean"][1] > 0 and figures["process/episodes"][0] > 1:
             self._note(
                 "structure",
-                structured == 0,
+                figures["process/structured_rows"][0] == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'grpo_process' or another one that gives each token an advantage of its own.",
             )
