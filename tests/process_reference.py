@@ -151,6 +151,7 @@ def figures(rows):
         "advantage/mean": [value for row in rows for value in row["credit"]],
         "advantage/mean_outcome_only": [row["advantage"] for row in rows for _ in row["credit"]],
         "asked": [not row["skipped"] for row in rows],
+        "several": [len(row["utilities"]) > 1 for row in valued],
         "added": [value - row["advantage"] for row in rows for value in row["credit"]],
         "outcome": [row["advantage"] for row in valued],
     }

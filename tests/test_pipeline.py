@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
@@ -73,6 +74,24 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
         assert now == pytest.approx(before, nan_ok=True)
         assert f"rewards/{name}/mean" in piped.state.log_history[0]
     assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
+
+
+class SavesBetween(TrainerCallback):
+    """Saves a checkpoint after the second micro-step. Then all rewards are awaited."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.trainer._step == 2:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path, budget):
+    saves, settings = SavesBetween(), {"max_tokens_per_microbatch": budget, "reward_pipeline": True}
+    expected, _ = trained(tiny_model, tmp_path, 0, **settings)
+    settings |= {"callbacks": [saves], "prepare": lambda trainer: setattr(saves, "trainer", trainer)}
+    found, _ = trained(tiny_model, tmp_path, 1, **settings)
+    assert_same_update(parameters(tiny_model), expected, found, **ROUNDING)
+    assert (tmp_path / "checkpoint-0").exists()
 
 
 class NumberedRollouts(ScriptedRollouts):

@@ -62,6 +62,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
         "advantage/mean": (tokens, 1),
         "advantage/mean_outcome_only": (outcome, lengths),
         "asked": (asked, 1),
+        "several": (several[valued], 1),
         "added": (tokens - outcome.repeat_interleave(lengths), 1),
         "outcome": (outcome[valued], 1),
     }
@@ -105,7 +106,7 @@ class Diagnostics:
                 "missing values.",
             )
         # Check 1 is left out if all advantages are the same, because the filter's metrics already show this.
-        if figures["advantage/mean"][1] > 0 and figures["process/episodes"][0] > 1:
+        if figures["advantage/mean"][1] > 0 and figures["several"][0] > 0:
             self._note(
                 "structure",
                 figures["process/structured_rows"][0] == 0,

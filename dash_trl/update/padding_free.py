@@ -43,9 +43,9 @@ from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens; see `ModelPasses.min_shared`. Sharing a short prompt takes more time than it saves, because a branch
-# needs attention in two parts and computes the last prompt token again. Speed relative to passes without sharing,
-# groups of 8: 0.97 with prompts of 8 tokens, 1.09 to 1.12 with 16, 1.20 with 32
+# Number of tokens; see `ModelPasses.min_shared`. Sharing a short prompt saves next to nothing, because a branch
+# copies the prompt's keys and computes the last prompt token again. Speed relative to passes without sharing, groups of
+# 8: 1.01 with prompts of 8 tokens, 1.04 with 16, 1.12 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
 

@@ -113,7 +113,8 @@ class Schedule:
             micro_steps: the number of micro-steps of the optimizer step.
             global_step: the number of optimizer steps taken before.
         Raises:
-            ValueError: if the previous optimizer step was cut short with micro-steps left to run.
+            ValueError: if the previous optimizer step was cut short with micro-steps left to run. (At the end of the
+                last epoch, there is no later call, and the run ends without these micro-steps, as in TRL.)
         """
         if global_step == self._global_step and first < self.optimizer_step.stop:
             raise ValueError(
@@ -125,7 +126,6 @@ class Schedule:
             self.ran_model = False
             self.shares = {}
         self.optimizer_step = range(first, first + micro_steps)
-        self._planned.clear()
 
     def completed(self, micro_step: int, global_step: int) -> int:
         """Return the number of micro-steps of all completed optimizer steps.
@@ -153,7 +153,6 @@ class Schedule:
     def window_sampled(self, micro_step: int) -> None:
         """Record that a window was sampled at this micro-step."""
         self._sampled_at = micro_step
-        self._planned.clear()
 
     def passes(self, micro_step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
         """Return the passes of a micro-step.
@@ -163,18 +162,20 @@ class Schedule:
             window: the whole window.
         Returns:
             The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
-            in a share plans the micro-batches of all its micro-steps. Later calls plan none.
+            in a share plans the micro-batches of all its remaining micro-steps. Later calls plan none.
         """
         planned: list[MicroBatch] = []
         if micro_step not in self._planned:
-            steps = self.micro_steps_of_share(micro_step)
+            share = self.micro_steps_of_share(micro_step)
+            # The first ones are over if the window has become whole within the share, because a checkpoint was saved.
+            steps = range(micro_step, share.stop)
             # Rows per micro-step: `rows_per_step`, or more if dynamic sampling has left one rank more than another.
             columns = -(-window.lengths.shape[1] // self.steps_per_generation)
-            first = steps.start % self.steps_per_generation * columns
-            lengths = window.lengths[:, : first + len(steps) * columns].clone()
+            first = share.start % self.steps_per_generation * columns
+            lengths = window.lengths[:, : first + len(share) * columns].clone()
             lengths[:, :first] = 0  # rows of earlier optimizer steps
             plan = self._plan(micro_step, window, lengths, micro_steps=len(steps))
-            self._planned.update(zip(steps, plan, strict=True))
+            self._planned = dict(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
         return self._planned[micro_step], planned
 

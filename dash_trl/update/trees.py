@@ -153,10 +153,14 @@ def _of_tree(
     lengths = [tree.trunk, *tree.branches]
     trunk, *branches = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     yield sdpa_attention_forward(module, *trunk, None, **kwargs)[0]
-    for before, (own_query, *own) in zip(tree.attached, branches, strict=True):
-        states = (torch.cat([one[:, :, :before], other], dim=2) for one, other in zip(trunk[1:], own, strict=True))
-        mask = torch.ones(own_query.shape[2], before + own_query.shape[2], dtype=torch.bool, device=query.device)
-        yield sdpa_attention_forward(module, own_query, *states, mask.tril(before), **kwargs)[0]
+    for before, branch in zip(tree.attached, branches, strict=True):
+        row = [torch.cat([one[:, :, :before], own], dim=2) for one, own in zip(trunk, branch, strict=True)]
+        length = branch[0].shape[2]
+        if before < length:  # causal attention of the whole row takes less than a mask, which has no causal kernel
+            yield sdpa_attention_forward(module, *row, None, **kwargs)[0][:, before:]
+        else:
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
+            yield sdpa_attention_forward(module, branch[0], *row[1:], mask, **kwargs)[0]
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:

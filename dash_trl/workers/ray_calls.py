@@ -75,9 +75,10 @@ def _connect() -> None:
 
     if ray.is_initialized():
         return
-    if not (address := os.environ.get("RAY_ADDRESS")):
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "local"):
         raise ValueError(
-            "backend='ray' needs a Ray cluster: set RAY_ADDRESS, or call ray.init() before. On one machine, "
+            "backend='ray' needs a Ray cluster: set RAY_ADDRESS to one, or call ray.init() before. On one machine, "
             "backend='process' does the same without Ray."
         )
     _check_answers(address)
