@@ -97,12 +97,12 @@ class DASHConfig(GRPOConfig):
             counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
             that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: as
             many tokens as TRL's padded micro-batch of the same window, `per_device_train_batch_size` times the longest
-            row. What the filter, padding and shared prompts save then becomes fewer passes. Each row of a
-            shared prompt has a copy of its keys, and 12 of these count as a token.
+            row. What the filter, padding and shared prompts save then becomes fewer passes. Each row of a shared prompt
+            has a copy of its keys, and 12 of these count as a token.
         share_prompts (`bool` or `None`, defaults to `None`):
             If several rows of a model pass have the same prompt, compute this prompt only once. The update is the same.
-            `None`: share prompts of at least 16 tokens, because sharing shorter prompts is slower. `True`: share
-            prompts of at least 2 tokens. `False`: share no prompt.
+            `None`: share prompts of at least 16 tokens, because sharing shorter ones saves next to nothing. `True`:
+            share prompts of at least 2 tokens. `False`: share no prompt.
         async_level (`int`, defaults to `0`):
             The number of generation windows that servers may sample ahead of training. The rollouts of window n are
             sampled by the weights with which training of window n − `async_level` began, or by newer weights. With a

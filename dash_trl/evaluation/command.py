@@ -67,7 +67,9 @@ class Task:
     )
     prompt_template: str | None = field(
         default=None,
-        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}. Default: 'boxed'."},
+        metadata={
+            "help": "A name in dash_trl.data.PROMPT_TEMPLATES (default: 'boxed' or 'code'), or text with {problem}."
+        },
     )
     plain_prompts: bool = field(
         default=False,

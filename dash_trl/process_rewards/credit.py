@@ -53,8 +53,8 @@ class Rewards:
             left out of baselines and scales.
         group_size: G, which divides N.
         sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks. Estimators
-            use it for statistics of the whole batch. It is a collective: an estimator must call it equally often on
-            every rank, also on a rank without valued rows.
+            use it for statistics of the whole batch. It is a collective: an estimator must call it the same number of
+            times on every rank, also on a rank without valued rows.
     """
 
     process: Tensor
