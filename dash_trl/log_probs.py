@@ -68,8 +68,8 @@ class LogProbRules:
             correction.
         model: the policy, whose dropout is looked up.
         noisy: True = NEFTune adds noise, or a row has several training passes (`num_iterations`). These are meant to
-            lie in one optimizer step, but if a callback ends an epoch early, an optimizer step may come between them
-            and change the weights.
+            lie in one optimizer step, but if a stream ends within a window, an optimizer step may come between them and
+            change the weights.
     """
 
     outlives_its_weights: bool
