@@ -4,7 +4,6 @@ The same tests run on each backend, in a class of its own. Ray starts once, by `
 """
 
 import asyncio
-import importlib.util
 import math
 import os
 import random
@@ -40,6 +39,7 @@ from dash_trl.workers import (
     call_all,
 )
 from tests.test_workers import ends
+from tests.tiny import refused
 
 ROOT = Path(__file__).parents[1]
 MINUTES = 300.0  # for what takes no time, on a machine however busy
@@ -411,22 +411,20 @@ class TestProcesses(InAnotherProcess):
 @pytest.fixture(scope="module")
 def ray_cluster(tmp_path_factory) -> Iterator[str]:
     """The address of a Ray on this machine. It leaves nothing in the home folder."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))
     folder = tempfile.mkdtemp(prefix="ray")  # short: paths of sockets have 107 characters at most
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
-            patch.delenv(name, raising=False)
+        patch.delenv("RAY_AUTH_MODE", raising=False)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("PYTHONPATH", str(ROOT))
-        import ray
-
-        with pytest.raises(ValueError, match="set RAY_ADDRESS, or call ray.init"):
-            RayCalls([as_it_is])
+        ray = pytest.importorskip("ray")
+        for address in ("", "local"):
+            patch.setenv("RAY_ADDRESS", address)
+            refused("set RAY_ADDRESS to one, or call ray.init", RayCalls, [as_it_is])
+        patch.delenv("RAY_ADDRESS")
         ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
