@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Number of tokens; see `ModelPasses.min_shared`. Sharing a short prompt saves next to nothing, because a branch
 # copies the prompt's keys and computes the last prompt token again. Speed relative to passes without sharing, groups of
-# 8: 1.01 with prompts of 8 tokens, 1.04 with 16, 1.12 with 32
+# 8: 1.0 to 1.1 with prompts of 8 and 16 tokens, 1.1 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
 
