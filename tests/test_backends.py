@@ -39,7 +39,6 @@ from dash_trl.workers import (
     call_all,
 )
 from tests.test_workers import ends
-from tests.tiny import refused
 
 ROOT = Path(__file__).parents[1]
 MINUTES = 300.0  # for what takes no time, on a machine however busy
@@ -423,7 +422,8 @@ def ray_cluster(tmp_path_factory) -> Iterator[str]:
         ray = pytest.importorskip("ray")
         for address in ("", "local"):
             patch.setenv("RAY_ADDRESS", address)
-            refused("set RAY_ADDRESS to one, or call ray.init", RayCalls, [as_it_is])
+            with pytest.raises(ValueError, match="set RAY_ADDRESS to one, or call ray.init"):
+                RayCalls([as_it_is])
         patch.delenv("RAY_ADDRESS")
         ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
         yield ray.get_runtime_context().gcs_address
