@@ -133,12 +133,7 @@ def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy a tensor or the tensors of a layout to a device; see `copied`.
-
-    Args:
-        value: a tensor, a `PackedLayout`, or any other value, which is returned unchanged.
-        device: the device.
-    """
+    """Copy a tensor or the tensors of a layout to a device, see `copied`; return any other value unchanged."""
     if isinstance(value, PackedLayout):
         return PackedLayout(**{name: to_device(part, device) for name, part in vars(value).items()})
     return copied(value, device) if isinstance(value, Tensor) else value

@@ -224,10 +224,7 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
 
 
 def copied(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device.
-
-    A copy from the CPU to a GPU goes through page-locked memory, so that the GPU can compute during the copy.
-    """
+    """Copy a tensor to a device; from the CPU to a GPU through page-locked memory, so that the GPU computes meanwhile."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
