@@ -1,17 +1,14 @@
 """A `Call` is one call of a function, and the future of its outcome. A `Backend` makes calls.
 
-A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete. It is the
-only way in which this package waits for several calls.
+A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete.
 """
 
-import math
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 
@@ -36,7 +33,6 @@ class Call(Future[Any]):
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
         super().__init__()
         self.function, self.arguments, self.timeout = function, arguments, timeout
-        self.began = math.inf  # when its last attempt begins, in the time of its backend's loop
 
     @property
     def error(self) -> BaseException | None:
@@ -191,13 +187,12 @@ def call_all(
     Returns:
         The ended calls, in the order of `arguments`.
     """
-    request = Request(1, len(arguments), max(1, len(arguments)))
-
-    def done(row: int, _: Call) -> None:
-        for group in request.put(0, row, [None]):
-            request.complete(group)
-
-    calls = [request.add(Call(function, one, timeout=timeout), partial(done, row)) for row, one in enumerate(arguments)]
+    calls = [Call(function, one, timeout=timeout) for one in arguments]
     submit(calls)
-    request.wait()
+    try:
+        wait(calls)
+    except BaseException:
+        for call in reversed(calls):  # the last first: a call that ends would make room for a later one
+            call.cancel()
+        raise
     return calls

@@ -34,7 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend
+from dash_trl.workers.loops import Backend, unless_lost
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -159,10 +159,9 @@ class ProcessCalls(Backend):
         self.functions, self._workers = list(functions), count
         self._started_with = pack(functions), prepare
 
-    async def _open(self) -> None:
+    def _open(self) -> None:
         self._pool: ProcessPool | None = None
         self._futures: set[Future[bytes]] = set()
-        self._give_up_lost(self._queue, CALLS_AHEAD)
 
     async def _stop(self) -> None:
         pool, self._pool = self._pool, None
@@ -187,7 +186,8 @@ class ProcessCalls(Backend):
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            outcome = await asyncio.wrap_future(future)
+            # The worker may make other calls first.
+            outcome = await unless_lost(asyncio.wrap_future(future), (1 + CALLS_AHEAD) * call.timeout)
         except TimeoutError:
             raise TimeoutError(f"took more than {call.timeout:g} s") from None
         except ProcessExpired as error:

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dash_trl.workers.calls import Call, call_all
-from dash_trl.workers.loops import Backend, value_of
+from dash_trl.workers.calls import Call, GivenUp, call_all
+from dash_trl.workers.loops import Backend, unless_lost, value_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -50,15 +50,12 @@ class RayCalls(Backend):
         self._task = ray.remote(max_retries=RETRIES)(_make)
         self._packed = [ray.put(packed)]  # in a list, because Ray would fetch an argument for each task
 
-    async def _open(self) -> None:
-        self._give_up_lost(self._queue, 0)
-
     async def _made(self, call: Call) -> Any:
         number = self._functions.index(call.function)
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
-            outcome = await task
-        except asyncio.CancelledError:
+            outcome = await unless_lost(task, call.timeout)
+        except (asyncio.CancelledError, GivenUp):
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
