@@ -7,10 +7,10 @@ The path of a job::
                         └────────────────────────┘
     submit_chains: coroutines that request one job after the other
 
-A job is one request to a server. Several batches of jobs may be in progress at once; `backlog.Backlog` and
-`health.Fleet` decide which job goes where. While jobs are in progress, only the event loop's thread changes the
-backlog, the fleet and the pool's other state. The results of a batch go through a queue to the thread that collects
-them.
+A job is one request to a server. A task waits for it; the task of a chain waits for one job after the other. Several
+batches may be in progress at once; `backlog.Backlog` and `health.Fleet` decide which job goes where. While jobs are in
+progress, only the event loop's thread changes the backlog, the fleet and the pool's other state. The results of a batch
+go through a queue to the thread that collects them.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ import math
 import queue
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -50,16 +50,7 @@ class PoolError(RuntimeError):
 Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
 
 
-class Ask(Protocol):
-    """Function with which a `Chain` requests completions."""
-
-    async def __call__(self, ids: list[int], max_tokens: int) -> Completion:
-        """Sample one continuation of a prompt.
-
-        Args:
-            ids: token ids of the prompt.
-            max_tokens: limit of sampled tokens.
-        """
+Ask = Callable[[list[int], int], Awaitable[Completion]]  # (prompt ids, limit of sampled tokens) → a continuation
 
 
 @dataclass(eq=False)
@@ -69,12 +60,12 @@ class Chain:
     Attributes:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
         versions: the weight version at two times: when the first request was given to its server, and when the last
-            request was completed. Both are −1 until a request is completed.
+            request was completed. Known when the chain has ended.
         sequences: always 1, because a chain samples one row; `Job` has the same attribute.
     """
 
     run: Callable[[Ask], Awaitable[None]]
-    versions: tuple[int, int] = (-1, -1)
+    versions: tuple[int, int] = (0, 0)
     sequences: int = 1
 
 
@@ -85,19 +76,18 @@ class Batch:
 
     Args:
         jobs: jobs or chains, numbered from 0.
-        began: start time in seconds, on the event loop's clock.
         seen: called once with each result, on the thread that calls `read`.
 
     Attributes:
-        finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
-            batch fails.
+        tasks: one for each job or chain.
+        finished: queue of (number of a job, its result) in order of completion; the error of a job that failed.
         results: results read so far, in the order of the jobs; None = not read yet.
     """
 
-    def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
+    def __init__(self, jobs: Sequence[Job | Chain], seen: Seen | None):
         self.jobs = jobs
-        self.began = began
-        self.finished: Any = queue.SimpleQueue()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.finished: queue.SimpleQueue[tuple[int, Any] | Exception] = queue.SimpleQueue()
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
@@ -109,10 +99,10 @@ class Batch:
             (number of a job, its result).
 
         Raises:
-            Exception: the error that ended the batch.
+            Exception: the error of a job.
         """
         finished = self.finished.get()
-        if isinstance(finished, BaseException):
+        if isinstance(finished, Exception):
             raise finished
         return finished
 
@@ -167,9 +157,9 @@ class ServerPool:
         self.fleet = Fleet(self.urls, ranks)
         self.backlog = Backlog(self.fleet)
         self.retried = 0
-        self._batches: dict[Job, Batch] = {}  # unfinished job → its batch
-        self._requests: dict[Job, asyncio.Task[Any]] = {}  # running job → its request
-        self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
+        self._batches: set[Batch] = set()
+        self._answers: dict[Job, asyncio.Future[list[Completion]]] = {}  # unfinished job → its result to be
+        self._requests: dict[Job, asyncio.Task[list[Completion]]] = {}  # running job → its request
         self._last_answers = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -248,7 +238,7 @@ class ServerPool:
         """
         for job in jobs:
             job.order = order
-        return self._loop.run(self._submit(jobs, seen))
+        return self._start(jobs, map(self._complete, jobs), seen)
 
     def collect(self, batch: Batch) -> list[Any]:
         """Wait for a batch.
@@ -265,7 +255,7 @@ class ServerPool:
         try:
             batch.read(wait=True)
         finally:  # drop the unfinished jobs after an error or an interrupt
-            self._loop.run(self._forget(batch))
+            self._forget(batch)
         return batch.results
 
     def submit_chains(
@@ -279,42 +269,55 @@ class ServerPool:
             order: priority of the batch, as in `submit`.
             seen: see `Batch`.
         """
+        runs = [self._follow(chain, number, sampling, order) for number, chain in enumerate(chains)]
+        return self._start(chains, runs, seen)
 
-        async def start() -> Batch:
-            batch = Batch(chains, time.monotonic(), seen)
-            runs = [self._follow(batch, number, chain, sampling, order) for number, chain in enumerate(chains)]
-            self._chains[batch] = list(map(asyncio.ensure_future, runs))
-            return batch
+    def _start(self, jobs: Sequence[Job | Chain], runs: Iterable[Coroutine[Any, Any, Any]], seen: Seen | None) -> Batch:
+        """Start the coroutines of jobs or chains."""
+        batch = Batch(jobs, seen)
+        self._batches.add(batch)
 
-        return self._loop.run(start())
+        async def report(number: int, run: Coroutine[Any, Any, Any]) -> None:
+            try:
+                batch.finished.put_nowait((number, await run))
+            except asyncio.CancelledError:
+                batch.finished.put_nowait(PoolError("The work was cancelled."))
+                raise
+            except Exception as error:
+                batch.finished.put_nowait(error)
 
-    async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
-        """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
+        async def start() -> None:
+            batch.tasks = [asyncio.ensure_future(report(number, run)) for number, run in enumerate(runs)]
+
+        self._loop.run(start())
+        return batch
+
+    async def _follow(self, chain: Chain, number: int, sampling: dict[str, Any], order: int) -> list[Completion]:
+        """Run one chain, whose requests are jobs of their own."""
+        versions: list[int] = []
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
             (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number
-            answers = asyncio.Queue[Any]()
-            await self._submit([job], None, answers)
-            try:
-                finished = await answers.get()
-            finally:
-                self._drop([job])
-            if isinstance(finished, BaseException):
-                raise finished
-            _, (completion,) = finished
-            oldest, newest = job.versions
-            chain.versions = oldest if chain.versions[0] < 0 else chain.versions[0], newest
+            (completion,) = await self._complete(job)
+            versions.extend(job.versions)
             return completion
 
-        try:
-            await chain.run(ask)
-        except Exception as error:
-            self._fail({batch}, error)
-        else:
-            if chain.versions[0] < 0:  # the chain made no request
-                chain.versions = self.fleet.version, self.fleet.version
-            batch.finished.put_nowait((number, []))
+        await chain.run(ask)
+        versions = versions or [self.fleet.version]  # without a request
+        chain.versions = versions[0], versions[-1]
+        return []
+
+    def _forget(self, batch: Batch) -> None:
+        """Cancel what is unfinished of a batch."""
+
+        async def forget() -> None:
+            for task in batch.tasks:
+                task.cancel()
+            await asyncio.gather(*batch.tasks, return_exceptions=True)
+
+        self._batches.discard(batch)
+        self._loop.run(forget())
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """Run jobs and yield their results in order of completion.
@@ -335,15 +338,12 @@ class ServerPool:
             for _ in jobs:
                 yield batch.next_result()
         finally:
-            self._loop.run(self._forget(batch))
+            self._forget(batch)
 
     def cancel(self) -> None:
         """Cancel all batches and their requests on the servers. Call it when nobody needs the results any more."""
-
-        async def cancel() -> None:
-            self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
-
-        self._loop.run(cancel())
+        for batch in tuple(self._batches):
+            self._forget(batch)
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """Run jobs and wait for them. These jobs go before all submitted batches, because the trainer waits for them.
@@ -360,38 +360,37 @@ class ServerPool:
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
-    async def _submit(self, jobs: list[Job], seen: Seen | None, answers: asyncio.Queue[Any] | None = None) -> Batch:
-        """Add jobs to the backlog, on the event loop; check idle servers first, unless a weight sync is in progress."""
-        batch = Batch(jobs, time.monotonic(), seen)
-        if answers is not None:  # of a chain, which waits for them on the event loop
-            batch.finished = answers
-        self.fleet.suspect_idle(batch.began)
-        suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
+    async def _complete(self, job: Job) -> list[Completion]:
+        """Wait until a server has completed a job. Idle servers are checked first, unless weights are being sent."""
+        job.began = time.monotonic()
+        self.fleet.suspect_idle(job.began)
+        suspects = [url for url in self.fleet.to_probe(job.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
-        self._batches.update(dict.fromkeys(jobs, batch))
-        self.backlog.add(jobs)
+        answer = self._answers[job] = asyncio.get_running_loop().create_future()
+        self.backlog.add([job])
         self._wake.set()
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
-        return batch
+        try:
+            return await answer
+        finally:
+            self._drop(job)
 
     # ------------------------------------------------------------------------------- the work, on the loop's thread
 
     async def _work(self) -> None:
         """Assign jobs and take in their results until no job is left."""
-        try:
-            while self._batches:
-                try:
-                    self._assign()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(TICK):
-                            await self._wake.wait()
-                    self._collect_answers()
-                except Exception as error:  # for example in a server check; the error concerns all batches
-                    self._fail(set(self._batches.values()), error)
-        finally:  # once this task ends, no caller may go on waiting for results
-            self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
+        while self._answers:
+            try:
+                self._assign()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK):
+                        await self._wake.wait()
+                self._collect_answers()
+            except Exception as error:  # for example in a server check; the error concerns all jobs
+                for job in tuple(self._answers):
+                    self._fail(job, error)
 
     def _wake_up(self, _: asyncio.Task[Any]) -> None:
         self._wake.set()
@@ -423,16 +422,15 @@ class ServerPool:
         if lost:
             logger.warning(f"{len(lost)} requests of servers that are considered dead go to other servers.")
         for job in lost:
-            if job in self._requests:  # otherwise its batch has failed in the meantime
-                self._requests.pop(job).cancel()
-                self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
-        for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
-            if job in self._requests:
+            self._requests.pop(job).cancel()
+            self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
+        for job, task in tuple(self._requests.items()):
+            if task.done():
                 del self._requests[job]
                 self._end_request(job, task)
         earliest = time.monotonic() - self.request_timeout
-        for job, url in list(self.backlog.running.items()):
-            if self._last_answers[url] < earliest and job in self._requests:
+        for job, url in tuple(self.backlog.running.items()):
+            if self._last_answers[url] < earliest:
                 self._requests.pop(job).cancel()
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
 
@@ -442,11 +440,13 @@ class ServerPool:
         if error is None:
             self._last_answers[self.backlog.running[job]] = time.monotonic()
             self.backlog.served(job)
-            self._batches.pop(job).finished.put_nowait((job.number, task.result()))
+            answer = self._answers.pop(job)
+            if not answer.done():  # cancelled
+                answer.set_result(task.result())
         elif isinstance(error, ServerError):
             self._failed(job, error)
         else:
-            self._fail({self._batches[job]}, error)
+            self._fail(job, error)
 
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""
@@ -456,53 +456,43 @@ class ServerPool:
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Count a failure of a job; after `ATTEMPTS` failures, end its batch with an error.
+        """Count a failure of a job; after `ATTEMPTS` failures, end it with an error.
 
         The loss of the job's server counts as a failure, because the job may be the cause.
         """
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
-            self._fail({self._batches[job]}, PoolError(what))
+            self._fail(job, PoolError(what))
 
     def _fail_waiting(self) -> None:
-        """Fail the batches for which no server has been usable for `server_timeout` seconds.
+        """Fail the jobs for which no server has been usable for `server_timeout` seconds.
 
-        The time before the start of the batch and before the end of the last weight sync does not count.
+        The time before the start of the job and before the end of the last weight sync does not count.
         """
         now = time.monotonic()
         if self.fleet.has_current():
             self._usable = now
         if self._sending or self.backlog.running:
             return
-        for batch in set(self._batches.values()):
-            if now - max(batch.began, self._sent, self._usable) >= self.server_timeout:
+        for job in tuple(self._answers):
+            if now - max(job.began, self._sent, self._usable) >= self.server_timeout:
                 what = self.message(f"No vLLM server could be used for {self.server_timeout:g} s")
-                self._fail({batch}, PoolError(what))
+                self._fail(job, PoolError(what))
 
-    def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
-        """End batches with an error."""
-        for batch in batches:
-            batch.finished.put_nowait(error)
-            self._drop_batch(batch)
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """End a job with an error."""
+        answer = self._answers[job]
+        self._drop(job)
+        if not answer.done():  # cancelled
+            answer.set_exception(error)
 
-    async def _forget(self, batch: Batch) -> None:
-        self._drop_batch(batch)
-
-    def _drop_batch(self, batch: Batch) -> None:
-        """Cancel a batch's chains and drop its jobs."""
-        for task in self._chains.pop(batch, ()):
-            if task is not asyncio.current_task():
-                task.cancel()
-        self._drop([job for job in batch.jobs if isinstance(job, Job)])
-
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs and cancel their requests."""
-        self.backlog.drop(jobs)
-        for job in jobs:
-            self._batches.pop(job, None)
-            if job in self._requests:
-                self._requests.pop(job).cancel()
+    def _drop(self, job: Job) -> None:
+        """Forget a job, and cancel its request."""
+        self.backlog.drop(job)
+        self._answers.pop(job, None)
+        if job in self._requests:
+            self._requests.pop(job).cancel()
 
     # ----------------------------------------------------------------------------------------------------- weights
 
