@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dash_trl.rewards.failures import WatchedReward, described, has_failed
+from dash_trl.rewards.failures import WatchedReward
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
@@ -109,24 +109,9 @@ class RunnerReward(WatchedReward):
         try:
             outcomes = self.runner.team.outcomes(self, batch)
         except Exception as error:  # a backend failed, for example a cluster does not answer
-            rewards = self._unscore(error, len(batch["completions"]))
-            self.mistake = error
-            return rewards
-        rewards = self._observe_each(outcomes)
+            return self._keep([error] * len(batch["completions"]), error)
         self._log(outcomes, log_extra, log_metric)
-        return rewards
-
-    def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
-        self.raised = [isinstance(one, BaseException) for one in outcomes]
-        values = [score_of(one) for one in outcomes]
-        self.failed = [has_failed(value) for value in values]
-        self.mistake, self.failure = None, ""
-        self.error = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if any(self.failed):
-            first = outcomes[self.failed.index(True)]
-            why = described(first) if isinstance(first, BaseException) else f"returned {first.value}"
-            self.failure = f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}"
-        return [None if has_failed(value) else value for value in values]
+        return self._keep([one if isinstance(one, BaseException) else one.value for one in outcomes])
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
         """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
