@@ -91,7 +91,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self.own: list[RunnerReward] = []
         for one in functions:
             if not is_reward_model(one):
-                one = RunnerReward(form_of(one), self, len(self.own))
+                one = RunnerReward(form_of(one), self)
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
@@ -178,11 +178,11 @@ class RewardTeam:
     def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] | None = None):
         self._group_size, self._ranks = group_size, ranks
         self._functions = list(dict.fromkeys(functions))
-        self._index = {(one.runner, one.number): index for index, one in enumerate(self._functions)}
-        self._calls = [self._number(one) for one in functions]
+        self._index = {one: index for index, one in enumerate(self._functions)}
+        self._calls = list(functions)
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
-        self._left: list[int] = []  # indices of the functions that TRL has not called with this batch yet
+        self._left: list[RunnerReward] = []  # the functions that TRL has not called with this batch yet
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
@@ -241,7 +241,7 @@ class RewardTeam:
             [R, F] float32. NaN = the function does not apply. If a function failed on a row, all F rewards of the row
             are NaN.
         """
-        columns = [request.outcomes[self._number(one)] for one in functions]
+        columns = [request.outcomes[self._index[one]] for one in functions]
         scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
         values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
@@ -256,9 +256,6 @@ class RewardTeam:
         """
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
-    def _number(self, one: RunnerReward) -> int:
-        return self._index[one.runner, one.number]
-
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
         """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
 
@@ -269,20 +266,20 @@ class RewardTeam:
         Returns:
             [N] outcomes: one `Score` or exception per row.
         """
-        if (one.runner, one.number) not in self._index:  # the trainer does not use this function
+        if one not in self._index:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
-        request, number = self._request, self._number(one)
-        if request is None or self._completions is not batch["completions"] or number not in self._left:
+        request = self._request
+        if request is None or self._completions is not batch["completions"] or one not in self._left:
             rows = _rows(batch)
             size = self._next_group_size or (1 if self._group_size is None else self._group_size())
             request = self.begin(len(rows), size)
             self.hand_over(request, batch["completions"])
             self.start(request, 0, rows)
         request.wait()
-        self._left.remove(number)
+        self._left.remove(one)
         if not self._left:
             self._request = self._completions = None
-        return request.outcomes[number]
+        return request.outcomes[self._index[one]]
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -21,15 +21,14 @@ class RunnerReward(WatchedReward):
     Args:
         form: the reward function, with a description of how it is called.
         runner: the `RewardRunner` that the function belongs to.
-        number: index of the function among the runner's functions.
 
     Attributes:
         score: what the runner calls for one row.
     """
 
-    def __init__(self, form: RewardForm, runner: Any, number: int):
+    def __init__(self, form: RewardForm, runner: Any):
         super().__init__(form.function, form.name)
-        self.form, self.runner, self.number = form, runner, number
+        self.form, self.runner = form, runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
@@ -54,7 +53,7 @@ class RunnerReward(WatchedReward):
             try:
                 arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
-                self._put(request, index, row, [error])
+                self._put(request, index, row, error)
                 continue
             call = Call(self.score, arguments, timeout=self.runner.timeout)
             calls.append(request.add(call, partial(self._row_ended, request, index, row)))
@@ -62,15 +61,12 @@ class RunnerReward(WatchedReward):
             self.runner.backend_of(self.form).submit(calls)
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
-        self._put(request, index, row, [call.value if call.error is None else call.error])
+        self._put(request, index, row, call.value if call.error is None else call.error)
 
-    def _put(self, request: Request, index: int, first: int, outcomes: Sequence[Any]) -> None:
-        """Stores outcomes of adjacent rows. Finishes each group that now has all outcomes of this function.
-
-        If the object of the function has a method `post_process_scores`, a group is finished after a call of that
-        method with the group's scores.
-        """
-        for group in request.put(index, first, outcomes):
+    def _put(self, request: Request, index: int, row: int, outcome: Score | BaseException) -> None:
+        """Store an outcome. The last one of a group finishes it, after `post_process_scores` if the object has that."""
+        if request.put(index, row, outcome):
+            group = row // request.group_size
             if self.form.post_process is None or request.cancelled:
                 request.complete(group)
             else:
