@@ -27,7 +27,7 @@ class Job:
         tokens: number of tokens that the job adds to a server's load.
         sequences: number of sequences that the job samples.
         prompt_ids: token ids of the prompt.
-        sampling: sampling parameters, see `Server.complete`.
+        sampling: sampling parameters, see `VLLMServer.complete`.
         order: priority of the job's batch; the lowest goes first.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.

@@ -28,7 +28,7 @@ import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
-from dash_trl.sampling.server import Completion, Server, ServerError, ServerGone
+from dash_trl.sampling.server import Completion, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.workers import EventLoop
@@ -166,11 +166,11 @@ class ServerPool:
         self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = self._usable = -math.inf  # when the last weight sync ended; when a server was last usable
-        self.refit: Callable[[Server], Awaitable[int | None]] | None = None
+        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
         self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
-        self._servers: dict[str, Server] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
+        self._servers: dict[str, VLLMServer] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
@@ -213,7 +213,7 @@ class ServerPool:
         Args:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
-            sampling: sampling parameters, see `Server.complete`.
+            sampling: sampling parameters, see `VLLMServer.complete`.
 
         Returns:
             The jobs, in the order of the prompts.
@@ -516,7 +516,7 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def ask_all(self, ask: Callable[[Server], Awaitable[Any]]) -> dict[str, Any]:
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
         """Call an async function with all servers in parallel, and raise if one fails.
 
         Args:

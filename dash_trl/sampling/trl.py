@@ -28,8 +28,9 @@ from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
-from dash_trl.sampling.server import Completion, ServedModel, Server
+from dash_trl.sampling.server import Completion, ServedModel
 from dash_trl.sampling.sync import WeightSync, check_servers
+from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
 from dash_trl.update import NO_LOG_PROB
 
@@ -408,7 +409,7 @@ class ServerGeneration(ExactMerges):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
-async def _waits_for_weights(server: Server) -> None:
+async def _waits_for_weights(server: VLLMServer) -> None:
     """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
 
     A server that waits samples no test token, because the test fails on a server that a killed run has left paused.
