@@ -191,7 +191,7 @@ class FailureWatch:
         self.failed: dict[str, float] = {}
         self._first = True
         self._warned: set[str] = set()
-        self._in_a_row = torch.zeros(len(self._funcs))  # [F], number of batches in a row with failures and no score
+        self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Unscores the failed rows of a batch.
@@ -218,39 +218,36 @@ class FailureWatch:
             local += [[isinstance(one, BaseException) for one in column] for column in columns]
             both = gather(torch.tensor(local).T.contiguous().to(rewards.device))
             failed[:, watched], raised[:, watched] = both.chunk(2, dim=1)
-        shares = dict(zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True))
-        for i, (name, share) in enumerate(shares.items()):
+        failures, scores = failed.cpu(), rewards.isfinite().any(dim=0).tolist()
+        shares, only_raised = failures.double().mean(dim=0).tolist(), raised.all(dim=0).tolist()
+        for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
+            func = self._funcs[i]
+            said, error = failure_of(func.outcomes if isinstance(func, WatchedReward) else rewards[:, i].tolist())
             if share and name not in self._warned:
                 self._warned.add(name)
-                failure, error = self._last_failure(i, rewards)
                 logger.warning(
-                    f"The reward function '{name}' {failure}. These completions ({share:.1%} of the batch) are "
+                    f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "
                     "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
                     f"watch rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
-        if counts:
-            self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
-            fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
-            self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
-            broken = {
-                "of the first batch": raised.all(dim=0).cpu() & self._first,
-                f"that it applied to in {BROKEN_AFTER} batches in a row": self._in_a_row == BROKEN_AFTER,
-            }
-            self._first = False
-            for where, functions in broken.items():
-                for i in functions.nonzero().flatten().tolist():
-                    failure, error = self._last_failure(i, rewards)
-                    raise RuntimeError(
-                        f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: "
-                        f"it {failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."
-                    ) from error
+            if not counts:
+                continue
+            if share or name in self.failed:
+                self.failed[name] = share
+            self._in_a_row[i] = 0 if scores[i] else self._in_a_row[i] + (share > 0)
+            where = ""
+            if self._first and only_raised[i]:
+                where = "of the first batch"
+            elif self._in_a_row[i] == BROKEN_AFTER:
+                where = f"that it applied to in {BROKEN_AFTER} batches in a row"
+            if where:
+                raise RuntimeError(
+                    f"The reward function '{name}' failed on every completion {where}. Its last failure: it {said}. "
+                    "Training cannot learn from it: correct it, or remove it from reward_funcs."
+                ) from error
+        self._first &= not counts
         return unscored(rewards, failed)
-
-    def _last_failure(self, i: int, rewards: Tensor) -> tuple[str, BaseException | None]:
-        """Return what the last failure of function `i` was, and its exception if this rank has one."""
-        func = self._funcs[i]
-        return failure_of(func.outcomes if isinstance(func, WatchedReward) else rewards[:, i].tolist())
 
 
 def described(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -80,17 +81,19 @@ class Batch:
 
     Attributes:
         tasks: one for each job or chain.
-        finished: queue of (number of a job, its result) in order of completion; the error of a job that failed.
-        results: results read so far, in the order of the jobs; None = not read yet.
+        finished: queue of the numbers of jobs that have ended.
     """
 
     def __init__(self, jobs: Sequence[Job | Chain], seen: Seen | None):
         self.jobs = jobs
-        self.tasks: list[asyncio.Task[None]] = []
-        self.finished: queue.SimpleQueue[tuple[int, Any] | Exception] = queue.SimpleQueue()
-        self.results: list[Any] = [None] * len(jobs)
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._left = len(jobs)  # number of jobs that `read` has not read
         self._seen = seen
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
+
+    def ended(self, number: int, _: asyncio.Task[Any]) -> None:
+        self.finished.put(number)
 
     def next_result(self) -> tuple[int, Any]:
         """Wait for the next result.
@@ -101,10 +104,8 @@ class Batch:
         Raises:
             Exception: the error of a job.
         """
-        finished = self.finished.get()
-        if isinstance(finished, Exception):
-            raise finished
-        return finished
+        number = self.finished.get()
+        return number, self.tasks[number].result()
 
     def read(self, *, wait: bool = False) -> None:
         """Read the results that have come since the last call, and call `seen` for each.
@@ -115,10 +116,10 @@ class Batch:
         Raises:
             Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
         """
-        while None in self.results and self._error is None and (wait or not self.finished.empty()):
+        while self._left and self._error is None and (wait or not self.finished.empty()):
             try:
                 number, result = self.next_result()
-                self.results[number] = result
+                self._left -= 1
                 if self._seen is not None:
                     self._seen(number, result)
             except Exception as error:
@@ -256,7 +257,7 @@ class ServerPool:
             batch.read(wait=True)
         finally:  # drop the unfinished jobs after an error or an interrupt
             self._forget(batch)
-        return batch.results
+        return [task.result() for task in batch.tasks]
 
     def submit_chains(
         self, chains: Sequence[Chain], sampling: dict[str, Any], *, order: int, seen: Seen | None = None
@@ -269,7 +270,7 @@ class ServerPool:
             order: priority of the batch, as in `submit`.
             seen: see `Batch`.
         """
-        runs = [self._follow(chain, number, sampling, order) for number, chain in enumerate(chains)]
+        runs = (self._follow(chain, number, sampling, order) for number, chain in enumerate(chains))
         return self._start(chains, runs, seen)
 
     def _start(self, jobs: Sequence[Job | Chain], runs: Iterable[Coroutine[Any, Any, Any]], seen: Seen | None) -> Batch:
@@ -277,17 +278,11 @@ class ServerPool:
         batch = Batch(jobs, seen)
         self._batches.add(batch)
 
-        async def report(number: int, run: Coroutine[Any, Any, Any]) -> None:
-            try:
-                batch.finished.put_nowait((number, await run))
-            except asyncio.CancelledError:
-                batch.finished.put_nowait(PoolError("The work was cancelled."))
-                raise
-            except Exception as error:
-                batch.finished.put_nowait(error)
-
         async def start() -> None:
-            batch.tasks = [asyncio.ensure_future(report(number, run)) for number, run in enumerate(runs)]
+            await self._check_idle()
+            for number, run in enumerate(runs):
+                batch.tasks.append(asyncio.ensure_future(run))
+                batch.tasks[number].add_done_callback(partial(batch.ended, number))
 
         self._loop.run(start())
         return batch
@@ -299,6 +294,7 @@ class ServerPool:
         async def ask(ids: list[int], max_tokens: int) -> Completion:
             (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number
+            await self._check_idle()
             (completion,) = await self._complete(job)
             versions.extend(job.versions)
             return completion
@@ -360,13 +356,17 @@ class ServerPool:
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
-    async def _complete(self, job: Job) -> list[Completion]:
-        """Wait until a server has completed a job. Idle servers are checked first, unless weights are being sent."""
-        job.began = time.monotonic()
-        self.fleet.suspect_idle(job.began)
-        suspects = [url for url in self.fleet.to_probe(job.began) if self.fleet.servers[url].state == State.SUSPECT]
+    async def _check_idle(self) -> None:
+        """Check idle servers, unless weights are being sent."""
+        now = time.monotonic()
+        self.fleet.suspect_idle(now)
+        suspects = [url for url in self.fleet.to_probe(now) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
+
+    async def _complete(self, job: Job) -> list[Completion]:
+        """Wait until a server has completed a job."""
+        job.began = time.monotonic()
         answer = self._answers[job] = asyncio.get_running_loop().create_future()
         self.backlog.add([job])
         self._wake.set()

@@ -126,10 +126,7 @@ class ServerGeneration(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
-        self._window: int | None = None  # window whose rows the next call of `generate` returns
-        self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
-        self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
-        self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
+        self._expected: tuple[Any, ...] | None = None  # arguments of `expect`, for the next call of `generate`
         self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
@@ -159,14 +156,14 @@ class ServerGeneration(ExactMerges):
             ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
             its own. A log-prob that vLLM does not know is `None`, as in TRL.
         """
-        window, self._window = self._window, None
+        expected, self._expected = self._expected, None
         done: Sequence[Job | Chain]
-        if window is None:  # the call comes from an evaluation or a callback
+        if expected is None:  # the call comes from an evaluation or a callback
             done = jobs = self._jobs(prompts, num_generations)
             groups = self.ranks.agree(self.pool.run, jobs)
         else:
             with self.timed("rollouts"):
-                done, groups = self.ranks.agree(self._of_window, window, num_generations)
+                done, groups = self.ranks.agree(self._of_window, *expected, num_generations)
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[version] for version in job.versions] for job in done for _ in range(job.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
@@ -194,7 +191,7 @@ class ServerGeneration(ExactMerges):
                 `Chain.run` keeps its own completions: `generate` returns no completions for these windows, and `seen`
                 gets no token ids.
         """
-        self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
+        self._expected = window, prompts, seen, chains
 
     def show_finished(self) -> None:
         """Call `seen` for the finished jobs and chains of later windows, without waiting."""
@@ -217,10 +214,17 @@ class ServerGeneration(ExactMerges):
 
     def forget_windows(self) -> None:
         """Cancel all submitted windows. Call it when they are no longer needed."""
-        self._window, self._to_submit, self._to_run, self._seen, self._in_flight = None, {}, {}, None, {}
+        self._expected, self._in_flight = None, {}
         self.pool.cancel()
 
-    def _of_window(self, window: int, num_generations: int) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
+    def _of_window(
+        self,
+        window: int,
+        prompts: dict[int, list[list[int]]],
+        seen: Seen | None,
+        chains: Mapping[int, Sequence[Run]],
+        num_generations: int,
+    ) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
         """Submit the announced windows, then wait for one window.
 
         All windows are submitted first, so that the servers stay busy while the last rows of the window are sampled.
@@ -229,28 +233,16 @@ class ServerGeneration(ExactMerges):
         def order(number: int) -> int:
             return URGENT if number == window else number
 
-        for number, rows in self._to_submit.items():
+        for number, rows in prompts.items():
             jobs = self._jobs(rows, num_generations)
-            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=self._seen_rows(number, jobs))
-        for number, runs in self._to_run.items():
-            chains = [Chain(run) for run in runs]
+            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=_seen_rows(seen, number, jobs))
+        for number, runs in chains.items():
+            of_rows = [Chain(run) for run in runs]
             self._in_flight[number] = self.pool.submit_chains(
-                chains, self._sampling(), order=order(number), seen=self._seen_rows(number, chains)
+                of_rows, self._sampling(), order=order(number), seen=_seen_rows(seen, number, of_rows)
             )
-        self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
-
-    def _seen_rows(self, window: int, jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None] | None:
-        """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
-        if self._seen is None:
-            return None
-        seen, first = self._seen, list(accumulate((job.sequences for job in jobs), initial=0))
-
-        def seen_job(number: int, completions: list[Completion]) -> None:
-            seen(window, first[number], [completion.token_ids for completion in completions])
-
-        return seen_job
 
     def _jobs(self, prompts: list[list[int]], num_generations: int) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
@@ -407,6 +399,16 @@ class ServerGeneration(ExactMerges):
         """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
+
+
+def _seen_rows(
+    seen: Seen | None, window: int, jobs: Sequence[Job | Chain]
+) -> Callable[[int, list[Completion]], None] | None:
+    """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
+    if seen is None:
+        return None
+    first = list(accumulate((job.sequences for job in jobs), initial=0))
+    return lambda number, completions: seen(window, first[number], [one.token_ids for one in completions])
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:

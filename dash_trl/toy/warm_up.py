@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from dash_trl._cache import cache_folder
-from dash_trl.toy.problems import LARGEST_TOTAL, OPERANDS, problems_of
+from dash_trl.toy.problems import LARGEST_TOTAL, problems_of
 from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
 FORMAT_VERSION = 3  # part of the cached model's name: increase it when a change of the code changes the model
@@ -45,7 +46,6 @@ class WarmUp:
             attention kernels need 32, 64, 96, …
         num_layers: number of layers of the Qwen2 model.
         num_heads: number of attention heads of the Qwen2 model.
-        operands: how many numbers a problem may have; each problem draws one of these counts.
         seed: seed of the weights and the solutions.
     """
 
@@ -58,7 +58,6 @@ class WarmUp:
     hidden_size: int = 96
     num_layers: int = 4
     num_heads: int = 3
-    operands: tuple[int, ...] = OPERANDS
     seed: int = 0
 
 
@@ -98,8 +97,7 @@ class Lessons:
     Args:
         name: the beginning of the cached model's name.
         tokenizer: function that makes the model's tokenizer.
-        problems: function of a random generator and the settings, which yields problems of the training split without
-            end.
+        problems: function of a random generator, which yields problems of the training split without end.
         solution: function of a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. It returns the
             text of the solution, or a list of messages of the assistant and of tools.
         tools: JSON schemas of the tools that these messages call.
@@ -107,17 +105,12 @@ class Lessons:
 
     name: str
     tokenizer: Callable[[], Qwen2Tokenizer]
-    problems: Callable[[random.Random, WarmUp], Iterator[str]]
+    problems: Callable[[random.Random], Iterator[str]]
     solution: Callable[[str, random.Random, float, float], Solution]
     tools: Sequence[dict[str, Any]] = ()
 
 
-ARITHMETIC = Lessons(
-    "arithmetic",
-    arithmetic_tokenizer,
-    lambda generator, settings: problems_of("train", generator, settings.operands),
-    _trace,
-)
+ARITHMETIC = Lessons("arithmetic", arithmetic_tokenizer, partial(problems_of, "train"), _trace)
 
 
 def _row(
@@ -143,7 +136,7 @@ def _batch(
     settings: WarmUp,
     *,
     clean: bool,
-    lessons: Lessons = ARITHMETIC,
+    lessons: Lessons,
 ) -> dict[str, torch.Tensor]:
     """Returns `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
     rates = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
@@ -162,13 +155,11 @@ def _batch(
     }
 
 
-def _warm_up(
-    tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons = ARITHMETIC
-) -> Qwen2ForCausalLM:
+def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons) -> Qwen2ForCausalLM:
     """Trains a model on solutions with slips; leaves torch's global random state unchanged."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
-    problems = lessons.problems(generator, settings)
+    problems = lessons.problems(generator)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
