@@ -127,7 +127,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return request
 
     def backend_of(self, form: RewardForm | None) -> Backend:
-        """Returns the backend that makes the calls of a function.
+        """Return the backend that makes the calls of a function.
 
         Args:
             form: the form of a function of this runner. None = the backend of `post_process_scores`.
@@ -172,10 +172,10 @@ class RewardTeam:
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt. None = each row is a group.
+            prompt. By default, each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] | None = None):
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self._group_size, self._ranks = group_size, ranks
         self._functions = list(dict.fromkeys(functions))
         self._index = {one: index for index, one in enumerate(self._functions)}
@@ -257,7 +257,7 @@ class RewardTeam:
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
-        """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
+        """Return the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
 
         Args:
             one: the function that TRL calls.
@@ -271,7 +271,7 @@ class RewardTeam:
         request = self._request
         if request is None or self._completions is not batch["completions"] or one not in self._left:
             rows = _rows(batch)
-            size = self._next_group_size or (1 if self._group_size is None else self._group_size())
+            size = self._next_group_size or self._group_size()
             request = self.begin(len(rows), size)
             self.hand_over(request, batch["completions"])
             self.start(request, 0, rows)
@@ -283,7 +283,7 @@ class RewardTeam:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
+    """Return the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
     count = len(batch["completions"])
     columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
     columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
@@ -315,7 +315,7 @@ def unpack(reward_funcs: Any, **settings: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """Returns whether a reward is a model, which TRL calls on the main thread.
+    """Return whether a reward is a model, which TRL calls on the main thread.
 
     Args:
         function: one of `reward_funcs`.

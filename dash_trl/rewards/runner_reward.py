@@ -77,12 +77,11 @@ class RunnerReward(WatchedReward):
         scores = [math.nan if (score := score_of(column[row])) is None else score for row in rows]
 
         def ended(call: Call) -> None:
-            for row, value in zip(rows, call.value or [math.nan] * len(rows), strict=True):
-                old = column[row]
+            for row, before, after in zip(rows, scores, call.value or scores, strict=True):
                 if call.error is not None:
                     column[row] = call.error
-                elif not math.isnan(value) or isinstance(old, Score) and old.value is not None:
-                    column[row] = Score(value, old.notes if isinstance(old, Score) else {})
+                elif not math.isnan(before) or not math.isnan(after):
+                    column[row] = Score(after, old.notes if isinstance(old := column[row], Score) else {})
             request.complete(group)
 
         arguments = {"function": self.form.post_process, "scores": scores}
@@ -92,7 +91,7 @@ class RunnerReward(WatchedReward):
     # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        """Returns the rewards of a batch and writes the function's notes to TRL's logs.
+        """Return the rewards of a batch and write the function's notes to TRL's logs.
 
         Args:
             log_extra: TRL's function that logs a column of the table of completions.
@@ -123,7 +122,7 @@ class RunnerReward(WatchedReward):
 
 
 def score_of(outcome: Score | BaseException) -> float | None:
-    """Returns an outcome as a number.
+    """Return an outcome as a number.
 
     Args:
         outcome: a score or an exception.

@@ -166,7 +166,7 @@ class ServerPool:
         self._wake = asyncio.Event()
         self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
         self._sending = False  # whether a weight sync to all servers is in progress
-        self._sent = self._usable = -math.inf  # when the last weight sync ended; when a server was last usable
+        self._usable = -math.inf  # when a server was last usable, or given weights
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
         self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
         self._loop = EventLoop()
@@ -411,10 +411,9 @@ class ServerPool:
         self._fail_waiting()
 
     def _collect_answers(self) -> None:
-        """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
+        """Take back jobs of servers that died or do not answer, and take in the results of other servers.
 
-        During a weight sync, no results are taken in, because a server on which the sync fails may go on sampling with
-        wrong weights. At the end of the sync such a server counts as dead, and its results are dropped.
+        Not during a weight sync: a server that fails it may sample with wrong weights, and is dead at its end.
         """
         if self._sending:
             return
@@ -456,27 +455,21 @@ class ServerPool:
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Count a failure of a job; after `ATTEMPTS` failures, end it with an error.
-
-        The loss of the job's server counts as a failure, because the job may be the cause.
-        """
+        """End a job after `ATTEMPTS` failures. The loss of its server counts, because the job may be the cause."""
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
             self._fail(job, PoolError(what))
 
     def _fail_waiting(self) -> None:
-        """Fail the jobs for which no server has been usable for `server_timeout` seconds.
-
-        The time before the start of the job and before the end of the last weight sync does not count.
-        """
+        """Fail the jobs for which no server has been usable for `server_timeout` seconds, apart from weight syncs."""
         now = time.monotonic()
-        if self.fleet.has_current():
+        if self._sending or self.fleet.has_current():
             self._usable = now
-        if self._sending or self.backlog.running:
+        if self.backlog.running:
             return
         for job in tuple(self._answers):
-            if now - max(job.began, self._sent, self._usable) >= self.server_timeout:
+            if now - max(job.began, self._usable) >= self.server_timeout:
                 what = self.message(f"No vLLM server could be used for {self.server_timeout:g} s")
                 self._fail(job, PoolError(what))
 
@@ -577,24 +570,22 @@ class ServerPool:
         """
 
         async def end() -> None:
-            self._sending, self._sent = False, time.monotonic()
+            self._sending = False
+            now = self._usable = time.monotonic()
             for url, error in errors.items():
                 if error is None:
-                    self.fleet.refitted(url, version, self._sent)
+                    self.fleet.refitted(url, version, now)
                 else:
                     logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
-                    self.fleet.refit_failed(url, error, self._sent)
+                    self.fleet.refit_failed(url, error, now)
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
-            self.fleet.suspect_idle(self._sent)
+            self.fleet.suspect_idle(now)
             self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 
     def _start_checks(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Start a check of each of these servers that is not being checked yet; return the checks of all of them.
-
-        The error of any check that has ended is raised.
-        """
+        """Start the checks of servers that are not being checked; return all. Raise the error of one that ended."""
         for url in [url for url, task in self._checks.items() if task.done()]:
             self._checks.pop(url).result()
         for url in urls:

@@ -149,8 +149,7 @@ class WeightSync:
         """Gather the weights on all ranks, and send them from the main process.
 
         Returns:
-            URL → error, for each server that did not load the weights that it was sent; the same on all ranks. Servers
-            that the main process considers dead are sent nothing.
+            URL → error of each server that was sent the weights and did not load them; the same on all ranks.
         """
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()

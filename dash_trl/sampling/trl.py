@@ -48,10 +48,9 @@ class ExactMerges(VLLMGeneration):
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded.
+        """Yield the parameters of the merged model; meanwhile there is a copy of the base weights.
 
-        Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
-        modules for the adapter "ref" have other names, which vLLM does not know, and are left out.
+        `modules_to_save` have the model's own names. vLLM does not know TRL's copies for the adapter "ref".
         """
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
@@ -256,10 +255,9 @@ class ServerGeneration(ExactMerges):
         return self.pool.completions(groups, self._sampling())
 
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
-        """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
+        """Return a token limit for each prompt that leaves less than `max_completion_length` in the context, else None.
 
-        Such prompts are long, or of the later turns of an evaluation with tools. None: the prompt has no limit of its
-        own, because the completion fits, or because the prompt alone is too long, which the server reports.
+        A prompt that is too long by itself has none, either: the server reports it.
         """
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
         left = [most if self.context is None else self.context - len(ids) for ids in prompts]
@@ -363,18 +361,12 @@ class ServerGeneration(ExactMerges):
         return served
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.
-
-        The matrices are unsharded and have the names of a checkpoint.
-        """
+        """Record the optimizer step of the next weight version; iterate over the adapter's unsharded matrices."""
         self._steps[self.pool.fleet.version + 1] = self.step()
         return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
 
     def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded value of each parameter of the adapter, or of the base model, one at a time.
-
-        Under ZeRO-3 this is a collective.
-        """
+        """Yield name and unsharded value of each parameter of adapter or base model. A collective under ZeRO-3."""
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
             is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
@@ -383,10 +375,7 @@ class ServerGeneration(ExactMerges):
                     yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; return an iterator over all parameters.
-
-        The parameters are unsharded, and adapters are merged into them.
-        """
+        """Record the optimizer step of the next weight version; iterate over the unsharded, merged parameters."""
         self._steps[self.pool.fleet.version + 1] = self.step()
         # TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its
         # own parameters unsharded.
@@ -412,10 +401,7 @@ def _seen_rows(
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
-
-    A server that waits samples no test token, because the test fails on a server that a killed run has left paused.
-    """
+    """`ServerPool.refit` before the first weight sync. A killed run may have left the server paused: no test token."""
 
 
 def install(trainer: Any) -> None:

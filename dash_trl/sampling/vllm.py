@@ -163,11 +163,7 @@ class VLLMServer:
             await self.resume()
 
     async def _end_weight_update(self, tag: str) -> None:
-        """Reset the prefix cache and set the server's version tag, after a weight update and before `resume`.
-
-        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too, and vLLM
-        computes it again with the new weights.
-        """
+        """Reset the prefix cache, which holds prefixes of the old weights, also of requests in flight; set the tag."""
         # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
         # of `--kv-offloading-size`.
         options = {"reset_running_requests": "true", "reset_external": "true"}

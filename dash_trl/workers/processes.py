@@ -204,10 +204,7 @@ class ProcessCalls(Backend):
 
 
 def _read(payload: bytes, text: str) -> Any:
-    """Return the pickled value of a call, or raise its error.
-
-    An error that cannot be read here becomes a `RuntimeError` with its text.
-    """
+    """Return the value of a call, or raise its error: a `RuntimeError` with its text if it cannot be read here."""
     try:
         value = pickle.loads(payload)
     except BaseException as error:  # also SystemExit

@@ -64,10 +64,7 @@ class RayCalls(Backend):
 
 
 def _connect() -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, unless this process is connected to a cluster.
-
-    Ray's own search for a cluster is not used, because it would also find a cluster of another user of this machine.
-    """
+    """Connect to the cluster at `RAY_ADDRESS`. Ray's own search would also find a cluster of another user."""
     import ray
 
     if ray.is_initialized():
@@ -83,10 +80,7 @@ def _connect() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens at the address, because Ray itself would wait for many minutes.
-
-    An address without a port, such as "auto", is not checked.
-    """
+    """Raise `ConnectionError` if nothing listens at HOST:PORT, because Ray itself would wait for many minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         try:
@@ -111,17 +105,7 @@ def _workers(packed: Any) -> ProcessCalls:
 def _make(
     packed: list[Any], number: int, arguments: dict[str, Any], timeout: float
 ) -> tuple[Any, BaseException | None]:
-    """Make a call. This is the function of a Ray task.
-
-    Args:
-        packed: list whose only item is Ray's reference to the packed functions.
-        number: index of the function.
-        arguments: the arguments of the call.
-        timeout: seconds for the call.
-
-    Returns:
-        The value and the error of the call.
-    """
+    """Make a call in a Ray task; return its value and error. `packed` has Ray's reference to the packed functions."""
     workers = _workers(packed[0])
     (call,) = call_all(workers.submit, workers.functions[number], [arguments], timeout=timeout)
     return call.value, call.error
