@@ -6,14 +6,17 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +27,9 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl.update import ModelPasses
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned of
 
 
 @contextmanager
@@ -191,8 +197,24 @@ def decoded(
     parsers = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
     if are_messages and parsers != [None, None]:
         return [[_parsed(tokenizer, *row, tools)] for row in zip(completion_ids, prompt_ids, strict=True)]
+    _tell_what_vanishes(tokenizer, {*chain.from_iterable(completion_ids)})
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in texts] if are_messages else texts
+
+
+def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
+    """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
+    usual = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    usual = "".join(map(str, (*usual, tokenizer.chat_template)))
+    added = tokenizer.added_tokens_decoder.items()
+    lost = {one.content for number, one in added if number in ids and one.special and one.content not in usual}
+    if (lost := lost - _told) and PartialState().is_main_process:
+        _told.update(lost)
+        logger.warning(
+            f"Completions have the special tokens {sorted(lost)}, which rewards do not see, because texts are decoded "
+            "without special tokens. If they are a part of answers, add them with tokenizer.add_tokens(...), which "
+            "makes ordinary tokens; or read completion_ids in the reward function."
+        )
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:

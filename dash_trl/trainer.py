@@ -332,7 +332,9 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_ids(tokenized[0], checks.context_of(self.model.config), self._tokenizer.bos_token_id)
+            config = self.model.config
+            limits = {"context": checks.context_of(config), "vocabulary": config.get_text_config().vocab_size}
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, **limits)
             return tokenized
 
         return self.ranks.agree(checked)
