@@ -560,7 +560,11 @@ IDS = [[5], [6, 7]]
 ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a prompt without tokens": ({"prompt_ids": [[], [4]]}, {}, "2 prompt_ids for 2 prompts, or an empty one"),
     "a completion too few": ({"completion_ids": [[5]]}, {}, "1 completion_ids for 2 prompts"),
-    "a token too many": ({"completion_ids": [[5], [300]]}, {}, "completion_ids has the token 300, but .* 300 embeddings"),
+    "a token too many": (
+        {"completion_ids": [[5], [300]]},
+        {},
+        "completion_ids has the token 300, but .* 300 embeddings",
+    ),
     "none, with aipo": ({}, AIPO, "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'"),
     "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
     "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction=True needs the"),

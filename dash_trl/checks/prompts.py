@@ -87,8 +87,8 @@ def plain_prompt(prompt: Any, place: str) -> Any:
         )
     if isinstance(plain, list) and plain[-1]["role"] == "assistant":
         raise ValueError(
-            f"{place} has the prompt {prompt!r}, which ends with a message of the assistant. The chat template closes it, "
-            "so another answer would begin. If the model should continue it, make the prompt a text: "
+            f"{place} has the prompt {prompt!r}, which ends with a message of the assistant. The chat template closes "
+            "it, so another answer would begin. If the model should continue it, make the prompt a text: "
             "tokenizer.apply_chat_template(prompt, tokenize=False, continue_final_message=True)."
         )
     return plain
