@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, field, fields
+from typing import get_type_hints
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -306,10 +307,11 @@ class DASHConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations
 
     def _check_values(self) -> None:
-        may_be_none = {one.name for one in fields(self) if "None" in str(one.type)}
+        types = get_type_hints(type(self))  # HfArgumentParser changes the types of the fields
         for name, (least, reason) in LIMITS.items():
             value = getattr(self, name)
-            if name not in may_be_none if value is None else not value >= least:  # refuses NaN, too
+            allowed = "None" in str(types[name]) if value is None else value >= least  # refuses NaN, too
+            if not allowed:
                 raise ValueError(f"{name}={value!r} is not at least {least}: {reason}.")
         for name, (refused, reason) in UNUSABLE.items():
             value = getattr(self, name, getattr(self.accelerator_config, name, None))
