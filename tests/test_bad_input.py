@@ -6,6 +6,7 @@ The tables have the form: mistake → what the user passes → part of the error
 import ast
 import inspect
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -168,6 +169,8 @@ def test_settings_that_are_right():
         {"metric_for_best_model": "eval_reward", "load_best_model_at_end": True, "optim": "galore_adamw", **EACH_STEP},
     ):
         config(**settings)
+    paths = config(vllm_weight_dir="weights")  # a reward function may change the current folder
+    assert [paths.output_dir, paths.vllm_weight_dir] == [os.path.abspath("dash-output"), os.path.abspath("weights")]
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
