@@ -54,8 +54,6 @@ UNUSABLE: dict[str, tuple[str, str]] = {
         ".*(layerwise|lomo)",
         "it makes a step in each backward pass, and an optimizer step has any number of passes. Use 'adamw_torch'",
     ),
-    "label_smoothing_factor": ("(?!0(.0)?$).+", "there are no labels. Leave it out"),
-    "train_sampling_strategy": ("(?!random).*", "TRL orders the rows by group. Leave it out"),
     "dispatch_batches": ("True", "rows are texts, which ranks cannot send each other. Leave it out"),
     "split_batches": ("True", "each rank takes its own rows. Leave it out"),
 }
@@ -260,9 +258,9 @@ class DASHConfig(GRPOConfig):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
-        self.output_dir = os.path.abspath(self.output_dir)  # a reward function may change the current folder
-        if self.vllm_weight_dir is not None:
-            self.vllm_weight_dir = os.path.abspath(self.vllm_weight_dir)
+        for name in ("output_dir", "vllm_weight_dir"):  # a reward function may change the current folder
+            if (path := getattr(self, name)) is not None:
+                setattr(self, name, os.path.abspath(path))
         if (
             self.deepspeed
             and self.max_grad_norm != 1

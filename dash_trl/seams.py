@@ -206,8 +206,8 @@ def decoded(
 
 def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
     """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
-    usual = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
-    usual = "".join(map(str, (*usual, tokenizer.chat_template)))
+    usual = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
+    usual += str(tokenizer.chat_template)
     added = tokenizer.added_tokens_decoder.items()
     lost = {one.content for number, one in added if number in ids and one.special and one.content not in usual}
     if (lost := lost - _told) and PartialState().is_main_process:

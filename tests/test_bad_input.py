@@ -95,8 +95,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
             ("metric_for_best_model", "eval_easy_loss", {}, "the loss .* Name another figure, such as 'eval_reward'"),
             ("optim", "galore_adamw_layerwise", {}, "it makes a step in each backward pass"),
             ("optim", "adalomo", {}, ".*Use 'adamw_torch'"),
-            ("label_smoothing_factor", 0.1, {}, "there are no labels"),
-            ("train_sampling_strategy", "group_by_length", {}, "TRL orders the rows by group"),
         )
     },
     **{
