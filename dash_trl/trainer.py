@@ -97,10 +97,11 @@ class DASHTrainer(GRPOTrainer):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
-        seams.drop_device_index(args)
+        seams.begin_accelerate(args)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
         with seams.with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        self._accelerate_state = dict(vars(self.accelerator.state))
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
@@ -130,6 +131,7 @@ class DASHTrainer(GRPOTrainer):
             checks.check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
         elif self.args.max_num_gen_batches > 1:
             checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
+        self.ranks.agree(checks.check_saving, self)
         self._begin_run()
         self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
         # After the last epoch if the run has ended: Transformers would make one more step.
@@ -175,6 +177,7 @@ class DASHTrainer(GRPOTrainer):
         return prepared
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        seams.restore_accelerate(self)
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -333,7 +336,9 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_ids(tokenized[0], checks.context_of(self.model.config), self._tokenizer.bos_token_id)
+            config = self.model.config
+            limits = {"context": checks.context_of(config), "vocabulary": config.get_text_config().vocab_size}
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, **limits)
             return tokenized
 
         return self.ranks.agree(checked)
@@ -398,19 +403,37 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return TRL's dataloader. Its workers end with it: TRL would return the same ones for another dataset."""
+        with seams.with_settings(self.args, {"dataloader_persistent_workers": False}):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Call TRL's method, and go on as before: a callback may evaluate before the figures of its step are logged."""
+        seams.restore_accelerate(self)
+        training, logs = self.model.training, self.control.should_log
+        metrics = super().evaluate(*args, **kwargs)
+        self.control.should_log |= logs
+        if training:
+            seams.end_evaluation(self)
+        return metrics
+
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures."""
+        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures.
+
+        All figures get the prefix here. TRL's `log` would call the rewards of all datasets `eval_reward`.
+        """
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        figures = seams.evaluated_figures(self)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
         real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
             rewards = rewards[:real]
-            exact = reward_figures(rewards, names, self.reward_weights)
-            self._metrics["eval"].update({name: [value] for name, value in exact.items()})
+            figures |= reward_figures(rewards, names, self.reward_weights)
         if (ks := self.args.eval_k) is not None:
-            figures = metrics_of(rewards.tolist(), names, ks, group_size=samples).items()
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures})
+            figures |= metrics_of(rewards.tolist(), names, ks, group_size=samples)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """Checks that the model exists, is a causal language model, and can be trained."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from dash_trl.config import DASHConfig
 
@@ -60,6 +64,11 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
             "model.requires_grad_()."
         )
+    if not isinstance(model, str) and any(one._post_accumulate_grad_hooks for one in model.parameters()):
+        raise ValueError(
+            "A parameter of the model has a hook of register_post_accumulate_grad_hook, as optimizers have that make a "
+            "step in each backward pass. But an optimizer step has any number of passes. Remove the hook."
+        )
 
 
 def context_of(config: Any) -> int | None:
@@ -89,6 +98,32 @@ def check_tokenizer(tokenizer: Any) -> None:
             f"The {type(tokenizer).__name__} has no eos_token, so no completion could end. Set one that the model "
             "writes, e.g. tokenizer.eos_token = '<|im_end|>', and pass the tokenizer as processing_class."
         )
+
+
+def check_saving(trainer: Any) -> None:
+    """Checks that a checkpoint can be saved, by saving everything but the weights.
+
+    Args:
+        trainer: the trainer.
+    Raises:
+        ValueError: if something cannot be saved. A checkpoint, or the model after a whole run, would fail, too.
+    """
+    model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+    savers = {
+        "model.config": model.config.save_pretrained,
+        "model.generation_config": model.generation_config.save_pretrained,
+        "processing_class": trainer.processing_class.save_pretrained,
+        "args": lambda folder: torch.save(args, Path(folder, TRAINING_ARGS_NAME)),
+    }
+    for name, save in savers.items() if args.should_save else ():
+        try:
+            with TemporaryDirectory(dir=args.output_dir) as folder:
+                save(folder)
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot be saved in output_dir={args.output_dir!r}, so checkpoints and the model could not be "
+                f"either: {error} Change it before training."
+            ) from error
 
 
 def check_tied_adapter(model: Any) -> None:
