@@ -255,14 +255,6 @@ def sync_weights(trainer: Any) -> None:
         trainer._last_loaded_step = trainer.state.global_step
 
 
-def send_weights_again(trainer: Any) -> None:
-    """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
-
-    TRL itself sends weights only after an optimizer step.
-    """
-    trainer._last_loaded_step = -1
-
-
 @dataclass(frozen=True)
 class Logs:
     """The fields of a `GRPOTrainer` that TRL's `log` reads.
@@ -334,13 +326,10 @@ def to_training_mode(trainer: Any) -> None:
     Transformers does this only in its training step. Some optimizers swap the weights when their mode changes, so it
     must happen before sampling.
     """
-    after_evaluation = not trainer.model_wrapped.training
     trainer.model_wrapped.train()
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-        if after_evaluation:
-            send_weights_again(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
 @contextmanager

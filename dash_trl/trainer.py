@@ -35,7 +35,7 @@ from dash_trl.monitoring import Recorder
 from dash_trl.rewards import distinct, unpack, watch
 from dash_trl.rollout import EpochOrder, RolloutBatch
 from dash_trl.run import Run
-from dash_trl.sampling import install
+from dash_trl.sampling import install, weights_version
 from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
 from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
@@ -184,6 +184,23 @@ class DASHTrainer(GRPOTrainer):
         if windows_ahead(self) or self.args.samples_dynamically:
             seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
+
+    @property
+    def _last_loaded_step(self) -> int:
+        """The optimizer step of vLLM's weights; −1 if the model's weights have changed since, in whatever way.
+
+        TRL compares it with the number of optimizer steps before vLLM samples, and sets it when it sends the weights.
+        """
+        step, version = self._loaded
+        if step != self.state.global_step or not self.ranks.largest(
+            version != weights_version(self.model.parameters())
+        ):
+            return step
+        return -1
+
+    @_last_loaded_step.setter
+    def _last_loaded_step(self, step: int) -> None:
+        self._loaded = step, None if step < 0 else weights_version(self.model.parameters())
 
     def _get_train_sampler(self, dataset=None) -> EpochOrder:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -424,10 +441,6 @@ class DASHTrainer(GRPOTrainer):
         kinds = self._batch_environments if self.environments else None
         rows = self._conversations.begun(prompt_ids, self.environments, kinds)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        seams.send_weights_again(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Wait for this window's rewards before saving anything. If waiting fails, no incomplete checkpoint may remain.
