@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,27 @@ def reference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield trainer.model
+
+
+def reference_of(model: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which TRL's reference of a given model is a copy of this model.
+
+    TRL loads the model that the configuration names instead, whose weights may be others.
+
+    Args:
+        model: a model, or the name of one.
+    """
+    load = grpo_trainer.create_model_from_path
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if not any(hasattr(one, "ds_tensor") for one in model.parameters()):
+            return deepcopy(model).eval()
+        loaded = load(*args, **kwargs)  # under ZeRO-3, each rank has its shards only
+        for own, given in zip(loaded.parameters(), model.parameters(), strict=True):
+            own.ds_tensor.data.copy_(given.ds_tensor.data)
+        return loaded
+
+    return with_settings(grpo_trainer, {} if isinstance(model, str) else {"create_model_from_path": copied})
 
 
 def use_own_generator(dataloader: Any, seed: int) -> None:

@@ -99,8 +99,10 @@ class DASHTrainer(GRPOTrainer):
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         seams.drop_device_index(args)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
-        with seams.with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
+        hidden = {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
+        with seams.with_settings(args, hidden), seams.reference_of(model):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        checks.check_trainable(self.model)
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
