@@ -2,14 +2,16 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import SaveStrategy
 
+from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
 from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
@@ -31,31 +33,35 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     """Finds the checkpoint for the option `resume_from_checkpoint`.
 
     Args:
-        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used.
-            True stands for the last checkpoint in `output_dir`, None and False for a new run. The texts "true", "none"
-            and "false" mean the same as these three values.
+        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used
+            that is whole and of the folder's latest run. True stands for the folder `output_dir`, None and False for a
+            new run. The texts "true", "none" and "false" mean the same as these three values.
         output_dir: `TrainingArguments.output_dir`.
     Returns:
         The path of the checkpoint; None for a new run.
     Raises:
-        ValueError: if there is no such checkpoint.
+        ValueError: if there is no such checkpoint, or if the named one is damaged.
     """
     word = str(value).lower()
     if word in ("none", "false"):
         return None
     folder = Path(output_dir if word == "true" else str(value)).expanduser()
-    # Transformers writes this file last, so a folder without this file is an incomplete checkpoint.
-    found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
-    steps = {int(number): str(one) for one in found if (number := one.name.rpartition("-")[2]).isdigit()}
-    if steps:
-        return steps[max(steps)]
-    if (folder / TRAINER_STATE_NAME).is_file():
-        return str(folder)
+    reasons: list[str] = []
+    for checkpoint, reason in manifest.checkpoints(folder):
+        if reason is None:
+            if reasons:
+                logger.warning(f"The run goes on from {checkpoint}, not from a later one: {'; '.join(reasons)}.")
+            return str(checkpoint)
+        reasons.append(f"{checkpoint}: {reason}")
+    if not reasons:
+        if (reason := manifest.damage(folder)) is None:
+            return str(folder)
+        reasons = [f"{folder.absolute()}: {reason}"]
     raise ValueError(
-        f"resume_from_checkpoint={value!r} names no checkpoint: {str(folder.absolute())!r} has neither a "
-        f"{TRAINER_STATE_NAME} nor a folder {PREFIX_CHECKPOINT_DIR}-N with one. Give a checkpoint, the output_dir of "
-        "the run, or true for this output_dir; or leave it out, to begin anew. A run saves checkpoints if it has "
-        "save_strategy='steps' and save_steps."
+        f"resume_from_checkpoint={value!r} names no whole checkpoint of its run ({'; '.join(reasons)}). Name another "
+        "checkpoint, the output_dir of the run, or true for this output_dir; or leave it out, to begin anew. If you "
+        f"have changed a checkpoint yourself, delete its {manifest.LIST}: then it is not checked. A run saves "
+        "checkpoints if it has save_strategy='steps' and save_steps."
     )
 
 
@@ -77,6 +83,59 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
         )
 
 
+# Settings of a parameter group that the checkpoint of an optimizer has → their options.
+OF_OPTIMIZER = {
+    "initial_lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_betas",
+    "eps": "adam_epsilon",
+}
+# Parts of the state of a run → the files that a checkpoint has of them.
+PARTS = {"optimizer": "optimizer*", "learning-rate schedule": "scheduler.pt", "random state": "rng_state*"}
+
+
+@contextmanager
+def loading(checkpoint: str) -> Iterator[None]:
+    """`with` block that loads a part of a checkpoint. Its errors name the checkpoint."""
+    try:
+        yield
+    except Exception as error:  # torch and PEFT raise errors of any type
+        raise ValueError(
+            f"{checkpoint} cannot be loaded into this run ({type(error).__name__}: {error}). Resume with its model, "
+            f"adapter and optimizer, or begin a new run with its weights: model_name_or_path={checkpoint}."
+        ) from error
+
+
+def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Compare the state of an optimizer in a checkpoint with the optimizer of this run.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        asked: the optimizer's parameter groups before the checkpoint was loaded.
+        groups: its parameter groups now.
+    Yields:
+        Warnings: what the checkpoint lacks, and which of its settings hold instead of this run's.
+    Raises:
+        ValueError: if the checkpoint is of another optimizer, whose settings have other names.
+    """
+    remedy = f"begin a new run with its weights: model_name_or_path={checkpoint}."
+    if missing := [name for name, files in PARTS.items() if not any(Path(checkpoint).glob(files))]:
+        yield f"{checkpoint} has no {' and no '.join(missing)}, so the run does not go on as it was: {remedy}"
+    changed: dict[str, tuple[Any, Any]] = {}
+    for own, group in zip(asked, groups, strict=True):
+        kind = "decoupled_weight_decay"  # True: AdamW, False: Adam
+        if own.keys() - group.keys() or own.get(kind) != group.get(kind):
+            raise ValueError(
+                f"{checkpoint} was saved with another optimizer: its settings are {[*group]}, and this run's {[*own]}. "
+                f"Resume with the `optim` of the checkpoint, or {remedy}"
+            )
+        changed |= {
+            name: (group[key], own[key]) for key, name in OF_OPTIMIZER.items() if own.get(key) != group.get(key)
+        }
+    for name, (saved, now) in changed.items():
+        yield f"{name}={saved} of {checkpoint} holds, and {name}={now} has no effect: if you mean it, {remedy}"
+
+
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
@@ -88,6 +147,7 @@ class Checkpoints:
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
         handler: Transformers' callback handler, whose callbacks may have a state.
+        dynamic: a `DynamicSampling`, whose `share` is saved with the prompts. `None`: there is none.
     """
 
     def __init__(
@@ -96,18 +156,47 @@ class Checkpoints:
         rules: LogProbRules,
         prompts: int | None,
         handler: Any,
+        dynamic: Any = None,
     ):
-        self._host, self._ranks, self._handler = host, host.ranks, handler
+        self._host, self._ranks, self._handler, self._dynamic = host, host.ranks, handler, dynamic
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
             prompts=prompts,
-            corrected=rules.correction is not None,
+            correction=rules.correction,
             sampler_is_old=rules.sampler_is_old,
             samples_ahead=windows_ahead(host) > 0,
         )
+        self._runs: manifest.Runs = {}
+        self._name = ""
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
+
+    def begin_run(self, checkpoint: str | None) -> None:
+        """Give the run a name. If it saves checkpoints, those of other runs in its folder no longer count.
+
+        Args:
+            checkpoint: folder of the checkpoint with which it begins. `None`: a new run.
+        """
+        self._runs, self._name = manifest.new_run(checkpoint)
+        if self._host.args.save_strategy != SaveStrategy.NO:
+            self._ranks.agree(self._claim, main_only=True)
+
+    def _claim(self) -> None:
+        runs = {**self._runs, self._name: None}
+        manifest.write(Path(self._host.args.output_dir, manifest.RUN), {"runs": runs})
+
+    @contextmanager
+    def saving(self, folder: str) -> Iterator[None]:
+        """`with` block in which all files of a checkpoint are written. At its end, the checkpoint is whole.
+
+        Args:
+            folder: folder of the checkpoint.
+        """
+        runs = {**self._runs, self._name: self._host.state.global_step}
+        self._ranks.agree(manifest.begin, Path(folder), runs, main_only=True)
+        yield
+        self._ranks.agree(manifest.finish, Path(folder), runs, main_only=True)
 
     def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
         """Store the states of the callbacks and the position in the prompts from before the optimizer step.
@@ -120,7 +209,10 @@ class Checkpoints:
         self._before = self._states(queue)
 
     def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return states_of(dash_callbacks(self._handler)), None if queue is None else queue.state_dict()
+        prompts = None if queue is None else queue.state_dict()
+        if prompts is not None and self._dynamic is not None:
+            prompts |= {"share": self._dynamic.share}
+        return states_of(dash_callbacks(self._handler)), prompts
 
     def save(
         self,
@@ -166,17 +258,22 @@ class Checkpoints:
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
+        if windows_ahead(self._host):
+            self.warn(
+                "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
+                "differs from an uninterrupted one."
+            )
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
         states = self._ranks.agree(load_states, checkpoint, main_only=True)
         for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
-            self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
+            self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
-            self._warn(f"{reason}; training goes on with a new generation window.")
+            self.warn(f"{reason}; training goes on with a new generation window.")
         return None if reason is not None else own, 0 if saved is None else saved.skipped_steps
 
     def _file(self, folder: str) -> str:
         return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         if self._ranks.rank == 0:
             logger.warning(message)

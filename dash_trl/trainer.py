@@ -10,6 +10,7 @@ and raises an error of one rank on all ranks.
 """
 
 import math
+import os
 import time
 from collections.abc import Sized
 from contextlib import nullcontext
@@ -17,14 +18,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_weights
+from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared, loading
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -153,12 +156,28 @@ class DASHTrainer(GRPOTrainer):
             conversations=self._conversations,
         )
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does. True goes on from the last whole checkpoint of the run in `output_dir`."""
+        found = self.ranks.agree(checkpoint_to_resume, resume_from_checkpoint, self.args.output_dir, main_only=True)
+        return super().train(found, *args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
             # "default" and other adapters: Transformers does not load "default".
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        asked = [{**group} for group in self.optimizer.param_groups]
+        with loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if not self.is_deepspeed_enabled:  # it has loaded its optimizer, from files of its own
+            for warning in compared(checkpoint, asked, self.optimizer.param_groups):
+                self._run.checkpoints.warn(warning)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -449,7 +468,15 @@ class DASHTrainer(GRPOTrainer):
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             self._run.micro_steps.wait_for_rest()
-        super()._save_checkpoint(model, trial)
+        folder = self._get_output_dir(trial=trial)
+        with (
+            self._run.checkpoints.saving(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")),
+            seams.with_settings(transformers.trainer, {"rotate_checkpoints": lambda **_: None}),
+        ):
+            self.ranks.agree(super()._save_checkpoint, model, trial)
+        if self.args.should_save:  # older checkpoints go when this one is whole
+            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(folder, limit, best, use_mtime=True)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.

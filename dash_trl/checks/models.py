@@ -45,8 +45,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     else:
         if hasattr(model, "_orig_mod"):
             raise ValueError(
-                f"The model is compiled: a {type(model).__name__}. Its weights have other names, so it could not be saved "
-                "and loaded. Pass the model itself, and set torch_compile=True."
+                f"The model is compiled: a {type(model).__name__}. Its weights have other names, so it could not be "
+                "saved and loaded. Pass the model itself, and set torch_compile=True."
             )
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper

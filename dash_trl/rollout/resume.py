@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from dash_trl.rollout.window import Part
+
+# Options on which the rows of a window depend.
+OF_ROWS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
+    *("max_completion_length", "mask_truncated_completions", "bf16", "fp16", "cast_lm_head_to_fp32"),
+    *("reward_weights", "scale_rewards", "multi_objective_aggregation", "advantage_estimator"),
+    *("gradient_filter_threshold", "filter_denominator"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Shapes:
         vllm_importance_sampling: True = a window has importance-sampling ratios.
         sampler_is_old: True = the old log-probs of a window are the sampler's.
         queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
+        rows: values of `OF_ROWS` and the correction, as texts.
     """
 
     processes: int
@@ -47,6 +56,7 @@ class Shapes:
     vllm_importance_sampling: bool
     sampler_is_old: bool
     queues_prompts: bool
+    rows: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -55,7 +65,7 @@ class Shapes:
         *,
         processes: int,
         prompts: int | None,
-        corrected: bool,
+        correction: dict[str, Any] | None,
         sampler_is_old: bool,
         samples_ahead: bool,
     ) -> Shapes:
@@ -65,7 +75,7 @@ class Shapes:
             args: a `DASHConfig`.
             processes: number of ranks.
             prompts: number of rows of the training set; `None` for a stream.
-            corrected: True = a window has importance-sampling ratios.
+            correction: settings of the importance-sampling ratios of a window; `None` if it has none.
             sampler_is_old: True = the old log-probs of a window are the sampler's.
             samples_ahead: True = windows are sampled before training needs them.
         """
@@ -74,11 +84,17 @@ class Shapes:
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
             "beta_above_0": args.beta != 0.0,
-            "vllm_importance_sampling": corrected,
+            "vllm_importance_sampling": correction is not None,
             "sampler_is_old": sampler_is_old,
             "queues_prompts": args.samples_dynamically or (samples_ahead and prompts is None),
+            "rows": {name: str(getattr(args, name)) for name in OF_ROWS} | {"correction": str(correction)},
         }
-        return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
+        return cls(**own, **{one.name: getattr(args, one.name) for one in fields(cls) if one.name not in own})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the value of each setting by name."""
+        values = asdict(self)
+        return values | values.pop("rows")
 
     @property
     def window_batches(self) -> int:
@@ -139,7 +155,7 @@ class SavedRun:
 
     def save(self, path: str) -> None:
         """Write this rank's file of a checkpoint."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
         window = None if self.window is None else self.window.state_dict()
         torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
 
@@ -223,11 +239,13 @@ def why_a_new_window(
     if saved is None:
         reason = f"{checkpoint} has no generation window"
         fits &= not now.queues_prompts or start == (0, 0)
-    elif saved.shapes == now:
-        return None
     else:
-        then, old = saved.shapes, asdict(saved.shapes)
-        changed = [f"{name}={old[name]} (now {value})" for name, value in asdict(now).items() if value != old[name]]
+        then, old = saved.shapes, saved.shapes.settings()
+        new = {name: value for name, value in now.settings().items() if value != old.get(name, value)}
+        between = saved.step % then.window_batches == 0  # then no row that is left depends on `rows`
+        if not new or (between and new.keys() <= now.rows.keys()):
+            return None
+        changed = [f"{name}={old[name]} (now {value})" for name, value in new.items()]
         used = then.prompts_used(saved.position[1])
         left = -saved.position[1] % then.window_batches
         reason = (

@@ -377,8 +377,8 @@ class ServerGeneration(ExactMerges):
         """
         if self._base != self._base_version():
             raise ValueError(
-                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start them "
-                "without --enable-lora, so that they get the merged weights."
+                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
+                "them without --enable-lora, so that they get the merged weights."
             )
         self._steps[self.pool.fleet.version + 1] = self.step()
         return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
