@@ -16,10 +16,13 @@ one rank before that call, its error comes to the meeting for which the other ra
     rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
 """
 
+import os
+import secrets
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -37,10 +40,63 @@ FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
 T = TypeVar("T")
 
 _meetings = [0]  # number of meetings so far; the same on all ranks
+_lines: list[Any] = []  # the `Lines` of this process
 
 
 class RankFailed(RuntimeError):
     """Another rank failed, or did not come to a meeting. The message names the rank and its error."""
+
+
+class Lines:
+    """TCP connections between rank 0 and each other rank. The system closes one when a rank ends, however it ends.
+
+    Without them, the ranks of a launcher that does not end all ranks, such as `srun`, would wait for `ddp_timeout`.
+
+    Args:
+        store: torch's key-value store, which tells the port.
+        rank: index of this rank.
+        host: address of rank 0.
+    """
+
+    def __init__(self, store: Any, rank: int, host: str):
+        self._ends: dict[int, socket.socket] = {}
+        self._listener: socket.socket | None = None
+        if rank == 0:
+            self._listener = socket.create_server(("", 0))
+            self._listener.setblocking(False)
+            self._key = secrets.token_bytes(8)  # others may look for open ports
+            store.set("dash_trl/line", self._listener.getsockname()[1].to_bytes(4) + self._key)
+        else:
+            line = store.get("dash_trl/line")
+            with suppress(OSError):  # a firewall between nodes: then `ddp_timeout` ends the wait
+                end = socket.create_connection((host, int.from_bytes(line[:4])), timeout=10)
+                end.sendall(line[4:] + rank.to_bytes(4))
+                end.setblocking(False)
+                self._ends[0] = end
+
+    def check(self, error: Exception | None) -> None:
+        """Raise an error if ranks have ended to which this rank is connected.
+
+        Args:
+            error: an error of this rank, which may follow from that.
+        """
+        with suppress(OSError):
+            while self._listener is not None:
+                end, _ = self._listener.accept()
+                end.settimeout(10)
+                said = end.recv(12)
+                end.setblocking(False)
+                if said[:8] == self._key:
+                    self._ends[int.from_bytes(said[8:])] = end
+        if lost := [rank for rank, end in self._ends.items() if _is_closed(end)]:
+            raise RankFailed(f"Rank {min(lost)} has ended without a word to the others. See its own output.") from error
+
+
+def _is_closed(end: socket.socket) -> bool:
+    try:
+        return not end.recv(1)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
 
 
 class Ranks:
@@ -61,6 +117,9 @@ class Ranks:
         self._accelerator, self.timeout = accelerator, timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
+        if self.count > 1 and not _lines:
+            store = dist.distributed_c10d._get_default_store()
+            _lines.append(Lines(store, self.rank, os.environ.get("MASTER_ADDR", "localhost")))
 
     def agree(
         self,
@@ -101,7 +160,8 @@ class Ranks:
         if self.count > 1:
             _meetings[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout)
+            with naming_lost_ranks():
+                others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout, lines=_lines[0])
             if error is None and others:
                 rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
@@ -160,6 +220,17 @@ class Ranks:
 
 
 @contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """`with` block whose errors of torch's communication name the rank that has ended, if one has."""
+    try:
+        yield
+    except RuntimeError as error:
+        for lines in _lines if not isinstance(error, RankFailed) else ():
+            lines.check(error)
+        raise
+
+
+@contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     """`with` block in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
 
@@ -187,6 +258,7 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
+    lines: Any = None,
 ) -> dict[int, str]:
     """Wait until all ranks have come to a meeting, and exchange their errors.
 
@@ -198,6 +270,7 @@ def meet(
         number: the number of this meeting, the same on all ranks.
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
+        lines: the `Lines` to other ranks. `None`: there are none.
     Returns:
         Failed rank → text of its error; empty if no rank failed. It is the same on every rank, with one exception: if
         this rank failed and the other ranks did not come in time, the result is only this rank's error.
@@ -213,6 +286,8 @@ def meet(
     started = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - started
+        if lines is not None and not store.check(keys):
+            lines.check(error)
         if error is not None and waited > patience:
             return {rank: said}
         if waited > timeout:
