@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import SaveStrategy
 
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
@@ -46,23 +45,19 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     if word in ("none", "false"):
         return None
     folder = Path(output_dir if word == "true" else str(value)).expanduser()
-    reasons: list[str] = []
-    for checkpoint, reason in manifest.checkpoints(folder):
-        if reason is None:
-            if reasons:
-                logger.warning(f"The run goes on from {checkpoint}, not from a later one: {'; '.join(reasons)}.")
-            return str(checkpoint)
-        reasons.append(f"{checkpoint}: {reason}")
-    if not reasons:
-        if (reason := manifest.damage(folder)) is None:
-            return str(folder)
-        reasons = [f"{folder.absolute()}: {reason}"]
-    raise ValueError(
-        f"resume_from_checkpoint={value!r} names no whole checkpoint of its run ({'; '.join(reasons)}). Name another "
-        "checkpoint, the output_dir of the run, or true for this output_dir; or leave it out, to begin anew. If you "
-        f"have changed a checkpoint yourself, delete its {manifest.LIST}: then it is not checked. A run saves "
-        "checkpoints if it has save_strategy='steps' and save_steps."
-    )
+    found, reasons = manifest.find(folder)
+    if found is None:
+        raise ValueError(
+            f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name another "
+            "checkpoint, the output_dir of the run, or true for this output_dir; or leave it out, to begin anew. A "
+            f"checkpoint that you have changed is not checked without its {manifest.LIST}. A run saves checkpoints if it "
+            "has save_strategy='steps' and save_steps."
+        )
+    if reasons:
+        logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
+    if not (found / manifest.LIST).exists():
+        logger.warning(f"{found} has no {manifest.LIST}, as of another trainer, so its files are not checked.")
+    return str(found)
 
 
 def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
@@ -87,53 +82,47 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
 OF_OPTIMIZER = {
     "initial_lr": "learning_rate",
     "weight_decay": "weight_decay",
-    "betas": "adam_betas",
+    "betas": "adam_beta",
     "eps": "adam_epsilon",
 }
-# Parts of the state of a run → the files that a checkpoint has of them.
-PARTS = {"optimizer": "optimizer*", "learning-rate schedule": "scheduler.pt", "random state": "rng_state*"}
+STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
 
 
 @contextmanager
 def loading(checkpoint: str) -> Iterator[None]:
-    """`with` block that loads a part of a checkpoint. Its errors name the checkpoint."""
+    """`with` block that loads a part of a checkpoint. Its errors, which may have any type, name the checkpoint."""
     try:
         yield
-    except Exception as error:  # torch and PEFT raise errors of any type
+    except Exception as error:
         raise ValueError(
-            f"{checkpoint} cannot be loaded into this run ({type(error).__name__}: {error}). Resume with its model, "
-            f"adapter and optimizer, or begin a new run with its weights: model_name_or_path={checkpoint}."
+            f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}. {_others(checkpoint)}"
         ) from error
 
 
-def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> Iterator[str]:
-    """Compare the state of an optimizer in a checkpoint with the optimizer of this run.
+def _others(checkpoint: str) -> str:
+    return f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
+
+
+def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
+    """Compare the optimizer of a checkpoint with that of this run, by their parameter groups.
 
     Args:
         checkpoint: folder of the checkpoint.
-        asked: the optimizer's parameter groups before the checkpoint was loaded.
-        groups: its parameter groups now.
-    Yields:
-        Warnings: what the checkpoint lacks, and which of its settings hold instead of this run's.
+        asked: the groups before the checkpoint was loaded.
+        groups: the groups now.
+    Returns:
+        A warning: what the checkpoint lacks, and which of its settings hold. `None`: there is no difference.
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
-    remedy = f"begin a new run with its weights: model_name_or_path={checkpoint}."
-    if missing := [name for name, files in PARTS.items() if not any(Path(checkpoint).glob(files))]:
-        yield f"{checkpoint} has no {' and no '.join(missing)}, so the run does not go on as it was: {remedy}"
-    changed: dict[str, tuple[Any, Any]] = {}
+    said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     for own, group in zip(asked, groups, strict=True):
-        kind = "decoupled_weight_decay"  # True: AdamW, False: Adam
-        if own.keys() - group.keys() or own.get(kind) != group.get(kind):
-            raise ValueError(
-                f"{checkpoint} was saved with another optimizer: its settings are {[*group]}, and this run's {[*own]}. "
-                f"Resume with the `optim` of the checkpoint, or {remedy}"
-            )
-        changed |= {
-            name: (group[key], own[key]) for key, name in OF_OPTIMIZER.items() if own.get(key) != group.get(key)
-        }
-    for name, (saved, now) in changed.items():
-        yield f"{name}={saved} of {checkpoint} holds, and {name}={now} has no effect: if you mean it, {remedy}"
+        adamw = "decoupled_weight_decay"  # Adam has it, too, as False
+        if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
+            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {_others(checkpoint)}")
+        changed = [key for key in OF_OPTIMIZER if own.get(key) != group.get(key)]
+        said += [f"{OF_OPTIMIZER[key]}={group[key]}, which holds, not {own[key]}" for key in changed]
+    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {_others(checkpoint)}" if said else None
 
 
 class Checkpoints:
@@ -167,8 +156,7 @@ class Checkpoints:
             sampler_is_old=rules.sampler_is_old,
             samples_ahead=windows_ahead(host) > 0,
         )
-        self._runs: manifest.Runs = {}
-        self._name = ""
+        self._runs = manifest.new_run(None)
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
@@ -178,25 +166,22 @@ class Checkpoints:
         Args:
             checkpoint: folder of the checkpoint with which it begins. `None`: a new run.
         """
-        self._runs, self._name = manifest.new_run(checkpoint)
-        if self._host.args.save_strategy != SaveStrategy.NO:
-            self._ranks.agree(self._claim, main_only=True)
-
-    def _claim(self) -> None:
-        runs = {**self._runs, self._name: None}
-        manifest.write(Path(self._host.args.output_dir, manifest.RUN), {"runs": runs})
+        args, self._runs = self._host.args, manifest.new_run(checkpoint)
+        if args.save_strategy != "no":
+            path = Path(args.output_dir, manifest.RUN)
+            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
 
     @contextmanager
-    def saving(self, folder: str) -> Iterator[None]:
+    def saving(self, folder: Path) -> Iterator[None]:
         """`with` block in which all files of a checkpoint are written. At its end, the checkpoint is whole.
 
         Args:
             folder: folder of the checkpoint.
         """
-        runs = {**self._runs, self._name: self._host.state.global_step}
-        self._ranks.agree(manifest.begin, Path(folder), runs, main_only=True)
+        runs = {**self._runs, [*self._runs][-1]: self._host.state.global_step}
+        self._ranks.agree(manifest.begin, folder, runs, main_only=True)
         yield
-        self._ranks.agree(manifest.finish, Path(folder), runs, main_only=True)
+        self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
     def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
         """Store the states of the callbacks and the position in the prompts from before the optimizer step.

@@ -1,62 +1,83 @@
-"""What makes a checkpoint whole, and which run it is of: a JSON file that is written last.
+"""What makes a checkpoint whole, and its run: a JSON file that is written last, with the checksums of the other files.
 
-    output_dir/_run.json                     {"runs": {"A": 4, "B": null}}       run B goes on from step 4 of run A
-    output_dir/checkpoint-6/_files.json      {"runs": {"A": 4, "B": 6}, "stride": 1, "files": {name: [size, CRC-32]}}
+    output_dir/_run.json                    {"runs": {"A": 4, "B": 9223372036854775807}}    B goes on from step 4 of A
+    output_dir/checkpoint-6/_files.json     {"runs": {"A": 4, "B": 6}, "files": {name: [size, CRC-32]}}
 
-Each `train()` is a run with a name of its own. A checkpoint is of the run in its folder if the folder's file names the
-checkpoint's last run, with at least as many steps. Without "files", a checkpoint is incomplete.
+Each `train()` is a run. `_run.json` has the last step of each run that counts. While `_files.json` has no files, its
+checkpoint is incomplete. Without it, the checkpoint is of another trainer, and a run of its own.
 """
 
 import json
 import os
 import secrets
 import shutil
+import sys
 import zlib
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 RUN, LIST = "_run.json", "_files.json"  # `push_to_hub` leaves out names that begin with an underscore
-CHUNK = 1 << 20
-MOST = 4 << 30  # about as many bytes of a checkpoint are read for its checksums; of a larger one, each k-th MiB
-
-Runs = dict[str, int | None]  # name of a run → the number of its last step that counts; `None`: all do
+CHUNK, MOST = 1 << 20, 1 << 30  # of a file above 1 GiB, each k-th MiB counts, so that this takes a second
 
 
-def new_run(checkpoint: str | None) -> tuple[Runs, str]:
-    """Return the runs that lead to a new one, and the name of the new one.
-
-    Args:
-        checkpoint: folder of the checkpoint with which it begins.
-    """
-    return _runs(Path(checkpoint)) if checkpoint else {}, f"{datetime.now():%F %T} {secrets.token_hex(2)}"
+def new_run(checkpoint: str | None) -> dict[str, int]:
+    """Return the runs that lead to a new one, which is the last, each with its last step that counts."""
+    name = f"{datetime.now():%F %T} {secrets.token_hex(2)}"
+    return {**(_runs(Path(checkpoint)) if checkpoint else {}), name: sys.maxsize}
 
 
-def begin(folder: Path, runs: Runs) -> None:
+def begin(folder: Path, runs: dict[str, int]) -> None:
     """Empty the folder of a checkpoint that is to be saved, and mark it as incomplete."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     write(folder / LIST, {"runs": runs})
 
 
-def finish(folder: Path, runs: Runs) -> None:
+def finish(folder: Path, runs: dict[str, int]) -> None:
     """List the files of a checkpoint that has been saved."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LIST]
-    stride = 1 + sum(path.stat().st_size for path in paths) // MOST
-    files = {str(path.relative_to(folder)): _checksum(path, stride) for path in paths}
-    write(folder / LIST, {"runs": runs, "stride": stride, "files": files})
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LIST]
+    write(folder / LIST, {"runs": runs, "files": {name: _checksum(folder / name) for name in names}})
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file, which appears with its content complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1))
+    part.write_text(json.dumps(content))
     os.replace(part, path)
+
+
+def find(folder: Path) -> tuple[Path | None, list[str]]:
+    """Find the last checkpoint in a folder that is whole and of the folder's run. The folder may be the checkpoint.
+
+    Returns:
+        The checkpoint, or `None`; the reason why each later one is none.
+    """
+    current, reasons = _read(folder / RUN).get("runs"), []
+    found = {int(step): path for path in folder.glob("checkpoint-*") if (step := path.name[11:]).isdigit()}
+    for _, path in sorted(found.items(), reverse=True) or [(0, folder)]:
+        name, step = [*_runs(path).items()][-1]
+        if current and step > current.get(name, -1):
+            reasons.append(f"{path} is of another run ({name})")
+        elif damaged := _damaged(path):
+            reasons.append(f"in {path}, {damaged[0]} is missing, damaged or incomplete")
+        else:
+            return path, reasons
+    return None, reasons
+
+
+def _damaged(checkpoint: Path) -> list[str]:
+    files = _read(checkpoint / LIST).get("files", {})
+    if not files and (checkpoint / LIST).exists():
+        return [LIST]
+    wrong = [name for name, known in files.items() if _checksum(checkpoint / name) != known]
+    return wrong or [TRAINER_STATE_NAME][bool(_read(checkpoint / TRAINER_STATE_NAME)) :]
+
+
+def _runs(checkpoint: Path) -> dict[str, int]:
+    return _read(checkpoint / LIST).get("runs") or {checkpoint.name: 0}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -67,45 +88,12 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _runs(checkpoint: Path) -> Runs:
-    """Return the runs of a checkpoint. One without a list is a run of its own."""
-    return _read(checkpoint / LIST).get("runs") or {checkpoint.name: None}
-
-
-def _checksum(path: Path, stride: int) -> list[int]:
-    """Return size and checksum of a file, of which each `stride`-th MiB is read."""
+def _checksum(path: Path) -> list[int]:
+    if not path.is_file():
+        return []
     size, crc = path.stat().st_size, 0
     with path.open("rb") as file:
-        for start in range(0, size, stride * CHUNK):
+        for start in range(0, size, CHUNK * (1 + size // MOST)):
             file.seek(start)
             crc = zlib.crc32(file.read(CHUNK), crc)
     return [size, crc]
-
-
-def damage(checkpoint: Path) -> str | None:
-    """Return the first file of a checkpoint that is missing or damaged, with what is wrong; `None` if it is whole.
-
-    A checkpoint of another trainer has no list: only its `trainer_state.json` is read.
-    """
-    content = _read(checkpoint / LIST)
-    known = content.get("files", {})
-    if (checkpoint / LIST).exists() and not known:
-        return f"its saving was not completed, since {LIST} lists no files"
-    for name, sums in known.items():
-        if not (checkpoint / name).is_file():
-            return f"{name} is missing"
-        if _checksum(checkpoint / name, content["stride"]) != sums:
-            return f"{name} is damaged"
-    return None if _read(checkpoint / TRAINER_STATE_NAME) else f"{TRAINER_STATE_NAME} is missing or damaged"
-
-
-def checkpoints(folder: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield the checkpoints in a folder, the latest first, each with the reason why a run cannot go on from it."""
-    current = _read(folder / RUN).get("runs")
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
-    for path in sorted(found, key=lambda one: int(one.name.rpartition("-")[2]), reverse=True):
-        name, step = list(_runs(path).items())[-1]
-        if current is None or name in current and (current[name] is None or step is None or step <= current[name]):
-            yield path, damage(path)
-        else:
-            yield path, f"it is of another run ({name})"

@@ -10,11 +10,11 @@ and raises an error of one rank on all ranks.
 """
 
 import math
-import os
 import time
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import transformers
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
@@ -175,9 +175,9 @@ class DASHTrainer(GRPOTrainer):
         asked = [{**group} for group in self.optimizer.param_groups]
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-        if not self.is_deepspeed_enabled:  # it has loaded its optimizer, from files of its own
-            for warning in compared(checkpoint, asked, self.optimizer.param_groups):
-                self._run.checkpoints.warn(warning)
+        # DeepSpeed has loaded its optimizer before, from files of its own.
+        if not self.is_deepspeed_enabled and (said := compared(checkpoint, asked, self.optimizer.param_groups)):
+            self._run.checkpoints.warn(said)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -469,15 +469,15 @@ class DASHTrainer(GRPOTrainer):
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             self._run.micro_steps.wait_for_rest()
-        folder = self._get_output_dir(trial=trial)
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        older: list[dict[str, Any]] = []  # they go when this checkpoint is whole
         with (
-            self._run.checkpoints.saving(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")),
-            seams.with_settings(transformers.trainer, {"rotate_checkpoints": lambda **_: None}),
+            self._run.checkpoints.saving(folder),
+            seams.with_settings(transformers.trainer, {"rotate_checkpoints": lambda **which: older.append(which)}),
         ):
             self.ranks.agree(super()._save_checkpoint, model, trial)
-        if self.args.should_save:  # older checkpoints go when this one is whole
-            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-            rotate_checkpoints(folder, limit, best, use_mtime=True)
+        for which in older:
+            rotate_checkpoints(**which)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.

@@ -46,9 +46,7 @@ def weights_version(parameters: Iterable[Tensor]) -> list[int]:
     for one in parameters:
         share = getattr(one, "ds_tensor", one).detach()  # under ZeRO-3, the parameter itself is empty
         share = share.to_local() if hasattr(share, "to_local") else share
-        # A copy begins at a multiple of 8 bytes.
-        whole = share.clone(memory_format=torch.contiguous_format) if share.data_ptr() % 8 else share.contiguous()
-        raw = whole.view(-1).view(torch.uint8)
+        raw = share.flatten().clone().view(torch.uint8)  # a copy, since it begins at a multiple of 8 bytes
         end = len(raw) // 8 * 8
         sums += [raw[:end].view(torch.int64).sum(), raw[end:].sum()]
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist()
