@@ -48,10 +48,9 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     found, reasons = manifest.find(folder)
     if found is None:
         raise ValueError(
-            f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name another "
-            "checkpoint, the output_dir of the run, or true for this output_dir; or leave it out, to begin anew. A "
-            f"checkpoint that you have changed is not checked without its {manifest.LIST}. A run saves checkpoints if it "
-            "has save_strategy='steps' and save_steps."
+            f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
+            "another checkpoint, or leave it out, to begin anew. A checkpoint that you have changed is not checked "
+            f"without its {manifest.LIST}. A run saves checkpoints if it has save_strategy='steps' and save_steps."
         )
     if reasons:
         logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
@@ -152,8 +151,7 @@ class Checkpoints:
             host.args,
             processes=host.ranks.count,
             prompts=prompts,
-            correction=rules.correction,
-            sampler_is_old=rules.sampler_is_old,
+            rules={name: str(getattr(rules, name)) for name in ("reference", "sampler_is_old", "correction")},
             samples_ahead=windows_ahead(host) > 0,
         )
         self._runs = manifest.new_run(None)

@@ -17,7 +17,6 @@ one rank before that call, its error comes to the meeting for which the other ra
 """
 
 import os
-import secrets
 import socket
 import time
 import traceback
@@ -41,6 +40,7 @@ T = TypeVar("T")
 
 _meetings = [0]  # number of meetings so far; the same on all ranks
 _lines: list[Any] = []  # the `Lines` of this process
+HELLO = b"dash_trl"
 
 
 class RankFailed(RuntimeError):
@@ -48,55 +48,38 @@ class RankFailed(RuntimeError):
 
 
 class Lines:
-    """TCP connections between rank 0 and each other rank. The system closes one when a rank ends, however it ends.
+    """TCP connections between rank 0 and the others. The system closes one when a rank ends, however it ends.
 
-    Without them, the ranks of a launcher that does not end all ranks, such as `srun`, would wait for `ddp_timeout`.
-
-    Args:
-        store: torch's key-value store, which tells the port.
-        rank: index of this rank.
-        host: address of rank 0.
+    Without them, ranks that no launcher ends together, such as those of `srun`, would wait for `ddp_timeout`.
     """
 
     def __init__(self, store: Any, rank: int, host: str):
         self._ends: dict[int, socket.socket] = {}
-        self._listener: socket.socket | None = None
+        self._listener: Any = None
         if rank == 0:
             self._listener = socket.create_server(("", 0))
             self._listener.setblocking(False)
-            self._key = secrets.token_bytes(8)  # others may look for open ports
-            store.set("dash_trl/line", self._listener.getsockname()[1].to_bytes(4) + self._key)
+            store.set("dash_trl/port", str(self._listener.getsockname()[1]))
         else:
-            line = store.get("dash_trl/line")
-            with suppress(OSError):  # a firewall between nodes: then `ddp_timeout` ends the wait
-                end = socket.create_connection((host, int.from_bytes(line[:4])), timeout=10)
-                end.sendall(line[4:] + rank.to_bytes(4))
-                end.setblocking(False)
-                self._ends[0] = end
+            with suppress(OSError):  # a firewall between nodes
+                self._ends[0] = socket.create_connection((host, int(store.get("dash_trl/port"))), 10)
+                self._ends[0].sendall(HELLO + rank.to_bytes(4))
 
     def check(self, error: Exception | None) -> None:
-        """Raise an error if ranks have ended to which this rank is connected.
-
-        Args:
-            error: an error of this rank, which may follow from that.
-        """
+        """Raise a `RankFailed` from `error` if a rank has ended to which this rank is connected."""
         with suppress(OSError):
             while self._listener is not None:
                 end, _ = self._listener.accept()
-                end.settimeout(10)
+                end.settimeout(1)
                 said = end.recv(12)
-                end.setblocking(False)
-                if said[:8] == self._key:
+                if said.startswith(HELLO):  # others may look for open ports
                     self._ends[int.from_bytes(said[8:])] = end
-        if lost := [rank for rank, end in self._ends.items() if _is_closed(end)]:
-            raise RankFailed(f"Rank {min(lost)} has ended without a word to the others. See its own output.") from error
-
-
-def _is_closed(end: socket.socket) -> bool:
-    try:
-        return not end.recv(1)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
+        for rank, end in self._ends.items():
+            end.setblocking(False)
+            with suppress(BlockingIOError):
+                with suppress(ConnectionError):
+                    end.recv(1)
+                raise RankFailed(f"Rank {rank} has ended without a word to the others. See its own output.") from error
 
 
 class Ranks:
@@ -160,8 +143,7 @@ class Ranks:
         if self.count > 1:
             _meetings[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            with naming_lost_ranks():
-                others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout, lines=_lines[0])
+            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout, lines=_lines[0])
             if error is None and others:
                 rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
@@ -171,6 +153,11 @@ class Ranks:
         if main_only or from_main:
             value = broadcast_object_list([value])[0]
         return value
+
+    def check_lines(self, error: Exception) -> None:
+        """Raise a `RankFailed` if another rank has ended, from which an error of torch's communication may follow."""
+        for lines in _lines:
+            lines.check(error)
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
         """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded.
@@ -217,17 +204,6 @@ class Ranks:
             rows: number of rows of each rank.
         """
         return slice(self.rank * rows, (self.rank + 1) * rows)
-
-
-@contextmanager
-def naming_lost_ranks() -> Iterator[None]:
-    """`with` block whose errors of torch's communication name the rank that has ended, if one has."""
-    try:
-        yield
-    except RuntimeError as error:
-        for lines in _lines if not isinstance(error, RankFailed) else ():
-            lines.check(error)
-        raise
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
         The checkpoint, or `None`; the reason why each later one is none.
     """
     current, reasons = _read(folder / RUN).get("runs"), []
-    found = {int(step): path for path in folder.glob("checkpoint-*") if (step := path.name[11:]).isdigit()}
+    found = {int(end): path for path in folder.glob("checkpoint-*") if (end := path.name[11:]).isdigit()}
     for _, path in sorted(found.items(), reverse=True) or [(0, folder)]:
         name, step = [*_runs(path).items()][-1]
         if current and step > current.get(name, -1):

@@ -30,7 +30,7 @@ from dash_trl.callbacks import call_event, dash_callbacks
 from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared, loading
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
-from dash_trl.distributed import Ranks, accumulating, naming_lost_ranks
+from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
@@ -196,8 +196,10 @@ class DASHTrainer(GRPOTrainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with naming_lost_ranks():
-                return super()._inner_training_loop(*args, **kwargs)
+            return super()._inner_training_loop(*args, **kwargs)
+        except RuntimeError as error:
+            self.ranks.check_lines(error)
+            raise
         finally:
             self._run.close()
 

@@ -37,11 +37,8 @@ class Shapes:
         processes: number of ranks.
         prompts: number of rows of the training set; `None` for a stream.
         shuffle_seed: seed of the order of the prompts; `None` if they are not shuffled.
-        beta_above_0: True = a window has reference log-probs.
-        vllm_importance_sampling: True = a window has importance-sampling ratios.
-        sampler_is_old: True = the old log-probs of a window are the sampler's.
         queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
-        rows: values of `OF_ROWS` and the correction, as texts.
+        rows: settings on which the rows of a window depend, as texts. Between two windows, they may change.
     """
 
     processes: int
@@ -52,9 +49,6 @@ class Shapes:
     num_iterations: int
     num_generations: int
     shuffle_seed: int | None
-    beta_above_0: bool
-    vllm_importance_sampling: bool
-    sampler_is_old: bool
     queues_prompts: bool
     rows: dict[str, str] = field(default_factory=dict)
 
@@ -65,8 +59,7 @@ class Shapes:
         *,
         processes: int,
         prompts: int | None,
-        correction: dict[str, Any] | None,
-        sampler_is_old: bool,
+        rules: dict[str, str],
         samples_ahead: bool,
     ) -> Shapes:
         """Read the shapes from the settings of a run.
@@ -75,19 +68,15 @@ class Shapes:
             args: a `DASHConfig`.
             processes: number of ranks.
             prompts: number of rows of the training set; `None` for a stream.
-            correction: settings of the importance-sampling ratios of a window; `None` if it has none.
-            sampler_is_old: True = the old log-probs of a window are the sampler's.
+            rules: other settings on which the rows of a window depend, as texts.
             samples_ahead: True = windows are sampled before training needs them.
         """
-        own = {
+        own: dict[str, Any] = {
             "processes": processes,
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
-            "beta_above_0": args.beta != 0.0,
-            "vllm_importance_sampling": correction is not None,
-            "sampler_is_old": sampler_is_old,
             "queues_prompts": args.samples_dynamically or (samples_ahead and prompts is None),
-            "rows": {name: str(getattr(args, name)) for name in OF_ROWS} | {"correction": str(correction)},
+            "rows": {name: str(getattr(args, name)) for name in OF_ROWS} | rules,
         }
         return cls(**own, **{one.name: getattr(args, one.name) for one in fields(cls) if one.name not in own})
 
@@ -207,12 +196,10 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
         ValueError: a file is missing or differs on some rank.
     """
     saved = next((one for one in found if one is not None), None)
-    if saved is None or saved.shapes.processes != processes:
-        return saved
-    if missing := [f"generation_window_{rank}.pt" for rank, one in enumerate(found) if one != saved]:
+    if saved is not None and saved.shapes.processes == processes and any(one != saved for one in found):
         raise ValueError(
-            f"In {checkpoint}, {', '.join(missing)} is missing, or of another step than the others. Resume from "
-            "another checkpoint, or delete every generation_window_*.pt of this one to go on with a new window."
+            f"In {checkpoint}, a generation_window_*.pt is missing, or of another step than the others. Resume from "
+            "another checkpoint, or delete all of them to go on with a new window."
         )
     return saved
 
