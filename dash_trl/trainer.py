@@ -141,6 +141,7 @@ class DASHTrainer(GRPOTrainer):
         return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
 
     def _begin_run(self) -> None:
+        self._loaded: tuple[int, list[int] | None] = -1, None
         seams.begin_anew(self)
         logs = seams.Logs(self._logs, self._pending_extra_logs, self._pending_metrics, self._metrics["train"])
         self.recorder = Recorder(self.args, self.state, logs)
