@@ -10,8 +10,8 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -129,6 +129,27 @@ def reference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield trainer.model
+
+
+def reference_of(model: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which TRL's reference of a given model is a copy of this model.
+
+    TRL loads the model that the configuration names instead, whose weights may be others.
+
+    Args:
+        model: a model, or the name of one.
+    """
+    load = grpo_trainer.create_model_from_path
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if not any(hasattr(one, "ds_tensor") for one in model.parameters()):
+            return deepcopy(model).eval()
+        loaded = load(*args, **kwargs)  # under ZeRO-3, each rank has its shards only
+        for own, given in zip(loaded.parameters(), model.parameters(), strict=True):
+            own.ds_tensor.data.copy_(given.ds_tensor.data)
+        return loaded
+
+    return with_settings(grpo_trainer, {} if isinstance(model, str) else {"create_model_from_path": copied})
 
 
 def use_own_generator(dataloader: Any, seed: int) -> None:
@@ -279,14 +300,6 @@ def sync_weights(trainer: Any) -> None:
         trainer._last_loaded_step = trainer.state.global_step
 
 
-def send_weights_again(trainer: Any) -> None:
-    """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
-
-    TRL itself sends weights only after an optimizer step.
-    """
-    trainer._last_loaded_step = -1
-
-
 @dataclass(frozen=True)
 class Logs:
     """The fields of a `GRPOTrainer` that TRL's `log` reads.
@@ -358,20 +371,10 @@ def to_training_mode(trainer: Any) -> None:
     Transformers does this only in its training step. Some optimizers swap the weights when their mode changes, so it
     must happen before sampling.
     """
-    after_evaluation = not trainer.model_wrapped.training
     trainer.model_wrapped.train()
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-        if after_evaluation:
-            send_weights_again(trainer)  # vLLM may have the weights that the optimizer used for evaluation
-
-
-def end_evaluation(trainer: Any) -> None:
-    """Put the model back into training mode. The optimizer follows in `to_training_mode`, after a checkpoint."""
-    trainer.model_wrapped.train()
-    if callable(getattr(getattr(trainer.optimizer, "optimizer", trainer.optimizer), "train", None)):
-        send_weights_again(trainer)
 
 
 @contextmanager

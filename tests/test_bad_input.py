@@ -342,12 +342,14 @@ def test_models(tiny_model):
     frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
     for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
-        (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
-        (adapted(frozen_lora), "No parameter of the PeftModel.* is_trainable=True"),
+        (lambda name: torch.compile(AutoModelForCausalLM.from_pretrained(name)), "is compiled.* torch_compile=True"),
         (adapted(VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
         (hooked, "register_post_accumulate_grad_hook, as optimizers have that make a step in each backward pass"),
     ):
         refused(said, check_model, make(tiny_model), config())
+    nothing = "No parameter of the (Qwen2ForCausalLM|PeftModel).* requires a gradient.* model.requires_grad_"
+    refused(nothing, build, frozen(tiny_model))
+    refused(nothing, build, tiny_model, peft_config=frozen_lora)
 
 
 def test_models_that_are_right(tiny_model, checkpoints):

@@ -94,9 +94,14 @@ def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, t
             trainer.vllm_generation = SimpleNamespace(sync_weights=sync)
 
         settings = {"vllm_importance_sampling_correction": False, "gradient_accumulation_steps": 2}
-        run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
+        trainer = run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
         synced.append(steps)
     assert synced == [[0, 2], [0, 2]]
+    last = lambda: trainer._last_loaded_step  # noqa: E731
+    trainer._last_loaded_step = 4
+    assert last() == 4
+    trainer.model.lm_head.weight.data.neg_()  # as averaged weights are swapped in: no optimizer step has made them
+    assert last() == -1
 
 
 def test_figures_of_rows_that_no_function_scores_or_that_are_all_cut_off():

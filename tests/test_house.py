@@ -189,7 +189,7 @@ def test_the_attributes_of_trl():
         used |= attributes(ast.parse(path.read_text()), "trainer")
     names = {name for name, is_set in used if is_set or name.startswith("_")} - ours - methods
     assert names - trls == set()
-    known = {"_step", "_logs", "_metrics", "_current_train_step_time", "_last_loaded_step", "_tokenizer", "_name"}
+    known = {"_step", "_logs", "_metrics", "_current_train_step_time", "_tokenizer", "_name"}
     assert known | {"use_vllm", "vllm_generation"} <= names
 
 

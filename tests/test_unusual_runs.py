@@ -99,6 +99,18 @@ def test_the_rest_of_a_stream_is_logged_with_the_step_that_it_joins(tiny_model, 
     assert abs(trl["policy_loss"]) > 1e-3 and ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
+def test_the_model_that_is_given_is_the_reference(tiny_model, tmp_path):
+    """Not the model that its config names; in its dtype, whatever `model_init_kwargs` says, and without dropout."""
+    given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16")
+    with torch.no_grad():
+        given.lm_head.weight.neg_()
+    before = parameters(given)
+    settings = {"loaded": given, "beta": 0.1, "learning_rate": 0.0, "model_init_kwargs": {"dtype": "float32"}}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert trainer.state.log_history[0]["kl"] == 0.0 and not trainer.ref_model.training
+    assert all(torch.equal(value, before[name]) for name, value in trainer.ref_model.named_parameters())
+
+
 def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_path):
     torch.manual_seed(1)
     adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

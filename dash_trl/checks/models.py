@@ -22,11 +22,9 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     Args:
         model: a name, a directory, or a model.
         args: the configuration.
-        peft_config: as given to `DASHTrainer`. If it is given, the model need not have trainable parameters, because
-            the adapter has them.
+        peft_config: as given to `DASHTrainer`.
     Raises:
-        ValueError: if the model does not exist, is not a causal language model, has no trainable parameter, or has
-            virtual tokens.
+        ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens.
     """
     adapter = peft_config or getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
@@ -49,6 +47,11 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
         kind: Any = getattr(transformers, name, None)
     else:
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                f"The model is compiled: a {type(model).__name__}. Its weights have other names, so it could not be "
+                "saved and loaded. Pass the model itself, and set torch_compile=True."
+            )
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
         kind, name = type(text_model), type(text_model).__name__
@@ -58,11 +61,19 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "
             "causal language model (transformers.AutoModelForCausalLM). For vision-language models use trl.GRPOTrainer."
         )
-    if not isinstance(model, str) and peft_config is None and not any(one.requires_grad for one in model.parameters()):
+
+
+def check_trainable(model: Any) -> None:
+    """Raises a `ValueError` if no parameter of the model would be trained.
+
+    Args:
+        model: the model that the trainer has built, with its adapter.
+    """
+    if not any(one.requires_grad for one in model.parameters()):
         raise ValueError(
-            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Load an "
-            "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
-            "model.requires_grad_()."
+            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Set "
+            "inference_mode=False in a peft_config that was read from a saved adapter, load an adapter with "
+            "PeftModel.from_pretrained(..., is_trainable=True), or call model.requires_grad_()."
         )
     if not isinstance(model, str) and any(one._post_accumulate_grad_hooks for one in model.parameters()):
         raise ValueError(

@@ -24,7 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.backlog import Job
-from dash_trl.sampling.checksum import weights_checksum
+from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
@@ -307,6 +307,7 @@ class ServerGeneration(ExactMerges):
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
+            self._base = self._base_version()
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
             gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
@@ -362,8 +363,16 @@ class ServerGeneration(ExactMerges):
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Record the optimizer step of the next weight version; iterate over the adapter's unsharded matrices."""
+        if self._base != self._base_version():
+            raise ValueError(
+                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
+                "them without --enable-lora, so that they get the merged weights."
+            )
         self._steps[self.pool.fleet.version + 1] = self.step()
         return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
+
+    def _base_version(self) -> list[int]:
+        return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
     def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and unsharded value of each parameter of adapter or base model. A collective under ZeRO-3."""
