@@ -5,7 +5,7 @@
                                   the sampler's own ────────┴─────────────► importance_sampling_ratio
 
 Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, T' completion tokens of a pass, which may
-differ from T, N rows of a rank in a window's `lengths`.
+differ from T, M rows of a rank in a window's `lengths`.
 """
 
 from __future__ import annotations
@@ -133,31 +133,35 @@ class LogProbs:
         self.in_pass = CorrectionInPass(self.rules, host.ranks.rank)
 
     @torch.no_grad()
-    def added(self, part: Part, *, serves_one_step: bool = False) -> Part:
+    def added(self, part: Part, shares: Sequence[range]) -> Part:
         """Add old log-probs, reference log-probs and ratios to the survivors, as far as the loss needs them.
 
-        If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
-        sampler did not report.
+        The passes have the micro-batches of the training passes. With other rows or another width, bf16 would round
+        differently, and ratios of equal policies would differ from 1.
+
+        If the old log-probs are the sampler's log-probs, only passes run that have a row with a token whose log-prob
+        the sampler did not report.
 
         Args:
             part: the window, or a part of it.
-            serves_one_step: see `LogProbRules.names`.
+            shares: the micro-steps of each share of the window; see `Schedule.shares_of_window`.
         """
-        rules, survivors, lengths = self.rules, part.rollouts, part.lengths
-        names = rules.names(serves_one_step=serves_one_step)
+        rules, survivors = self.rules, part.rollouts
+        names = rules.names(serves_one_step=len(shares) == 1 and not part.by_group)
         if not names:
             return part
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
+        chosen = part.lengths[..., 1] > 0
         if rules.sampler_is_old:
-            unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
-            unknown[lengths[self._ranks.rank, :, 1] > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
-            lengths = lengths * self._ranks.gather(unknown).view(self._ranks.count, -1, 1)
+            unknown = chosen[self._ranks.rank].long()
+            unknown[unknown > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
+            chosen = self._ranks.gather(unknown).view(chosen.shape) > 0
 
         def run(inputs: Inputs) -> list[Tensor]:
             return [self._host.run_pass(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
 
         with self._host.recorder.timed("logprobs"):
-            known = dict(zip(names, self._found(part, lengths, run, len(names)), strict=True))
+            known = dict(zip(names, self._found(part, shares, chosen, run, len(names)), strict=True))
         if rules.sampler_is_old:
             # A token whose log-prob the sampler did not report has the ratio π/μ = 1 at the beginning of the window.
             known["old_per_token_logps"] = torch.where(sampled > NO_LOG_PROB, sampled, known["old_per_token_logps"])
@@ -178,8 +182,8 @@ class LogProbs:
         """
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
-        rows, window = self._window(credited, rollouts.lengths())
-        survivors = self.added(window).rollouts
+        rows, window = self._window(credited, by_group=True)
+        survivors = self.added(window, [range(1)]).rollouts
         found = {name: getattr(survivors, name) for name in LOG_PROB_FIELDS}
         return rollouts.with_log_probs(
             **{
@@ -203,8 +207,8 @@ class LogProbs:
             prompt_ids, completion_ids, pad_token_id=self._host.processing_class.pad_token_id
         )
         with self._host.recorder.timed("logprobs"):
-            _, window = self._window(rollouts, rollouts.lengths())
-            (known,) = self._found(window, window.lengths, self._host.run_pass, 1)
+            _, window = self._window(rollouts)
+            (known,) = self._found(window, [range(1)], window.lengths[..., 1] > 0, self._host.run_pass, 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:
@@ -242,36 +246,50 @@ class LogProbs:
         self._host.recorder.log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
     def _found(
-        self, window: Part, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
+        self,
+        part: Part,
+        shares: Sequence[range],
+        chosen: Tensor,
+        run: Callable[[Inputs], Sequence[Tensor]],
+        count: int,
     ) -> list[Tensor]:
-        """Run passes over the window's rows whose length in `lengths` is not 0, and collect the results.
+        """Run the passes of a part that have a chosen row on some rank, and collect the results.
 
         Args:
+            part: the window, or a part of it.
+            shares: see `added`.
+            chosen: [R, M] bool.
             run: function that takes the inputs of a pass, runs it, and returns at least `count` tensors [S, T'].
+            count: number of results.
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
-        args, passes = self._host.args, []
+        args, passes, first = self._host.args, [], 0
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
-            for rows, inputs in self._micro_batches.without_gradient(window, lengths):
-                on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
-                passes.append((rows, run(on_device)[:count]))
-        found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
+            for steps in shares:
+                columns = part.columns(steps, shares[-1].stop)
+                share = part.of_columns(columns, self._ranks.rank)
+                for rows, inputs in self._micro_batches.without_gradient(share, chosen[:, columns]):
+                    on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
+                    passes.append(([first + row for row in rows], run(on_device)[:count]))
+                first += len(share.rollouts)
+        found = [torch.zeros(part.rollouts.completion_ids.shape) for _ in range(count)]
         for rows, results in passes:  # read after the last pass, because reading waits for the device
             for values, known in zip(results, found, strict=True):  # which may differ in columns
                 known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
-    def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, Part]:
-        """Build a window from the rows whose length in `lengths` [B, 4] is not 0. A fully masked row has length 0.
+    def _window(self, rollouts: CreditedRollouts, *, by_group: bool = False) -> tuple[Tensor, Part]:
+        """Build a window from the rows that are not fully masked.
 
         Returns:
             The indices of these rows, and the window.
         """
+        lengths = rollouts.lengths()
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         width = int(of_all[..., :2].amax(dim=1).sum(dim=1).max())
-        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum())
+        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum(), by_group)
 
 
 class CorrectionInPass:

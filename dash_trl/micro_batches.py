@@ -6,6 +6,7 @@ Letters: R ranks, M rows of a rank.
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dash_trl.host import Host
@@ -26,56 +27,65 @@ class MicroBatches:
         self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
         self._pad_token_id = host.processing_class.pad_token_id
 
-    def plan(
-        self, lengths: Tensor, width: int, micro_steps: int, last_must_run: bool = False
-    ) -> list[list[MicroBatch]]:
-        """Plan the micro-batches of each micro-step; see `plan_share`.
+    def plan(self, part: Part) -> list[MicroBatch]:
+        """Distribute the survivors of a part over micro-batches; see `plan_share`.
 
-        Args:
-            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
-            width: see `Part.width`.
-            micro_steps: number of micro-steps.
-            last_must_run: True = the last micro-step runs a pass even if there is no survivor.
+        The plan depends only on the part, so that all passes over the part round in the same way: those of the old
+        policy and of the reference model, and the training passes.
         """
-        return plan_share(
-            lengths,
-            micro_steps,
-            last_must_run,
-            max_rows=self._args.per_device_train_batch_size,
-            max_tokens=self._args.max_tokens_per_microbatch,
-            width=width,
-            padding_free=self.passes.padding_free,
-            min_shared=self.passes.min_shared,
-        )
+        lengths = part.lengths
+        if self.passes.full_width:  # each row of a pass is as wide as the window
+            lengths = lengths * torch.tensor([0, 1, 1, 1])
+            lengths[..., 1] = part.width * (lengths[..., 1] > 0)
+        count = lengths.shape[1]
+        size = self._args.num_generations if part.by_group else max(count, 1)
+        planned: list[MicroBatch] = []
+        for first in range(0, count, size):
+            together = torch.zeros_like(lengths)
+            together[:, first : first + size] = lengths[:, first : first + size]
+            planned += plan_share(
+                together,
+                max_rows=self._args.per_device_train_batch_size,
+                max_tokens=self._args.max_tokens_per_microbatch,
+                width=part.width,
+                padding_free=self.passes.padding_free,
+                min_shared=self.passes.min_shared,
+            )
+        return planned
 
-    def without_gradient(self, part: Part, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
+    def without_gradient(self, part: Part, chosen: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Make the inputs of passes without gradient: of those that have a chosen row on some rank.
 
         Args:
-            part: the window of the rows, or a part of it.
-            lengths: [R, M, 4].
+            part: the share of a window, or a part of it.
+            chosen: [R, M] bool.
         Yields:
             For each pass, the indices of this rank's rows in `part.rollouts`, and the inputs on the CPU.
         """
-        for micro_batch in self.plan(lengths, part.width, 1)[0]:
-            yield self._of(part, micro_batch)
+        for micro_batch in self.plan(part):
+            if any(chosen[rank, list(rows)].any() for rank, rows in enumerate(micro_batch.rows)):
+                yield self._of(part, micro_batch)
 
-    def with_gradient(
-        self, part: Part, passes: list[Pass], planned: list[MicroBatch], *, are_last: bool
-    ) -> Iterator[tuple[dict[str, Any], bool]]:
+    def with_gradient(self, part: Part, passes: list[Pass]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Make the inputs of training passes on the CPU, including the weights of their losses in the optimizer step.
 
         Args:
-            part: the window of the rows, or a part of it.
-            passes: the passes.
-            planned: micro-batches that were planned just now, whose figures are logged.
-            are_last: True = no other pass follows in the micro-step.
+            part: the share of a window, or a part of it.
+            passes: its passes.
         Yields:
             The inputs of a pass, and a bool, True = the pass is the last one of the micro-step.
         """
-        if planned:
+        if planned := [one.micro_batch for one in passes]:
             padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
-            self._recorder.log(packing_metrics(planned, part.lengths, padding_free=padding_free, min_shared=min_shared))
+            self._recorder.log(
+                packing_metrics(
+                    planned,
+                    part.lengths,
+                    padding_free=padding_free,
+                    min_shared=min_shared,
+                    width=part.width if self.passes.full_width else 0,
+                )
+            )
         for one in passes:
             tokens, share = one.tokens[self._rank], one.share
             rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
@@ -86,7 +96,7 @@ class MicroBatches:
                 "num_items_in_batch": part.num_items_in_batch,
                 "pass": one,
             }
-            yield inputs, are_last and one is passes[-1]
+            yield inputs, part.ends_step and one is passes[-1]
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""

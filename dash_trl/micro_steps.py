@@ -5,7 +5,7 @@
 A *share* is the rows of a window that one optimizer step uses: all of them, or some of them (Mini).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dash_trl.collect import Collector
@@ -50,6 +50,8 @@ class MicroSteps:
     def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
+        All passes of a share run in its last micro-step, because they may have to wait for rewards.
+
         Args:
             micro_step: the micro-step.
             examples: the dataset rows of the micro-step; see `Collector.window`.
@@ -61,19 +63,28 @@ class MicroSteps:
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(micro_step):
-            one_step = len(self.schedule.micro_steps_of_share(micro_step)) == self.schedule.steps_per_generation
-            groups = self._groups_of_step if by_group else None
             self._window = self._collector.window(
-                examples, micro_step=micro_step, groups_of_step=groups, serves_one_step=one_step
+                examples,
+                micro_step=micro_step,
+                groups_of_step=self._groups_of_step if by_group else None,
+                shares=self.schedule.shares_of_window(micro_step),
             )
             self.schedule.window_sampled(micro_step)
-        assert self._window is not None, "a window has begun above, if not before"
+        share = self.schedule.micro_steps_of_share(micro_step)
+        if micro_step + 1 < share.stop:
+            return
+        parts: Iterable[Part] = self._window
         if (window := self._window.whole) is not None:
-            passes, planned = self.schedule.passes(micro_step, window)
-            yield from self._micro_batches.with_gradient(window, passes, planned, are_last=True)
-        elif micro_step + 1 == self.schedule.micro_steps_of_share(micro_step).stop:
-            yield from self._inputs_of_parts(micro_step, self._window)
-        # Otherwise no pass runs: the passes of all parts run in the last micro-step of the share.
+            first = share.start % self.schedule.steps_per_generation
+            columns = window.columns(range(first, first + len(share)), self.schedule.steps_per_generation)
+            parts = [window.of_columns(columns, self._host.ranks.rank)]
+        for part in parts:
+            passes = self.schedule.plan(micro_step, part)
+            yield from self._micro_batches.with_gradient(part, passes)
+            if part.ends_step:
+                break
+        if self.schedule.ends_window(micro_step):
+            self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
     def _groups_of_step(self) -> int:
         """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
@@ -115,13 +126,3 @@ class MicroSteps:
             window: the window of the checkpoint. `None`: begin with a new window.
         """
         self._window = None if window is None else Window(self._host.state.global_step, whole=window)
-
-    def _inputs_of_parts(self, micro_step: int, window: Window) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
-        for part in window:
-            passes, planned = self.schedule.plan_part(micro_step, part)
-            yield from self._micro_batches.with_gradient(part, passes, planned, are_last=part.ends_step)
-            if part.ends_step:
-                break
-        if self.schedule.ends_window(micro_step):
-            self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole

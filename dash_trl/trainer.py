@@ -168,6 +168,7 @@ class DASHTrainer(GRPOTrainer):
                 models,
                 super()._get_per_token_logps_and_entropies,
                 vocabulary=min(self.model.config.get_text_config().vocab_size, len(self._tokenizer)),
+                pad_token_id=self._tokenizer.pad_token_id,
                 device=self.accelerator.device,
                 ranks=self.ranks,
             )

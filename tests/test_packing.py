@@ -27,32 +27,24 @@ def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torc
 @given(
     seed=st.integers(0, 10**6),
     ranks=st.integers(1, 4),
-    steps=st.integers(1, 8),
-    rows=st.integers(1, 8),
+    rows=st.integers(1, 64),
+    most=st.integers(1, 8),
     group=st.integers(1, 8),
     kept=st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     tokens=st.sampled_from([None, 1, 100, 400]),
     layout=st.sampled_from(["padded", "packed", "shared"]),
-    last_must_run=st.booleans(),
 )
-def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_must_run):
+def test_invariants(seed, ranks, rows, most, group, kept, tokens, layout):
     """If shared, prompts of more than 32 tokens are computed once per pass, but for their last token."""
-    lengths, least = table(ranks, steps * rows, kept, seed, group), 32 if layout == "shared" else None
-    options = {
-        "max_rows": rows,
-        "max_tokens": tokens,
-        "padding_free": layout != "padded",
-        "last_must_run": last_must_run,
-    }
+    lengths, least = table(ranks, rows, kept, seed, group), 32 if layout == "shared" else None
+    options = {"max_rows": most, "max_tokens": tokens, "padding_free": layout != "padded"}
     width = 290  # of the longest row, before dropped rows were left out
-    plan = plan_share(lengths, steps, min_shared=least, width=width, **options)
-    assert len(plan) == steps
-    flat = [micro_batch for step in plan for micro_batch in step]
+    plan = plan_share(lengths, min_shared=least, width=width, **options)
     for rank in range(ranks):
-        ran = [row for micro_batch in flat for row in micro_batch.rows[rank]]
+        ran = [row for micro_batch in plan for row in micro_batch.rows[rank]]
         assert layout != "padded" or ran == sorted(ran, key=lambda row, rank=rank: -lengths[rank, row, 1])
-        assert sorted(ran) == [row for row in range(steps * rows) if lengths[rank, row, 1] > 0]
-    for micro_batch, rank in product(flat, range(ranks)):
+        assert sorted(ran) == [row for row in range(rows) if lengths[rank, row, 1] > 0]
+    for micro_batch, rank in product(plan, range(ranks)):
         members = micro_batch.rows[rank]
         assert len(micro_batch.rows) == ranks and micro_batch.size >= max(1, len(members))
         prompt, completion, _, prompt_of = lengths[rank].T.tolist()
@@ -66,22 +58,20 @@ def test_invariants(seed, ranks, steps, rows, group, kept, tokens, layout, last_
         if layout == "padded" and members:
             size = len(members) * (max(prompt[row] for row in members) + max(completion[row] for row in members))
         # a single row may exceed the budget
-        assert size <= (rows * width if tokens is None else tokens) or len(members) <= 1
-    counts = [len(step) for step in plan]
-    assert counts == sorted(counts) and counts[-1] - counts[0] <= 1  # empty micro-steps first, then even
-    assert (counts[-1] > 0) == bool((lengths[..., 1] > 0).any() or last_must_run)
-    most, longest = lengths[..., 1].gt(0).sum(dim=1).max(), lengths[..., :2].sum(dim=(1, 2)).max()
+        assert size <= (most * width if tokens is None else tokens) or len(members) <= 1
+    assert bool(plan) == bool((lengths[..., 1] > 0).any())
+    survivors, longest = lengths[..., 1].gt(0).sum(dim=1).max(), lengths[..., :2].sum(dim=(1, 2)).max()
     if tokens is None:  # never more passes than by rows, and one where it has room for all
-        assert len(flat) <= max(-(-int(most) // rows), last_must_run)
-        assert longest > rows * width or layout == "padded" or len(flat) <= 1
+        assert len(plan) <= -(-int(survivors) // most)
+        assert longest > most * width or layout == "padded" or len(plan) <= 1
     else:
-        assert len(flat) <= sum(map(len, plan_share(lengths, steps, **options))) + steps
+        assert len(plan) <= len(plan_share(lengths, **options)) + 1
 
 
 def test_a_long_row_does_not_make_a_pass_of_many_short_ones_wide():
     """The tables of a pass are rows × longest row, though only tokens are computed."""
     lengths = torch.tensor([[[5, 800], *[[5, 3]] * 2047]])
-    (plan,) = plan_share(lengths, 1, max_rows=8, width=805)
+    plan = plan_share(lengths, max_rows=8, width=805)
     assert max(one.size * sum(lengths[0, list(one.rows[0])].amax(dim=0)) for one in plan) <= 16 * 8 * 805
 
 
@@ -91,7 +81,7 @@ def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, 
         num_iterations=num_iterations,
         accumulation=accumulation,
         rows_per_step=rows,
-        pack=lambda lengths, width, steps, last: plan_share(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
+        pack=lambda part: plan_share(part.lengths[..., :2], max_rows=rows),
     )
 
 
@@ -112,23 +102,22 @@ def test_what_an_optimizer_step_takes_of_its_window():
         assert walk.micro_steps_of_share(begins) == share and walk.has_whole_share(begins) == whole, said
 
 
-def test_the_last_micro_step_runs_if_an_earlier_share_did():
+def test_the_last_share_of_a_step_runs_if_an_earlier_one_did():
     walk = schedule(steps_per_generation=2)
     walk.begin_optimizer_step(0, 4, 0)
     walk.window_sampled(0)
     signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
-    assert [len(walk.passes(step, part(signal))[0]) for step in (0, 1)] == [0, 1]
+    assert len(walk.plan(1, part(signal))) == 1
     walk.window_sampled(2)
     silent = torch.zeros(1, 4, 3, dtype=torch.long)
-    assert walk.passes(2, part(silent))[0] == []
-    (dummy,) = walk.passes(3, part(silent))[0]
+    (dummy,) = walk.plan(3, part(silent))
     assert dummy.micro_batch.rows == ((),)
 
 
 def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
     walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
+    assert walk.shares_of_window(4) == [range(2), range(2, 4)]
     lengths = table(1, 8, 1.0, seed=0)
-    assert [len(walk.passes(step, part(lengths))[0]) for step in (4, 5)] == [1, 1]
-    share = walk.passes(5, part(lengths))[0][0].share
+    share = walk.plan(5, part(lengths))[0].share
     assert share.all_rows == 4 and share.all_tokens == int(lengths[..., 2].sum()) / 2  # 2 of the 4 micro-steps

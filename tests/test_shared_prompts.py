@@ -131,7 +131,7 @@ def test_a_pass_on_a_gpu_keeps_no_more_than_trls(prompt, completion, monkeypatch
         return kept(lambda: model.model(ids, position_ids=ids, **kernel).last_hidden_state.sum().backward())
 
     rows = torch.tensor([[prompt, completion, completion, number // 8] for number in range(64)])
-    (passes,) = plan_share(rows[None], 1, max_rows=8, width=prompt + completion, min_shared=15)
+    passes = plan_share(rows[None], max_rows=8, width=prompt + completion, min_shared=15)
     groups = max(len(one.rows[0]) for one in passes) // 8
     shared, trls = (TreeShape(prompt - 1, (completion + 1,) * 8),) * groups, (TreeShape(prompt + completion),) * 8
     assert 0.4 < of(shared) / of(trls) <= 1
@@ -180,7 +180,7 @@ def test_figures_of_packing():
     found = packing_metrics([MicroBatch(((0, 1, 2, 3),))], table, padding_free=True, min_shared=32)
     assert found["packing/max_tokens"] == 192 - 33 and found["packing/shared_tokens"] == pytest.approx(33 / 192)
     assert found["packing/padding_share"] == 0
-    (micro_batches,) = plan_share(table[:, :2], 1, max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
+    micro_batches = plan_share(table[:, :2], max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
     assert [one.rows for one in micro_batches] == [((0, 1),)]
 
 
@@ -219,5 +219,5 @@ def test_where_rows_of_a_group_go():
         # Only prompts of more than 32 tokens are kept together.
         ([[*short, 0], [*long, 1], [*short, 0], [*long, 1]], 60, [(1, 3), (0,), (2,)]),
     ):
-        (found,) = plan_share(torch.tensor([rows]), 1, max_rows=4, max_tokens=budget, width=100, min_shared=32)
+        found = plan_share(torch.tensor([rows]), max_rows=4, max_tokens=budget, width=100, min_shared=32)
         assert [one.rows[0] for one in found] == passes, rows

@@ -14,6 +14,7 @@ Letters: B rows of this rank, M of them in a part, R ranks, K groups of a rank.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ class Collector:
         *,
         micro_step: int,
         groups_of_step: Callable[[], int] | None,
-        serves_one_step: bool,
+        shares: Sequence[range],
     ) -> Window:
         """Return the next window: sampled, and scored unless its rewards are awaited group by group.
 
@@ -109,7 +110,7 @@ class Collector:
             micro_step: the micro-step with which the window begins.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
                 from the window. `None`: await rewards together, not group by group.
-            serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
+            shares: see `LogProbs.added`.
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
@@ -120,7 +121,7 @@ class Collector:
         self._announced.extend(new)
         prompts = self._announced.popleft()
         if groups_of_step is None:
-            return Window(global_step, whole=self._together(prompts, new, serves_one_step=serves_one_step))
+            return Window(global_step, whole=self._together(prompts, new, shares))
         batch = self._sample(prompts, new, by_group=True)
         self._log_sampled([batch])
         # Losses may divide by this number, so it must be known before the first part is trained on.
@@ -128,10 +129,10 @@ class Collector:
         # Groups are trained on in the order in which their rewards come. The order drawn here is not used: drawing it
         # leaves the same random state as `_together`, so that later samples do not depend on `reward_pipeline`.
         shuffled(len(batch.rollouts))
-        if not serves_one_step:
+        if len(shares) > 1:
             # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
             batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        return Window(global_step, self._by_group(batch, num_items, groups_of_step, serves_one_step=serves_one_step))
+        return Window(global_step, self._by_group(batch, num_items, groups_of_step, shares))
 
     def start_rewards_of_sampled(self) -> None:
         """Start the rewards of rows that servers have sampled for later windows. Called after each pass."""
@@ -198,13 +199,13 @@ class Collector:
 
     # ------------------------------------------------------------------ from rewards to parts
 
-    def _together(self, prompts: Prompts, new: Sequence[Prompts], *, serves_one_step: bool) -> Part:
+    def _together(self, prompts: Prompts, new: Sequence[Prompts], shares: Sequence[range]) -> Part:
         """Collect a whole window as one part, with dynamic sampling in several rounds.
 
         Args:
             prompts: the prompts of the window's first round.
             new: see `_sample`.
-            serves_one_step: see `window`.
+            shares: see `LogProbs.added`.
         """
         batches: list[GenerationBatch] = []
         credited: list[Credited] = []
@@ -242,12 +243,12 @@ class Collector:
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
-        part = self.log_probs.added(part, serves_one_step=serves_one_step)
+        part = self.log_probs.added(part, shares)
         self._log_whole(batches, rollouts, filtered, torch.cat([one.silent for one in credited]), part.rollouts)
         return part
 
     def _by_group(
-        self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], *, serves_one_step: bool
+        self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], shares: Sequence[range]
     ) -> Iterator[Part]:
         """Yield the parts of a window as the rewards of its groups come.
 
@@ -255,17 +256,22 @@ class Collector:
             batch: the rows of the window. If several optimizer steps use it, the rows have their log-probs already.
             num_items: `Part.num_items_in_batch`.
             groups_of_step: see `window`.
-            serves_one_step: see `window`.
+            shares: see `LogProbs.added`.
         """
         arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
+        by_group = len(shares) > 1
         for rows, scored, ends_step in batch.scored_groups(groups_of_step):
             arrived.append(rows)
             credited.append(self._credited(scored))
-            rollouts = credited[-1].rollouts
-            kept = self._survivors(rollouts, credited[-1].filtered.keep, torch.arange(len(rollouts)))
-            part = Part(*kept, width, num_items, ends_step)
-            if serves_one_step:  # otherwise the rows have their log-probs already
-                part = self.log_probs.added(part, serves_one_step=True)
+            rollouts, keep = credited[-1].rollouts, credited[-1].filtered.keep
+            if by_group:  # a group runs as a whole, as in the passes for its log-probs
+                rollouts = replace(rollouts, tool_mask=rollouts.loss_mask * keep.unsqueeze(1))
+                size = self._args.num_generations
+                keep = keep.view(-1, size).any(dim=1).repeat_interleave(size)
+            kept = self._survivors(rollouts, keep, torch.arange(len(rollouts)))
+            part = Part(*kept, width, num_items, by_group, ends_step)
+            if not by_group:  # otherwise the rows have their log-probs already
+                part = self.log_probs.added(part, shares)
             survivors.append(part.rollouts)
             if sum(map(len, arrived)) == len(batch.rollouts):  # log before the optimizer step of the last part
                 order = torch.cat(arrived).argsort()

@@ -234,7 +234,7 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
 
 
 def packing_metrics(
-    micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None
+    micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None, width: int = 0
 ) -> dict[str, float]:
     """Return figures of how the rows of all ranks were packed into passes.
 
@@ -248,6 +248,7 @@ def packing_metrics(
         lengths: [R, B, 4] of the window; see `RolloutBatch.lengths`.
         padding_free: True = passes are padding-free.
         min_shared: see `plan_share`.
+        width: number of tokens of each row of a padded pass. 0: as many as its longest prompt and completion have.
     """
     prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
     real = processed = saved = largest = 0
@@ -255,7 +256,7 @@ def packing_metrics(
         for rank, rows in enumerate(micro_batch.rows):
             prompts, completions = ([of[rank][row] for row in rows] for of in (prompt_of, completion_of))
             tokens = sum(prompts) + sum(completions)
-            size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
+            size = tokens if padding_free or not rows else len(rows) * (width or max(prompts) + max(completions))
             if min_shared is not None:
                 shared = Counter((prompt_of[rank][row], same[rank][row]) for row in rows)
                 twice = sum((count - 1) * (prompt - 1) for (prompt, _), count in shared.items() if prompt > min_shared)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from dash_trl.update import (
     TreeShape,
     computing_dtype,
+    forget_longest,
     isolation_flaw,
     tree_attention,
     varlen_arguments,
@@ -172,6 +173,7 @@ def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]
     for tree in trees:
         branches = []
         for branch in tree.branches:
+            forget_longest(model)
             ids = [*tree.trunk[: branch.attach], *branch.tokens]
             count = len(branch.tokens) - branch.scored
             logits = model(

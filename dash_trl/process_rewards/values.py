@@ -21,7 +21,7 @@ from accelerate.utils import is_peft_model
 
 from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
-from dash_trl.update import evaluating, fitted_bins, plain_causal_attention
+from dash_trl.update import evaluating, fitted_bins, packing_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ class AnswerLogProbValue:
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
         """Returns whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
-            flaw: str | None = "its attention is not plain causal in every layer"
-            if plain_causal_attention(model):
+            flaw = packing_obstacle(model)
+            if flaw is None:
                 flaw = tree_flaw(call, model)
                 if most_on_all_ranks(int(flaw is not None)) and flaw is None:
                     flaw = "tree passes are wrong on another rank"

@@ -261,8 +261,8 @@ class Survivors(CreditedRollouts):
             advantages=none,
         )
 
-    def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Tensor]:
-        """Build the inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
+    def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int, trimmed: bool = True) -> dict[str, Tensor]:
+        """Build the inputs of one model pass.
 
         Args:
             rows: indices into this batch; may be empty.
@@ -270,6 +270,7 @@ class Survivors(CreditedRollouts):
                 gathers metrics per row. Dummy rows fill up the result; all of their tokens are masked. If `rows` is
                 empty, the prompt of the first dummy row is not masked, so that the model has something to run.
             pad_token_id: token id of the padding.
+            trimmed: True = trim to the longest prompt and completion among `rows`, False = keep the window's width.
         Returns:
             TRL's model inputs: each tensor field that is set, except `group`, `policy_version` and `rewards`. The first
             dimension is `size`.
@@ -277,6 +278,8 @@ class Survivors(CreditedRollouts):
         width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
         prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
         longest = int(self.completion_mask[chosen].sum(dim=1).max()) if rows else 0
+        if not trimmed:
+            prompt, longest = self.prompt_ids.shape[1], width
         completion = max(longest, COMPLETION_COLUMNS)
         inputs = {}
         for name, value in self.tensors().items():

@@ -14,7 +14,7 @@ Letters: M rows of a rank in a part, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Part:
             all rows that were sampled for the window, on the widest rank. By default, a pass has at most
             `per_device_train_batch_size` × `width` tokens.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
+        by_group: True = a pass has rows of one group only, and all of them, because the log-probs of the rows were
+            computed before their rewards were known. The loss mask of a dropped row is 0.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
@@ -43,7 +45,31 @@ class Part:
     lengths: Tensor
     width: int
     num_items_in_batch: Tensor
+    by_group: bool = False
     ends_step: bool = True
+
+    def columns(self, steps: range, count: int) -> slice:
+        """Return the columns of `lengths` that some micro-steps use.
+
+        Args:
+            steps: the micro-steps, counted from the first one of the window.
+            count: number of the window's micro-steps, `steps_per_generation`.
+        """
+        # Rows of a micro-step; more than usual if dynamic sampling has left one rank more than another.
+        rows = -(-self.lengths.shape[1] // count)
+        return slice(steps.start * rows, steps.stop * rows)
+
+    def of_columns(self, columns: slice, rank: int) -> Part:
+        """Return the rows in some columns of `lengths`.
+
+        Args:
+            columns: the columns.
+            rank: index of this rank.
+        """
+        kept = self.lengths[rank, :, 1] > 0
+        first = int(kept[: columns.start].sum())
+        rows = torch.arange(first, first + int(kept[columns].sum()))
+        return replace(self, rollouts=self.rollouts.rows(rows), lengths=self.lengths[:, columns])
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
@@ -56,21 +82,16 @@ class Part:
         first = parts[0]
         lengths = [first.lengths.new_zeros(len(first.lengths), used, 4), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
-        return cls(rollouts, torch.cat(lengths, dim=1), first.width, first.num_items_in_batch)
+        return replace(first, rollouts=rollouts, lengths=torch.cat(lengths, dim=1), ends_step=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and numbers only, so that `torch.load(weights_only=True)` can read them."""
-        return {
-            "rollouts": self.rollouts.tensors(),
-            "lengths": self.lengths,
-            "width": self.width,
-            "num_items_in_batch": self.num_items_in_batch,
-        }
+        return {**vars(self), "rollouts": self.rollouts.tensors()}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Part:
         """Build a part from what `state_dict` returned."""
-        return cls(Survivors(**state["rollouts"]), state["lengths"], state["width"], state["num_items_in_batch"])
+        return cls(**{**state, "rollouts": Survivors(**state["rollouts"])})
 
 
 class Window:

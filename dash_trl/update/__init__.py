@@ -43,8 +43,9 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.update.trees import (
         VARLEN_DTYPES,
         TreeShape,
+        forget_longest,
         has_dropout,
-        plain_causal_attention,
+        packing_obstacle,
         tree_attention,
         varlen_arguments,
         varlen_flaw,

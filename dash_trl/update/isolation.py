@@ -81,7 +81,7 @@ def isolation_flaw(
         if any(not one >= SEEN * other for one, other in zip(moved, due, strict=True)):
             return f"another prompt changes the log-probs of a sample by {min(moved):.2g} instead of {min(due):.2g}"
     spread = torch.cat([one.float() for one in expected]).std().item()
-    if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
+    if not shift <= _rounding(dtype) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
     return None
 
@@ -121,6 +121,34 @@ def packing_flaw(
         )
 
 
+def padding_shifts(
+    functions: Sequence[Any], model: Any, *, vocabulary: int, pad_token_id: int, device: torch.device
+) -> list[float]:
+    """Measure how much padding before a row changes the log-probs of its second half.
+
+    Args:
+        functions: functions like `padded` of `packing_flaw`. The first one computes the row without padding.
+        model: the model that the functions call.
+        vocabulary: number; the test uses token ids below it.
+        pad_token_id: token id of the padding.
+        device: the device of the model.
+    Returns:
+        For each function, the mean change of a log-prob; and the largest change that may be rounding.
+    """
+    row = _tokens(SAMPLE_TOKENS[0], 0, vocabulary)
+
+    def log_probs(function: Any, padding: Sequence[int]) -> Tensor:
+        ids = torch.tensor([[*padding, *row]], device=device)
+        mask = torch.ones_like(ids)
+        mask[:, : len(padding)] = 0
+        return function(ids, mask, len(row) // 2)[0]
+
+    with torch.no_grad(), evaluating(model, checkpointing=True):
+        alone = log_probs(functions[0], [])
+        shifts = [_distance(log_probs(one, [pad_token_id] * SAMPLE_TOKENS[1]), alone) for one in functions]
+    return [*shifts, _rounding(computing_dtype(model)) * alone.float().std().item()]
+
+
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
     """Measure how much other tokens in the first or third sample change the log-probs `found` of the second sample.
 
@@ -140,6 +168,10 @@ def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, voc
 def _tokens(length: int, start: int, vocabulary: int) -> list[int]:
     """Return token ids spread over the vocabulary; they differ for each `start`."""
     return [(7919 * (i + 1) + 104729 * start) % vocabulary for i in range(length)]
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return ROUNDING.get(dtype, max(ROUNDING.values()))
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -3,13 +3,12 @@
 All ranks get the same number of micro-batches. Every rank computes the plan of all ranks from one gathered table of
 lengths, so the ranks need no further collective to agree on the plan.
 
-Letters: R ranks, M rows per rank (dropped rows included), S micro-steps.
+Letters: R ranks, M rows per rank (dropped rows included).
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from torch import Tensor
 
@@ -40,31 +39,23 @@ class MicroBatch:
 
 def plan_share(
     lengths: Tensor,
-    micro_steps: int,
-    last_must_run: bool = False,
     *,
     max_rows: int,
     max_tokens: int | None = None,
     width: int = 0,
     padding_free: bool = True,
     min_shared: int | None = None,
-) -> list[list[MicroBatch]]:
-    """Distribute the survivors of a share over its micro-steps.
+) -> list[MicroBatch]:
+    """Distribute the survivors of a share over micro-batches.
 
-    A share is the rows of a window that one optimizer step uses. All ranks get the same number of
-    micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
-    collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
-    gradients are synchronised in the last micro-step. If there are more micro-batches than micro-steps, a micro-step
-    runs several micro-batches. So no micro-batch exceeds its budget of tokens, nor `CELLS_PER_TOKEN` times the budget
-    with padding, unless it is a single row of more tokens.
+    A share is the rows of a window that one optimizer step uses. All ranks get the same number of micro-batches,
+    because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a collective under DDP. No micro-batch
+    exceeds its budget of tokens, nor `CELLS_PER_TOKEN` times the budget with padding, unless it is a single row of more
+    tokens.
 
     Args:
         lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
             length 0.
-        micro_steps: S, at least 1.
-        last_must_run: True = the last micro-step runs a pass even if this share has no survivor (then with dummy
-            rows). Pass True if an earlier share of the same optimizer step has run passes, because DDP synchronises
-            gradients, and DeepSpeed steps the optimizer, in the last micro-step.
         max_rows: number of rows of TRL's micro-batches, used if `max_tokens` is `None`.
         max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
             are counted; otherwise, padding is counted, too. `None`: `max_rows` × `width`, as TRL's padded micro-batches
@@ -74,7 +65,7 @@ def plan_share(
         min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
             as far as they fit. `None`: no row shares its prompt.
     Returns:
-        S lists of micro-batches, in the order in which they run; rows are indices into M.
+        The micro-batches, in the order in which they run; rows are indices into M.
     """
     # Convert column by column. One list per row would trigger Python's garbage collector, which takes longer than the
     # packing.
@@ -89,12 +80,10 @@ def plan_share(
         )
         for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
-    count = max(int(last_must_run), *map(len, packed))
+    count = max(map(len, packed))
     # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
-    micro_batches = map(MicroBatch, zip(*aligned, strict=True))
-    # The last micro-steps get ⌈count / S⌉ micro-batches, the first ones ⌊count / S⌋.
-    return [list(islice(micro_batches, (count + step) // micro_steps)) for step in range(micro_steps)]
+    return [MicroBatch(rows) for rows in zip(*aligned, strict=True)]
 
 
 def _pack(

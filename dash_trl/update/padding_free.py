@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
-from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw
+from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_shifts
 from dash_trl.update.trees import (
     VARLEN_DTYPES,
     TreeShape,
@@ -36,6 +36,7 @@ from dash_trl.update.trees import (
     enable_padding_free,
     has_dropout,
     no_mask,
+    rope_by_width,
     varlen_arguments,
     varlen_flaw,
 )
@@ -103,6 +104,12 @@ class PackedLayout:
             trees=tuple(_trees(prompts.tolist(), lengths, shared.tolist())),
             rows=sum(length > 0 for length in lengths),
         )
+
+
+def _key(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> tuple[int, ...]:
+    """Identify tensors and their contents without reading them."""
+    of_tensors = [(id(one), one._version) for one in (input_ids, attention_mask)]
+    return (*chain.from_iterable(of_tensors), logits_to_keep)
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
@@ -223,8 +230,7 @@ class ModelPasses:
         invoked_adapter: True = an aLoRA adapter is active from its last invocation in a row on. In a packed row, all
             samples before the last invocation would run without the adapter.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
-        noisy_embeddings: True = NEFTune adds noise to the embeddings. The size of the noise depends on the length of
-            the row.
+        noisy_embeddings: True = NEFTune adds noise to the embeddings.
         compiled: True = the model is compiled by torch.compile. With SDPA, torch.compile traces the rows of a packed
             row one by one. So it needs a graph for each number of rows, and gives up after 8 graphs. With
             FlashAttention, one graph is enough for any number of rows.
@@ -236,7 +242,7 @@ class ModelPasses:
         padded_because: the reason why passes are padded. `None`: they are padding-free.
         alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
         compiled: see the argument.
-        running: the layout of the running pass. `None`: no pass runs, or one that was not built by `inputs`.
+        full_width: True = all passes are as wide as their window, as in TRL, because their width changes their results.
     """
 
     def __init__(
@@ -251,9 +257,10 @@ class ModelPasses:
         router_losses: bool,
     ):
         self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self.full_width = noisy_embeddings or any(map(rope_by_width, models))
         against_packing = {
+            "NEFTune's noise depends on the width of a pass": noisy_embeddings,
             "continuous batching brings its own attention": continuous_batching,
-            "NEFTune's noise depends on the length of a row": noisy_embeddings,
             "an aLoRA adapter is active from its last invocation in a row on": invoked_adapter,
             "torch.compile would trace packed SDPA anew for each number of rows (leave it off)": compiled
             and not self.flash,
@@ -269,8 +276,9 @@ class ModelPasses:
         self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled
         self._name = type(models[0]).__name__
-        self._has_positions = "position_ids" in signature(models[0].forward).parameters
-        self.running: PackedLayout | None = None
+        self._takes_positions = "position_ids" in signature(models[0].forward).parameters
+        self._places = False
+        self._running: tuple[Any, PackedLayout | None] = None, None  # the key of the running pass, and its layout
         self._hook: Any = None
 
     @property
@@ -290,10 +298,11 @@ class ModelPasses:
         padded: Callable[..., Any],
         *,
         vocabulary: int,
+        pad_token_id: int,
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """Test packed passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
+        """Test passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
 
         Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP. Call it after the models are
         prepared for training, not before.
@@ -303,12 +312,16 @@ class ModelPasses:
             models: the policy and, if there is one, the reference model, without the wrappers of the training loop.
             padded: TRL's method for log-probs.
             vocabulary: number; the test uses token ids below it, which the model and the tokenizer must have.
+            pad_token_id: token id of the padding.
             device: the device of the models.
             ranks: the ranks of the run.
         """
         if self._hook is not None:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
+        if not self.full_width:
+            trial = {"vocabulary": vocabulary, "pad_token_id": pad_token_id, "device": device}
+            self._try_padding(padded, models, ranks, **trial)
         if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
             self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
@@ -329,6 +342,28 @@ class ModelPasses:
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
                 "is the same, but it takes longer."
             )
+
+    def _try_padding(self, padded: Callable[..., Any], models: Sequence[Any], ranks: Ranks, **of_trial: Any) -> None:
+        """Find out by trial whether padded passes need our position ids, or have to be as wide as the window.
+
+        Args:
+            padded: TRL's method for log-probs.
+            models: see `prepare`.
+            ranks: the ranks of the run.
+            of_trial: further arguments of `padding_shifts`.
+        """
+        needs_positions = needs_width = False
+        for model in models:
+            functions = [partial(padded, model)]
+            if self._takes_positions:
+                functions.append(partial(self._placed(padded), model))
+            plain, *placed, rounding = padding_shifts(functions, model, **of_trial)
+            needs_positions |= 4 * min(placed, default=plain) < plain  # not if both only round
+            needs_width |= not min(plain, *placed) <= rounding
+        self._places = bool(ranks.largest(int(needs_positions)))
+        if ranks.largest(int(needs_width)):
+            self.full_width = True
+            self.padded_because = "padding before a prompt changes its results"
 
     def _flaw(
         self,
@@ -376,7 +411,7 @@ class ModelPasses:
             size: as in `Survivors.micro_batch`.
             pad_token_id: as in `Survivors.micro_batch`.
         """
-        inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id)
+        inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trimmed=not self.full_width)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
@@ -394,21 +429,23 @@ class ModelPasses:
         """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        self.running = inputs["layout"]  # no argument of `log_probs`, which may be a user's override of TRL's method
+        width = inputs["completion_ids"].shape[1]
+        # No argument of `log_probs`, which may be a user's override of TRL's method, and may change the tensors.
+        self._running = _key(ids, mask, width), inputs["layout"]
         try:
-            return log_probs(model, ids, mask, inputs["completion_ids"].shape[1], **kwargs)
+            return log_probs(model, ids, mask, width, **kwargs)
         finally:
-            self.running = None
+            self._running = None, None
 
     def padded(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Return TRL's method for log-probs with position ids, so that padding before a prompt shifts no position.
-
-        Without position ids, models with learned positions (GPT-2) count the padding, too.
+        """Return TRL's method for log-probs, with position ids if padding before a prompt would shift positions.
 
         Args:
             log_probs: TRL's method.
         """
+        return self._placed(log_probs) if self._places else log_probs
 
+    def _placed(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
         def run(model: Any, *batch: Any, **kwargs: Any) -> tuple:
             def placed(*, attention_mask: Tensor, **others: Any) -> Any:
                 positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -416,7 +453,7 @@ class ModelPasses:
 
             return log_probs(placed, *batch, **kwargs)
 
-        return run if self._has_positions else log_probs
+        return run
 
     def log_probs(
         self,
@@ -442,9 +479,11 @@ class ModelPasses:
             As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
         """
         batch = input_ids, attention_mask, logits_to_keep
+        key, layout = self._running
+        if layout is None or key != _key(*batch):  # a layout belongs to its mask
+            layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep), input_ids.device)
         if self.padding_free:
-            return packed_log_probs(model, *batch, flash=self.flash, layout=self.running, **kwargs)
-        layout = self.running or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
+            return packed_log_probs(model, *batch, flash=self.flash, layout=layout, **kwargs)
         real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (

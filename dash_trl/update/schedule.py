@@ -1,8 +1,8 @@
-"""Decides which model passes each micro-step runs, as a state machine without a clock, a model or a collective.
+"""Decides which model passes run in which micro-step, as a state machine without a clock, a model or a collective.
 
 Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (after fewer at the end of an epoch). A
 new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *share* is the rows of a
-window that one optimizer step uses, and the micro-steps in which they run; its survivors are packed together::
+window that one optimizer step uses; its survivors are packed together, and run in its last micro-step::
 
     steps_per_generation = 4, gradient_accumulation_steps = 2        steps_per_generation = 2, … = 4
     window     |---------------|---------------|                     |-------|-------|-------|-------|
@@ -14,6 +14,7 @@ Letters: R ranks, B rows of a rank in a window, M rows of a rank in a part.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -53,8 +54,7 @@ class Pass:
     """A model pass over one micro-batch.
 
     Attributes:
-        micro_batch: the rows of the pass, as positions in the window; for a pass of `Schedule.plan_part`, as positions
-            in the part.
+        micro_batch: the rows of the pass, as positions in the share or the part of it that was planned.
         share: the share of the micro-batch; the weight of the pass in the loss depends on its counts.
         tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
     """
@@ -72,8 +72,7 @@ class Schedule:
         num_iterations: TRL's option.
         accumulation: `gradient_accumulation_steps`.
         rows_per_step: `per_device_train_batch_size`, the number of rows of a rank in a micro-step.
-        pack: function that takes lengths [R, M, 4], `Part.width`, a number of micro-steps, and a bool (True = the last
-            micro-step must run a pass), and returns a list of micro-batches for each micro-step; see `plan_share`.
+        pack: function that takes a part and returns its micro-batches; see `plan_share`.
     Attributes:
         generate_every: number of micro-steps from one window to the next.
         optimizer_step: range of the micro-steps of the running optimizer step.
@@ -88,7 +87,7 @@ class Schedule:
         num_iterations: int,
         accumulation: int,
         rows_per_step: int,
-        pack: Callable[[Tensor, int, int, bool], list[list[MicroBatch]]],
+        pack: Callable[[Part], list[MicroBatch]],
     ):
         self.steps_per_generation = steps_per_generation
         self.generate_every = steps_per_generation * num_iterations
@@ -100,7 +99,6 @@ class Schedule:
         self.shares: dict[int, Share] = {}
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
-        self._planned: dict[int, list[Pass]] = {}
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step.
@@ -154,31 +152,6 @@ class Schedule:
         """Record that a window was sampled at this micro-step."""
         self._sampled_at = micro_step
 
-    def passes(self, micro_step: int, window: Part) -> tuple[list[Pass], list[MicroBatch]]:
-        """Return the passes of a micro-step.
-
-        Args:
-            micro_step: the micro-step.
-            window: the whole window.
-        Returns:
-            The passes of the micro-step, and the micro-batches that this call has planned, for the log. The first call
-            in a share plans the micro-batches of all its remaining micro-steps. Later calls plan none.
-        """
-        planned: list[MicroBatch] = []
-        if micro_step not in self._planned:
-            share = self.micro_steps_of_share(micro_step)
-            # The first ones are over if the window has become whole within the share, because a checkpoint was saved.
-            steps = range(micro_step, share.stop)
-            # Rows per micro-step: `rows_per_step`, or more if dynamic sampling has left one rank more than another.
-            columns = -(-window.lengths.shape[1] // self.steps_per_generation)
-            first = share.start % self.steps_per_generation * columns
-            lengths = window.lengths[:, : first + len(share) * columns].clone()
-            lengths[:, :first] = 0  # rows of earlier optimizer steps
-            plan = self._plan(micro_step, window, lengths, micro_steps=len(steps))
-            self._planned = dict(zip(steps, plan, strict=True))
-            planned = [one.micro_batch for passes in plan for one in passes]
-        return self._planned[micro_step], planned
-
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
 
@@ -196,29 +169,23 @@ class Schedule:
         """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
         return (micro_step + 1) % self.steps_per_generation == 0
 
-    def plan_part(self, micro_step: int, part: Part) -> tuple[list[Pass], list[MicroBatch]]:
-        """Plan the passes over one part of a share, as soon as the rewards of the part have come.
+    def shares_of_window(self, micro_step: int) -> list[range]:
+        """Return the micro-steps of each share of a window when it is used first, counted from its first micro-step.
 
-        All passes over the parts of a share run in its last micro-step.
+        Args:
+            micro_step: the micro-step with which the window begins.
+        """
+        ends = range(self.optimizer_step.stop - micro_step, self.steps_per_generation, self.accumulation)
+        return [range(*one) for one in pairwise([0, *ends, self.steps_per_generation])]
+
+    def plan(self, micro_step: int, part: Part) -> list[Pass]:
+        """Plan the passes over a share, or over a part of it. They run in the last micro-step of the share.
 
         Args:
             micro_step: the last micro-step of the share.
-            part: the part.
-        Returns:
-            The passes over the part, and their micro-batches, for the log.
+            part: the share, or the part.
         """
-        (passes,) = self._plan(micro_step, part, part.lengths, micro_steps=1)
-        return passes, [one.micro_batch for one in passes]
-
-    def _plan(self, micro_step: int, part: Part, lengths: Tensor, *, micro_steps: int) -> list[list[Pass]]:
-        """Plan the passes of each of `micro_steps` micro-steps, over the rows whose length is not 0.
-
-        Args:
-            micro_step: see `passes`.
-            part: the window, or a part of it.
-            lengths: [R, M, 4]; 0 for rows that do not belong to the share.
-            micro_steps: number of micro-steps to plan.
-        """
+        lengths = part.lengths
         steps, ranks = self.micro_steps_of_share(micro_step), len(lengths)
         share = Share(
             first=steps.start,
@@ -229,12 +196,14 @@ class Schedule:
             kept_rows=int((lengths[..., 1] > 0).sum()),
             kept_tokens=int(lengths[..., 2].sum()),
         )
-        ends_step = part.ends_step and steps.stop == self.optimizer_step.stop
-        plan = self.pack(lengths, part.width, micro_steps, ends_step and self.ran_model)
+        micro_batches = self.pack(part)
+        if self.ran_model and part.ends_step and steps.stop == self.optimizer_step.stop:
+            # DDP synchronises gradients, and DeepSpeed steps the optimizer, in the last pass of the optimizer step.
+            micro_batches = micro_batches or [MicroBatch(((),) * ranks)]
         if part.ends_step:
             self.shares[steps.start] = share
-        self.ran_model |= any(plan)
-        return [_passes(micro_batches, share, lengths) for micro_batches in plan]
+        self.ran_model |= bool(micro_batches)
+        return _passes(micro_batches, share, lengths)
 
 
 def _passes(micro_batches: list[MicroBatch], share: Share, lengths: Tensor) -> list[Pass]:

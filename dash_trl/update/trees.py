@@ -224,17 +224,17 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
 
 
 def copied(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; from the CPU to a GPU through page-locked memory, so that the GPU computes meanwhile."""
+    """Copy a tensor to a device; to a GPU from page-locked memory, so that the GPU computes meanwhile."""
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
-def plain_causal_attention(model: PreTrainedModel) -> bool:
-    """Whether every layer has plain causal attention through transformers' attention interface.
+def packing_obstacle(model: PreTrainedModel) -> str | None:
+    """Return why rows of a model cannot be packed together. `None`: nothing is known against it.
 
-    Only such a model can run padding-free passes. Sliding windows, linear attention and state-space layers would mix
-    the rows that are packed together.
+    A model needs plain causal attention through transformers' attention interface in every layer. Sliding windows,
+    linear attention and state-space layers would mix the rows.
 
     Args:
         model: a transformers model.
@@ -242,7 +242,24 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
+    if not model._supports_attention_backend or set(layers) != {"full_attention"} or windowed:
+        return "its attention is not plain causal in every layer"
+    return rope_by_width(model)
+
+
+def rope_by_width(model: nn.Module) -> str | None:
+    """Return why the frequencies of a model's RoPE depend on the longest position of a pass. `None`: they do not."""
+    types = (str(getattr(module, "rope_type", "")) for module in model.modules())  # a dict if layers differ
+    found = next((one for one in types if "dynamic" in one or "longrope" in one), None)
+    return found and f"its RoPE ({found}) depends on the longest position of a pass"
+
+
+def forget_longest(model: nn.Module) -> None:
+    """Let the next pass compute the frequencies of dynamic RoPE from its own positions, not from earlier ones."""
+    for module in model.modules():
+        for name in vars(module):
+            if name.endswith("max_seq_len_cached"):
+                setattr(module, name, 0)
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -310,8 +327,8 @@ def enable_padding_free(model: PreTrainedModel) -> str | None:
         The reason why the model cannot run packed passes. `None`: nothing is known against packed passes, and
         `packing_flaw` has to test them.
     """
-    if not plain_causal_attention(model):
-        return "its attention is not plain causal in every layer"
+    if (obstacle := packing_obstacle(model)) is not None:
+        return obstacle
     attention = model.config.get_text_config()._attn_implementation or ""
     if attention == "sdpa":
         if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, tree_attention):
