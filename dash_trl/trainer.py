@@ -333,7 +333,7 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_ids(tokenized[0], checks.context_of(self.model.config), self._tokenizer.bos_token_id)
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.model.config, self.eos_token_ids)
             return tokenized
 
         return self.ranks.agree(checked)

@@ -28,10 +28,11 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ LOSSES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "bnpo", 
 PATIENCE = 120  # seconds that a rank waits for the others, in a collective too
 Settings = dict[str, Any]
 Options = dict[str, Sequence[Any]]
-KINDS: dict[str, tuple[Options, Callable[[Settings, Path], str]]] = {}
+KINDS: dict[str, tuple[Options, Any]] = {}
 SAID = io.StringIO()  # the warnings of the package
 logging.getLogger("dash_trl").addHandler(logging.StreamHandler(SAID))
 
@@ -70,8 +71,8 @@ logging.getLogger("dash_trl").addHandler(logging.StreamHandler(SAID))
 
 def problems(count: int) -> Dataset:
     """Prompts of several tokens, of one token, and with an end token."""
-    forms = "{0} + {1} = ", "{2}", "{0}<|im_end|>{1} = "
-    return Dataset.from_dict({"prompt": [forms[i % 3].format(i, 3 * i, chr(33 + i % 90)) for i in range(count)]})
+    rows = [[f"{i} + {3 * i} = ", chr(33 + i % 90), f"{i}<|im_end|>{i} = "][i % 3] for i in range(count)]
+    return Dataset.from_dict({"prompt": rows})
 
 
 class Rollouts(ScriptedRollouts):
@@ -79,7 +80,7 @@ class Rollouts(ScriptedRollouts):
 
     masked = False
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts, trainer):
         self.steps.add(trainer.state.global_step)
         self.random.seed(f"{trainer._step} {trainer.model.training} {prompts}")
         output = super().__call__(prompts, trainer)
@@ -103,9 +104,9 @@ def failing(completion_ids: list[int], prompt: str) -> float:
     return 1 / (sum(completion_ids) % 11)
 
 
-def slow(completion_ids: list[int], prompt: str) -> float:
+def slow(prompt: str) -> float:
     """0 after a random delay, so that groups are not scored in order."""
-    time.sleep(random.Random(f"{prompt}{completion_ids}").random() / 20)
+    time.sleep(random.SystemRandom().random() / 20)
     return 0.0
 
 
@@ -122,7 +123,6 @@ OPTIONS: Options = dict(
     steps_per_generation=(2, 1, 3, 4, 6),
     gradient_accumulation_steps=(2, 1, 3, 4, 6),
     num_iterations=(1, 1, 2, 3),
-    max_steps=(1,),
     max_num_gen_batches=(1, 3),
     shuffle_dataset=(False, True),
     stream=(False, True),
@@ -148,7 +148,6 @@ OPTIONS: Options = dict(
     dtype=(torch.float32,),
     lora=(False, True),
     attention_dropout=(0.0, 0.3),
-    disable_dropout=(False, True),
     neftune_noise_alpha=(None, 5.0),
     # rewards and advantages
     functions=FUNCTIONS,
@@ -175,100 +174,101 @@ OPTIONS: Options = dict(
     max_tokens_per_microbatch=(None, 40, 400),
     share_prompts=(True, False),
     pad_to_multiple_of=(None, 8),
-    optim=("sgd",),
-    learning_rate=(0.1,),
+    optim=("sgd", "adamw_torch"),
+    learning_rate=(0.1, 0.03),
     lr_scheduler_type=("constant", "linear", "cosine"),
     max_grad_norm=(0.0, 1.0),
     # between steps
     save_strategy=("no",),
-    save_steps=(1,),
     eval_strategy=("no",),
-    eval_steps=(1,),
-    per_device_eval_batch_size=(12,),
+    within=(False,),  # True = a checkpoint is saved within a step
 )
-NO_DRAWS: Settings = dict(disable_dropout=(True,), neftune_noise_alpha=(None,))  # passes in another order
+# With these, the order of passes matters for rounding only, which Adam would magnify.
+ANY_ORDER: Options = dict(attention_dropout=(0.0,), neftune_noise_alpha=(None,), optim=("sgd",))
 ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 1.7, 1.4, 1.1]}
 CHANGES = [
-    {"max_tokens_per_microbatch": 60},
-    {"share_prompts": False},
-    {"temperature": 0.5},
-    {"beta": 0.3},
-    {"learning_rate": 0.01},
-    {"lr_scheduler_type": "polynomial"},
-    {"optim": "adamw_torch"},
-    {"loss_type": "sapo"},
-    {"num_iterations": 4},
-    {"steps_per_generation": 5},
-    {"gradient_accumulation_steps": 5},
-    {"shuffle_dataset": True},
-    {"seed": 7},
+    {name: OPTIONS[name][-1]}
+    for name in (
+        "num_generations",
+        "steps_per_generation",
+        "gradient_accumulation_steps",
+        "num_iterations",
+        "shuffle_dataset",
+        "loss_type",
+        "beta",
+        "temperature",
+        "vllm_importance_sampling_mode",
+        "max_tokens_per_microbatch",
+        "share_prompts",
+        "optim",
+        "learning_rate",
+        "lr_scheduler_type",
+    )
 ]
 
 
-def case_of(drawn: Settings, options: Options) -> Settings | None:
-    """Returns the settings of a run of at least two windows; `None` if it could not train."""
+def case_of(drawn: Settings, options: Options) -> Settings:
+    """Returns the settings of a run of at least two windows."""
     case = {name: values[0] for name, values in options.items()}
     for name, value in drawn.items():
         other = case | {name: value}
+        known = {one: other[one] for one in other if one in DASHConfig.__dataclass_fields__}
         with contextlib.suppress(ValueError):
-            DASHConfig("", use_cpu=True, **{one: other[one] for one in other if one in DASHConfig.__dataclass_fields__})
+            DASHConfig("", use_cpu=True, max_steps=1, **known)
             case = other
+    if case["reward_pipeline"] or case["within"]:
+        case |= {name: value for name, (value,) in ANY_ORDER.items()}
+    if case["loss_type"] == "vespo":  # needs a ratio for each token
+        case["vllm_importance_sampling_mode"] = "token_mask"
     per_window, per_step = case["steps_per_generation"], case["gradient_accumulation_steps"]
     every = per_window * case["num_iterations"]  # micro-steps of a window
     window = RANKS * case["per_device_train_batch_size"] * per_window // case["num_generations"]
     count, steps = int(window * case["windows"]), every // per_step + case["steps"]
     epoch, last = count // window * every, per_step * steps - 1  # micro-steps of an epoch; the last one of all
-    if window == 1 or case["stream"] and epoch < per_step:  # a stream ends before the first step
-        return None
-    if (
-        case["loss_type"] == "vespo" and "sequence" in case["vllm_importance_sampling_mode"]
-    ):  # it needs ratios of tokens
-        return None
     cuts = [step for step in case["cuts"] if step < steps][: last // epoch]  # each may cost an epoch
     at = 1 + case["at"] % (last // every * every // per_step)  # a window begins after it
-    case |= {
-        "num_generations_eval": case["num_generations"],
+    return case | {
         "prompts": count,
+        "stream": case["stream"] and epoch >= per_step,  # else it ends before the first step
         "max_steps": steps + len(cuts) * -(-epoch // per_step),
         "cuts": cuts,
         "at": max({*range(at + 1)} - {*cuts}),
+        "within": case["within"] and not cuts,  # after a cut, a step that is repeated draws another epoch
     }
-    return case
 
 
 class Between(TrainerCallback):
     """Ends the epoch after some optimizer steps, and saves a checkpoint within an optimizer step."""
 
-    def __init__(self, cuts: Sequence[int], saves_in: int | None, rollouts: Any):
-        self.cuts, self.saves_in, self.rollouts = cuts, saves_in, rollouts
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.start = parameters(self.trainer.model)
+    def __init__(self, case, rollouts):
+        self.case, self.rollouts = case, rollouts
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.saves_in and self.saves_in not in self.rollouts.steps:
+        step = state.global_step
+        if self.case["within"] and self.case["at"] == step and step not in self.rollouts.steps:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step in self.cuts
+        control.should_epoch_stop = state.global_step in self.case["cuts"]
 
 
 def trained(kind: Any, case: Settings, folder: Path, **others: Any) -> Any:
-    """Trains and returns the trainer, with its callback as the attribute `between`."""
+    """Trains and returns the trainer, with the weights of before as the attribute `start`."""
     own = case | others
     rollouts = Rollouts(noise=0.2 if own["corrected"] or own["loss_type"] in OFF_POLICY else None)
     rollouts.masked, rollouts.steps = own["masked"], set()
     rewards = RewardRunner([*own["functions"]], max_concurrency=256 if slow in own["functions"] else 1)
-    between, data = Between(own["cuts"], own.get("saves_in"), rollouts), problems(own["prompts"])
+    adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=own["attention_dropout"])
+    between, data = Between(own, rollouts), problems(own["prompts"])
     known = {*(GRPOConfig if kind is GRPOTrainer else DASHConfig).__dataclass_fields__, "resume", "in_process"}
 
-    def prepare(trainer: Any) -> None:
-        trainer.between, between.trainer = between, trainer
+    def prepare(trainer):
+        trainer.start, between.trainer = parameters(trainer.model), trainer
         if own["corrected"]:
             corrects(trainer)
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):
         model = save_tiny_model(
             folder / f"model-{RANK}",
             rope_parameters=ROPE | {"rope_type": own["rope"]},
@@ -283,14 +283,17 @@ def trained(kind: Any, case: Settings, folder: Path, **others: Any) -> Any:
             folder,
             loaded=model,
             model_init_kwargs={"dtype": own["dtype"], "attn_implementation": own["attention"]},
-            peft_config=LoraConfig(target_modules=["q_proj", "v_proj"]) if own["lora"] else None,
-            rollouts=None if own.get("in_process") else rollouts,
+            peft_config=adapter if own["lora"] else None,
+            rollouts=None if "in_process" in own else rollouts,
             reward=rewards.rewards if kind is GRPOTrainer else rewards,
             dataset=data.to_iterable_dataset() if own["stream"] else data,
             eval_dataset=problems(3 * RANKS),
             callbacks=[between, *own.get("callbacks", ())],
             prepare=prepare,
             ddp_timeout=PATIENCE,
+            save_steps=1,
+            eval_steps=1,
+            per_device_eval_batch_size=12,
             **{name: own[name] for name in own if name in known},
         )
 
@@ -301,7 +304,7 @@ def same_update(one: Any, other: Any, tolerance: float, after: int = 0) -> str:
     Returns:
         Why the case is vacuous, such as no gradient in the steps after step `after`; "" if it is not.
     """
-    difference, update = relative_difference(one.between.start, parameters(one.model), parameters(other.model))
+    difference, update = relative_difference(one.start, parameters(one.model), parameters(other.model))
     (least, most), logs = MEASURABLE, [log for log in other.state.log_history if "loss" in log and log["step"] > after]
     allowed = tolerance and tolerance + ROUNDED / max(update, least)
     assert difference <= allowed or tolerance and not least < update < most, (difference, update)
@@ -333,7 +336,7 @@ def kind(name: str, **options: Sequence[Any]) -> Any:
 
 @kind(
     "trl",
-    **NO_DRAWS,
+    **ANY_ORDER,
     reward_pipeline=(False,),
     max_num_gen_batches=(1,),
     dtype=(torch.float64,),  # rounding grows with each step, with luspo from 1e-6 to 1.3e-4 of the update in 11 steps
@@ -352,7 +355,7 @@ def trl(case: Settings, folder: Path) -> str:
 
 @kind(
     "law",
-    **NO_DRAWS,
+    **ANY_ORDER,
     dtype=(torch.float32, torch.bfloat16),
     bf16=(False, True),
     loss_type=LOSSES[:-1],  # the old log-probs of aipo are the sampler's
@@ -360,7 +363,6 @@ def trl(case: Settings, folder: Path) -> str:
 )
 def law(case: Settings, folder: Path) -> str:
     found: list[float] = []
-    every = case["steps_per_generation"] * case["num_iterations"]
 
     class Noting(DASHTrainer):
         def _compute_loss(self, model, inputs):
@@ -368,7 +370,7 @@ def law(case: Settings, folder: Path) -> str:
             return super()._compute_loss(model, inputs)
 
         def per_token_loss(self, log_probs, old_log_probs, advantages, mask):
-            if self._step % every < self.args.steps_per_generation:
+            if self._step % self.args.window_batches < self.args.steps_per_generation:
                 found.extend(((log_probs - one) * mask).abs().max().item() for one in self.known)
 
     logs = trained(Noting, case, folder).state.log_history
@@ -378,15 +380,15 @@ def law(case: Settings, folder: Path) -> str:
     return "" if found else "nothing to compare"
 
 
-@kind("changed", **NO_DRAWS, save_strategy=("steps",), within=(False,), change=CHANGES)
+@kind(
+    "changed",
+    **ANY_ORDER,
+    save_strategy=("steps",),
+    change=CHANGES,
+)
 @kind("resumed", save_strategy=("steps",), within=(False, True), change=({},))
 def resumed(case: Settings, folder: Path) -> str:
-    at, change, tolerance = case["at"], case["change"], SAME_UPDATE
-    if case["within"] and not case["cuts"]:  # a step that is repeated draws other random numbers
-        case |= {"saves_in": at, "disable_dropout": True, "neftune_noise_alpha": None}
-    if not change and not case["reward_pipeline"]:  # other sums round differently, which Adam would magnify
-        case |= {"optim": "adamw_torch", "learning_rate": 1e-3}
-        tolerance = 0.0
+    at, change = case["at"], case["change"]
     if not at:
         return "no checkpoint"
     whole, said = trained(DASHTrainer, case, folder / "whole"), SAID.tell()
@@ -398,13 +400,13 @@ def resumed(case: Settings, folder: Path) -> str:
     if RANK or any(name in SAID.getvalue()[said:] for name in change):
         return ""
     assert rest.state.global_step == whole.state.global_step
-    return same_update(whole, rest, tolerance, after=at)
+    return same_update(whole, rest, SAME_UPDATE if change or case["reward_pipeline"] else 0.0, after=at)
 
 
 class WithoutDraws(DASHTrainer):
     """Its evaluations draw no random numbers."""
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args, **kwargs):
         with torch.random.fork_rng():
             return super().evaluate(*args, **kwargs)
 
@@ -438,7 +440,7 @@ class Watch(DASHCallback):
 
 @kind(
     "pipeline",
-    **NO_DRAWS,
+    **ANY_ORDER,
     reward_pipeline=(True,),
     steps_per_generation=(2, 1, 3, 6),
     gradient_accumulation_steps=(6,),  # in Mini the order of arrival decides which optimizer step takes a row
@@ -472,7 +474,7 @@ def ahead(case: Settings, folder: Path) -> str:
     on_policy = {"async_level": 0, "reward_pipeline": False}
     on_policy |= {"loss_type": "dapo"} if case["loss_type"] in OFF_POLICY else {}
 
-    def windows(folder: Path, **others: Any) -> list[tuple[int, list[str]]]:
+    def windows(folder, **others):
         watch = Watch()
         done = trained(DASHTrainer, case, folder, callbacks=[watch], **others)
         assert all(weights.isfinite().all() for weights in done.model.parameters())
@@ -487,19 +489,17 @@ def ahead(case: Settings, folder: Path) -> str:
 
 def outcome(kind: str, case: Settings, folder: Path) -> tuple[str, str]:
     """Returns why a case is vacuous, and what it raises on any rank; it ends the process if other ranks hang."""
-    vacuous = said = ""
+    ranks, vacuous, said = Ranks(PartialState(cpu=True), PATIENCE), "", ""
     try:
-        vacuous = Ranks(PartialState(cpu=True), PATIENCE).agree(lambda: KINDS[kind][1](dict(case), folder))
+        vacuous = ranks.agree(lambda: KINDS[kind][1](dict(case), folder))
     except Exception:  # whatever it is
         said = f"Rank {RANK}: {traceback.format_exc()}"
-    ranks = Ranks(PartialState(cpu=True), PATIENCE / 4)
     try:
         ranks.agree(lambda: None)
     except RankFailed:
         print(f"{said}\nRank {RANK} ends, since others hang; not shrunk: {kind} {case}", flush=True)
         leave(1)
-    if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return vacuous, "".join(ranks.gather_object(said))
 
 
@@ -508,21 +508,16 @@ def check(kind: str, count: int, seed: int, folder: Path, counts: Counter[tuple[
     options, _ = KINDS[kind]
     chance = random.Random(f"{kind} {seed}")
     for number in range(count):
-        case = None
-        while case is None:
-            drawn = {name: chance.choice(values) for name, values in options.items()}
-            case = case_of(drawn, options)
-        vacuous, said = outcome(kind, case, folder / f"{kind} {number}")
+        drawn = {name: chance.choice(values) for name, values in options.items()}
+        vacuous, said = outcome(kind, case_of(drawn, options), folder / f"{kind} {number}")
         counts[kind, vacuous] += 1
-        if not said:
-            continue
-        for name, values in options.items():
+        for name, values in options.items() if said else ():
             smaller = drawn | {name: values[0]}
-            if smaller != drawn and (tried := case_of(smaller, options)):
-                _, found = outcome(kind, tried, folder / name)
-                drawn, case, said = (smaller, tried, found) if found else (drawn, case, said)
-        unusual = {name: value for name, value in drawn.items() if value != options[name][0]}
-        return f"{said}\n{kind}: {unusual}"
+            _, found = outcome(kind, case_of(smaller, options), folder / name) if smaller != drawn else ("", "")
+            drawn, said = (smaller, found) if found else (drawn, said)
+        if said:
+            unusual = {name: value for name, value in drawn.items() if value != options[name][0]}
+            return f"{said}\n{kind}: {unusual}"
     return ""
 
 
@@ -537,13 +532,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first round of cases")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder that all ranks share")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ranks = Ranks(PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE)), PATIENCE)
+    folder = Path(ranks.agree(tempfile.mkdtemp, main_only=True))
     end, counts = time.monotonic() + 60 * args.minutes, Counter[tuple[str, str]]()
     for seed in itertools.count(args.seed):
-        failures = [check(kind, 10, seed, args.output, counts) for kind in args.only]
+        failures = [check(kind, 10, seed, folder, counts) for kind in args.only]
         print(*failures, f"Rank {RANK}, after seed {seed}: {dict(sorted(counts.items()))}", sep="\n", flush=True)
         if any(failures) or not ranks.agree(lambda: time.monotonic() < end, main_only=True):
             break

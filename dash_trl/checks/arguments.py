@@ -5,8 +5,11 @@ Each error names the value, the reason and the remedy.
 
 import logging
 from collections.abc import Iterable, Mapping
-from inspect import unwrap
+from inspect import signature, unwrap
 from typing import Any
+
+from transformers import GenerationConfig
+from trl import GRPOTrainer
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
@@ -35,6 +38,11 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
         raise ValueError(
             f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it has all "
             "fields of trl.GRPOConfig."
+        )
+    if unknown := sorted(others.keys() - signature(GRPOTrainer).parameters.keys()):
+        raise ValueError(
+            f"DASHTrainer has no argument {', '.join(unknown)}. It has those of trl.GRPOTrainer. Figures of your own, as "
+            "compute_metrics returns them for models with labels, are logged by reward functions, with log_metric."
         )
     own_rollouts, environments = others.get("rollout_func") is not None, others.get("environment_factory") is not None
     if own_rollouts and (others.get("tools") or environments):
@@ -91,8 +99,6 @@ VLLM_OPTIONS = (
     "response_format",
     "seed",
     "session_id",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
     "stop",
     "stop_token_ids",
     "structured_outputs",
@@ -256,11 +262,12 @@ def check_generation_kwargs(args: DASHConfig) -> None:
             "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
             "end tokens, or leave one of the two out."
         )
-    if args.use_vllm and (unknown := sorted({*options} - {*VLLM_OPTIONS})):
+    sampler, known = ("vLLM", VLLM_OPTIONS) if args.use_vllm else ("transformers' generate", vars(GenerationConfig()))
+    if unknown := sorted(options.keys() - {*known}):
         raise ValueError(
-            f"generation_kwargs has {unknown}, which vLLM does not use, so completions would be sampled without "
-            "them (or, with truncate_prompt_tokens, from another prompt than the loss has). Leave them out, or use "
-            f"vLLM's options: {', '.join(VLLM_OPTIONS)}."
+            f"generation_kwargs has {unknown}, which {sampler} does not use, so completions would be sampled without "
+            "them (or, with truncate_prompt_tokens, from another prompt than the loss has; rewards never see special "
+            f"tokens). Leave them out, or use other options: {', '.join(known)}."
         )
 
 

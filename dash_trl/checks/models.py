@@ -60,6 +60,11 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
             "model.requires_grad_()."
         )
+    if not isinstance(model, str) and any(one._post_accumulate_grad_hooks for one in model.parameters()):
+        raise ValueError(
+            "A parameter of the model has a hook of register_post_accumulate_grad_hook, as optimizers have that make a "
+            "step in each backward pass. But an optimizer step has any number of passes. Remove the hook."
+        )
 
 
 def context_of(config: Any) -> int | None:
