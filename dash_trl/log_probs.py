@@ -139,8 +139,8 @@ class LogProbs:
         The passes have the micro-batches of the training passes. With other rows or another width, bf16 would round
         differently, and ratios of equal policies would differ from 1.
 
-        If the old log-probs are the sampler's log-probs, only passes run that have a row with a token whose log-prob
-        the sampler did not report.
+        If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
+        sampler did not report.
 
         Args:
             part: the window, or a part of it.
@@ -151,17 +151,17 @@ class LogProbs:
         if not names:
             return part
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
-        chosen = part.lengths[..., 1] > 0
+        needed = part.lengths[..., 1] > 0
         if rules.sampler_is_old:
-            unknown = chosen[self._ranks.rank].long()
+            unknown = needed[self._ranks.rank].long()
             unknown[unknown > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
-            chosen = self._ranks.gather(unknown).view(chosen.shape) > 0
+            needed = self._ranks.gather(unknown).view(needed.shape) > 0
 
         def run(inputs: Inputs) -> list[Tensor]:
             return [self._host.run_pass(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
 
         with self._host.recorder.timed("logprobs"):
-            known = dict(zip(names, self._found(part, shares, chosen, run, len(names)), strict=True))
+            known = dict(zip(names, self._found(part, shares, needed, run, len(names)), strict=True))
         if rules.sampler_is_old:
             # A token whose log-prob the sampler did not report has the ratio π/μ = 1 at the beginning of the window.
             known["old_per_token_logps"] = torch.where(sampled > NO_LOG_PROB, sampled, known["old_per_token_logps"])
@@ -249,30 +249,28 @@ class LogProbs:
         self,
         part: Part,
         shares: Sequence[range],
-        chosen: Tensor,
+        needed: Tensor,
         run: Callable[[Inputs], Sequence[Tensor]],
         count: int,
     ) -> list[Tensor]:
-        """Run the passes of a part that have a chosen row on some rank, and collect the results.
+        """Run passes over the needed rows of a part, and collect the results.
 
         Args:
             part: the window, or a part of it.
             shares: see `added`.
-            chosen: [R, M] bool.
+            needed: [R, M] bool.
             run: function that takes the inputs of a pass, runs it, and returns at least `count` tensors [S, T'].
             count: number of results.
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
-        args, passes, first = self._host.args, [], 0
+        args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for steps in shares:
-                columns = part.columns(steps, shares[-1].stop)
-                share = part.of_columns(columns, self._ranks.rank)
-                for rows, inputs in self._micro_batches.without_gradient(share, chosen[:, columns]):
+                own, share = part.where(needed & part.used_by(steps, shares[-1].stop), self._ranks.rank)
+                for rows, inputs in self._micro_batches.without_gradient(share):
                     on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
-                    passes.append(([first + row for row in rows], run(on_device)[:count]))
-                first += len(share.rollouts)
+                    passes.append((own[rows].tolist(), run(on_device)[:count]))
         found = [torch.zeros(part.rollouts.completion_ids.shape) for _ in range(count)]
         for rows, results in passes:  # read after the last pass, because reading waits for the device
             for values, known in zip(results, found, strict=True):  # which may differ in columns

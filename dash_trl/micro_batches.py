@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dash_trl.host import Host
 from dash_trl.monitoring import packing_metrics
@@ -35,16 +34,13 @@ class MicroBatches:
         """
         lengths = part.lengths
         if self.passes.full_width:  # each row of a pass is as wide as the window
-            lengths = lengths * torch.tensor([0, 1, 1, 1])
-            lengths[..., 1] = part.width * (lengths[..., 1] > 0)
-        count = lengths.shape[1]
-        size = self._args.num_generations if part.by_group else max(count, 1)
+            lengths = (lengths > 0) * torch.tensor([0, part.width, 0, 0])
+        columns = torch.arange(lengths.shape[1])
+        groups = columns // self._args.num_generations if part.by_group else columns * 0
         planned: list[MicroBatch] = []
-        for first in range(0, count, size):
-            together = torch.zeros_like(lengths)
-            together[:, first : first + size] = lengths[:, first : first + size]
+        for group in groups.unique():
             planned += plan_share(
-                together,
+                lengths * (groups == group).unsqueeze(1),
                 max_rows=self._args.per_device_train_batch_size,
                 max_tokens=self._args.max_tokens_per_microbatch,
                 width=part.width,
@@ -53,18 +49,16 @@ class MicroBatches:
             )
         return planned
 
-    def without_gradient(self, part: Part, chosen: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes without gradient: of those that have a chosen row on some rank.
+    def without_gradient(self, part: Part) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Make the inputs of passes without gradient.
 
         Args:
             part: the share of a window, or a part of it.
-            chosen: [R, M] bool.
         Yields:
             For each pass, the indices of this rank's rows in `part.rollouts`, and the inputs on the CPU.
         """
         for micro_batch in self.plan(part):
-            if any(chosen[rank, list(rows)].any() for rank, rows in enumerate(micro_batch.rows)):
-                yield self._of(part, micro_batch)
+            yield self._of(part, micro_batch)
 
     def with_gradient(self, part: Part, passes: list[Pass]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Make the inputs of training passes on the CPU, including the weights of their losses in the optimizer step.

@@ -76,8 +76,8 @@ class MicroSteps:
         parts: Iterable[Part] = self._window
         if (window := self._window.whole) is not None:
             first = share.start % self.schedule.steps_per_generation
-            columns = window.columns(range(first, first + len(share)), self.schedule.steps_per_generation)
-            parts = [window.of_columns(columns, self._host.ranks.rank)]
+            used = window.used_by(range(first, first + len(share)), self.schedule.steps_per_generation)
+            parts = [window.where(used, self._host.ranks.rank)[1]]
         for part in parts:
             passes = self.schedule.plan(micro_step, part)
             yield from self._micro_batches.with_gradient(part, passes)

@@ -120,7 +120,10 @@ def test_a_padded_pass_gives_what_a_packed_pass_gives(name):
     assert torch.equal(entropies > 0, inputs["completion_mask"].bool())
     model.set_attn_implementation("eager")
     this, padding = SimpleNamespace(accelerator=MagicMock()), passes_of(model)  # not in the dtype of an earlier trainer
-    trls = padding.padded(partial(GRPOTrainer._get_per_token_logps_and_entropies, this))
+    trls = partial(GRPOTrainer._get_per_token_logps_and_entropies, this)
+    trial = {"vocabulary": 97, "pad_token_id": 0, "device": torch.device("cpu")}
+    padding.prepare(model, [model], trls, **trial, ranks=SimpleNamespace(rank=1, largest=int))
+    trls = padding.padded(trls)
     padded, *_ = padding.run(partial(padding.log_probs, trls), model, inputs)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
 

@@ -48,28 +48,29 @@ class Part:
     by_group: bool = False
     ends_step: bool = True
 
-    def columns(self, steps: range, count: int) -> slice:
-        """Return the columns of `lengths` that some micro-steps use.
+    def used_by(self, steps: range, count: int) -> Tensor:
+        """Return which columns of `lengths` some micro-steps use, [M] bool.
 
         Args:
             steps: the micro-steps, counted from the first one of the window.
             count: number of the window's micro-steps, `steps_per_generation`.
         """
+        columns = self.lengths.shape[1]
         # Rows of a micro-step; more than usual if dynamic sampling has left one rank more than another.
-        rows = -(-self.lengths.shape[1] // count)
-        return slice(steps.start * rows, steps.stop * rows)
+        step = torch.arange(columns) // max(-(-columns // count), 1)
+        return (step >= steps.start) & (step < steps.stop)
 
-    def of_columns(self, columns: slice, rank: int) -> Part:
-        """Return the rows in some columns of `lengths`.
+    def where(self, keep: Tensor, rank: int) -> tuple[Tensor, Part]:
+        """Return the part without some rows, and the indices of this rank's other rows in `rollouts`.
 
         Args:
-            columns: the columns.
+            keep: [R, M] or [M] bool, False = the row is left out; its lengths are then 0.
             rank: index of this rank.
         """
-        kept = self.lengths[rank, :, 1] > 0
-        first = int(kept[: columns.start].sum())
-        rows = torch.arange(first, first + int(kept[columns].sum()))
-        return replace(self, rollouts=self.rollouts.rows(rows), lengths=self.lengths[:, columns])
+        keep = keep.expand(self.lengths.shape[:2])
+        survivors = self.lengths[rank, :, 1] > 0
+        rows = keep[rank][survivors].nonzero().squeeze(1)
+        return rows, replace(self, rollouts=self.rollouts.rows(rows), lengths=self.lengths * keep.unsqueeze(2))
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:

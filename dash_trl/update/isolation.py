@@ -121,32 +121,35 @@ def packing_flaw(
         )
 
 
-def padding_shifts(
-    functions: Sequence[Any], model: Any, *, vocabulary: int, pad_token_id: int, device: torch.device
-) -> list[float]:
-    """Measure how much padding before a row changes the log-probs of its second half.
+def padding_effect(
+    plain: Any, placed: Any, model: Any, *, vocabulary: int, pad_token_id: int, device: torch.device
+) -> int:
+    """Test whether padding before a row changes the log-probs of its second half.
 
     Args:
-        functions: functions like `padded` of `packing_flaw`. The first one computes the row without padding.
+        plain: function like `padded` of `packing_flaw`.
+        placed: the same function, with position ids that do not count padding.
         model: the model that the functions call.
         vocabulary: number; the test uses token ids below it.
         pad_token_id: token id of the padding.
         device: the device of the model.
     Returns:
-        For each function, the mean change of a log-prob; and the largest change that may be rounding.
+        0: it does not. 1: it does not with position ids. 2: it does.
     """
     row = _tokens(SAMPLE_TOKENS[0], 0, vocabulary)
 
-    def log_probs(function: Any, padding: Sequence[int]) -> Tensor:
-        ids = torch.tensor([[*padding, *row]], device=device)
+    def log_probs(function: Any, padding: int) -> Tensor:
+        ids = torch.tensor([[pad_token_id] * padding + row], device=device)
         mask = torch.ones_like(ids)
-        mask[:, : len(padding)] = 0
+        mask[:, :padding] = 0
         return function(ids, mask, len(row) // 2)[0]
 
     with torch.no_grad(), evaluating(model, checkpointing=True):
-        alone = log_probs(functions[0], [])
-        shifts = [_distance(log_probs(one, [pad_token_id] * SAMPLE_TOKENS[1]), alone) for one in functions]
-    return [*shifts, _rounding(computing_dtype(model)) * alone.float().std().item()]
+        alone = log_probs(plain, 0)
+        shift, rest = (_distance(log_probs(one, SAMPLE_TOKENS[1]), alone) for one in (plain, placed))
+    if not min(shift, rest) <= _rounding(computing_dtype(model)) * alone.float().std().item():
+        return 2
+    return int(4 * rest < shift)  # of two numbers that are rounding, it does not matter which one is smaller
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:

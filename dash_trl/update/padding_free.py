@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
-from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_shifts
+from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_effect
 from dash_trl.update.trees import (
     VARLEN_DTYPES,
     TreeShape,
@@ -320,8 +320,14 @@ class ModelPasses:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if not self.full_width:
-            trial = {"vocabulary": vocabulary, "pad_token_id": pad_token_id, "device": device}
-            self._try_padding(padded, models, ranks, **trial)
+            placed = self._placed(padded) if self._takes_positions else padded
+            trial: dict[str, Any] = {"vocabulary": vocabulary, "pad_token_id": pad_token_id, "device": device}
+            functions = [(partial(padded, model), partial(placed, model), model) for model in models]
+            effect = ranks.largest(max(padding_effect(*one, **trial) for one in functions))
+            self._places = effect == 1
+            if effect == 2:
+                self.full_width = True
+                self.padded_because = "padding before a prompt changes its results"
         if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
             self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
         if self.padding_free:
@@ -342,28 +348,6 @@ class ModelPasses:
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
                 "is the same, but it takes longer."
             )
-
-    def _try_padding(self, padded: Callable[..., Any], models: Sequence[Any], ranks: Ranks, **of_trial: Any) -> None:
-        """Find out by trial whether padded passes need our position ids, or have to be as wide as the window.
-
-        Args:
-            padded: TRL's method for log-probs.
-            models: see `prepare`.
-            ranks: the ranks of the run.
-            of_trial: further arguments of `padding_shifts`.
-        """
-        needs_positions = needs_width = False
-        for model in models:
-            functions = [partial(padded, model)]
-            if self._takes_positions:
-                functions.append(partial(self._placed(padded), model))
-            plain, *placed, rounding = padding_shifts(functions, model, **of_trial)
-            needs_positions |= 4 * min(placed, default=plain) < plain  # not if both only round
-            needs_width |= not min(plain, *placed) <= rounding
-        self._places = bool(ranks.largest(int(needs_positions)))
-        if ranks.largest(int(needs_width)):
-            self.full_width = True
-            self.padded_because = "padding before a prompt changes its results"
 
     def _flaw(
         self,

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torch import Tensor
-
 from dash_trl.rollout import Part
 from dash_trl.update.packing import MicroBatch
 
@@ -203,17 +201,8 @@ class Schedule:
         if part.ends_step:
             self.shares[steps.start] = share
         self.ran_model |= bool(micro_batches)
-        return _passes(micro_batches, share, lengths)
-
-
-def _passes(micro_batches: list[MicroBatch], share: Share, lengths: Tensor) -> list[Pass]:
-    """Create the passes over micro-batches of a share, and count the loss tokens of each pass."""
-    table = lengths[..., 2].tolist()
-    return [
-        Pass(
-            one,
-            share,
-            tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(one.rows)),
-        )
-        for one in micro_batches
-    ]
+        passes = []
+        for one in micro_batches:
+            tokens = (int(own[list(rows), 2].sum()) for own, rows in zip(lengths, one.rows, strict=True))
+            passes.append(Pass(one, share, tuple(tokens)))
+        return passes

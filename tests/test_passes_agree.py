@@ -1,0 +1,155 @@
+"""A row's result does not depend on its pass: old, reference and training passes agree, and padded ones with TRL's."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CamembertConfig,
+    CamembertForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    XLMRobertaConfig,
+    XLMRobertaForCausalLM,
+)
+from trl import GRPOTrainer
+
+from dash_trl import DASHTrainer, RewardRunner
+from dash_trl.process_rewards import AnswerLogProbValue
+from tests.test_pipeline import Delayed
+from tests.test_values import random_requests
+from tests.tiny import VOCABULARY, assert_same_update, parameters, run, save_tiny_model
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    initializer_range=0.2,
+    pad_token_id=0,
+)
+WITHOUT_DROPOUT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ORIGINAL = 24  # tokens; some rows are longer
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG |= {"original_max_position_embeddings": ORIGINAL}
+MODELS = {
+    "dynamic": (Qwen2ForCausalLM, None, {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}),
+    "longrope": (Phi3ForCausalLM, Phi3Config(**SIZES, max_position_embeddings=96, rope_parameters=LONG), {}),
+    "camembert": (CamembertForCausalLM, CamembertConfig(**SIZES, **WITHOUT_DROPOUT), {}),
+    "padding id": (XLMRobertaForCausalLM, XLMRobertaConfig(**{**SIZES, "pad_token_id": 1}, **WITHOUT_DROPOUT), {}),
+}
+MINI = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8}
+ODD = {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
+MULTI = {"num_iterations": 2, "max_steps": 4}
+
+
+def saved(name: str, folder: Any) -> str:
+    kind, config, settings = MODELS[name]
+    return save_tiny_model(folder / "model", kind, config, **settings)
+
+
+class WithRatios(DASHTrainer):
+    """Notes the largest distance of a log-prob to the old one, over all passes."""
+
+    def per_token_loss(self, log_probs, old_log_probs, advantages, mask):
+        far = ((log_probs.detach() - old_log_probs).abs() * mask).max().item()
+        self.far = [*getattr(self, "far", []), far]
+
+
+@pytest.mark.parametrize("name", [None, "dynamic", "longrope"])
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (None, MINI),
+        (None, ODD),
+        (None, {**MINI, "reward_pipeline": True}),
+        (torch.bfloat16, MULTI),
+        (torch.bfloat16, {**MINI, "reward_pipeline": True}),
+    ],
+)
+def test_without_learning_every_ratio_is_one(name, dtype, settings, tiny_model, tmp_path):
+    """In bf16, exactly: by autocast, or of weights. One row in 7 has no reward, so some groups are not kept whole."""
+    model = tiny_model if name is None else saved(name, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or torch.float32)
+    settings = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.1, **settings}
+    reward = RewardRunner(Delayed(fails=True))
+    settings |= {"learning_rate": 0.0, "bf16": dtype is None, "loaded": loaded, "reward": reward}
+    trainer = run(WithRatios, model, tmp_path, **settings)
+    logs = [log for log in trainer.state.log_history if "kl" in log]
+    assert len(trainer.far) >= 4 and not any(trainer.far)
+    assert not any(log[key] for log in logs for key in log if key == "kl" or key.startswith("clip_ratio"))
+
+
+@pytest.mark.parametrize("settings", [{}, {**MINI, "max_steps": 4, "max_tokens_per_microbatch": 90}])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(name, settings, tmp_path, caplog):
+    model, settings = saved(name, tmp_path), {"learning_rate": 0.1, **settings}
+    ours = run(DASHTrainer, model, tmp_path, **settings)
+    settings.pop("max_tokens_per_microbatch", None)
+    trls = run(GRPOTrainer, model, tmp_path, **settings)
+    ends = [parameters(one.model) for one in (trls, ours)]
+    assert_same_update(parameters(model), *ends, tolerance=1e-4)
+    assert caplog.text.count("passes are padded") == 1
+
+
+def test_noise_of_embeddings_has_the_width_of_the_window(tiny_model, tmp_path):
+    widths: list[int] = []
+
+    def note(trainer: Any) -> None:
+        embeddings = trainer.model.get_input_embeddings()
+        embeddings.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+
+    trainer = run(
+        DASHTrainer, tiny_model, tmp_path, neftune_noise_alpha=5.0, prepare=note, max_tokens_per_microbatch=60
+    )
+    longest = trainer.state.log_history[0]["completions/max_length"]
+    assert len({*widths[-4:]}) == 1 and widths[-1] > longest
+
+
+class Changes(DASHTrainer):
+    """Calls TRL's method with tensors of its own: without a token, with halves of the rows, with other prompts."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        compute = partial(super()._get_per_token_logps_and_entropies, model)
+        shown, half = attention_mask.clone(), max(len(input_ids) // 2, 1)
+        shown[torch.arange(len(shown)), shown.argmax(dim=1)] = 0
+        other = input_ids.clone()
+        other[:half, :-logits_to_keep] += attention_mask[:half, :-logits_to_keep]  # shared prompts differ now
+        for ids, mask in (
+            (input_ids, shown),
+            (other, attention_mask),
+            (input_ids[:half], attention_mask[:half]),
+            (input_ids[half:], attention_mask[half:]),
+        ):
+            if len(ids) and self.model.training:
+                with torch.no_grad():
+                    found = compute(ids, mask, logits_to_keep)[0]
+                    due = torch.stack([self.alone(model, *row, logits_to_keep) for row in zip(ids, mask, strict=True)])
+                torch.testing.assert_close(found * mask[:, -logits_to_keep:], due, atol=1e-4, rtol=1e-4)
+                self.compared = getattr(self, "compared", 0) + 1
+        return compute(input_ids, attention_mask, logits_to_keep, **kwargs)
+
+    def alone(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+        found, seen = torch.zeros(len(ids)), mask.bool()
+        if seen.any():
+            logits = model(input_ids=ids[seen][None]).logits[0, :-1].log_softmax(dim=-1)
+            found[seen.nonzero()[1:, 0]] = logits.gather(1, ids[seen][1:, None])[:, 0]
+        return found[-width:]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_override_gets_log_probs_of_its_own_tensors(padded, tiny_model, tmp_path):
+    prepare = (lambda trainer: trainer.model.set_attn_implementation("eager")) if padded else None
+    assert run(Changes, tiny_model, tmp_path, prepare=prepare, max_tokens_per_microbatch=200).compared >= 4
+
+
+def test_values_do_not_depend_on_their_neighbours_if_rope_depends_on_the_width(tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved("dynamic", tmp_path))
+    value, requests = AnswerLogProbValue(), random_requests()
+    together = value.score(requests, model, tokenizer)
+    assert together == [row for one in reversed(requests) for row in value.score([one], model, tokenizer)][::-1]
