@@ -194,13 +194,8 @@ CHANGES = [
         "shuffle_dataset",
         "loss_type",
         "beta",
-        "temperature",
-        "vllm_importance_sampling_mode",
         "max_tokens_per_microbatch",
         "share_prompts",
-        "optim",
-        "learning_rate",
-        "lr_scheduler_type",
     )
 ]
 
@@ -397,7 +392,7 @@ def resumed(case: dict, folder: Path) -> str:
     except (ValueError, RankFailed) as error:
         assert any(name in str(error) for name in change)
         return ""
-    if RANK or any(name in SAID.getvalue()[said:] for name in change):
+    if RANK or any(text in SAID.getvalue()[said:] for text in (*change, "was saved with")):
         return ""
     assert rest.state.global_step == whole.state.global_step
     return same_update(whole, rest, SAME_UPDATE if change or case["reward_pipeline"] else 0.0, after=at)
