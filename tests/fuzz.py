@@ -51,7 +51,7 @@ from dash_trl.distributed import RankFailed, Ranks
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-CASES = 4  # number of cases of each kind in the test suite
+CASES = 2  # number of cases of each kind in the test suite
 SAME_UPDATE = 1e-4  # tolerance relative to the largest update: rounding depends on the rows of a pass, in each step
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # rounding of norm weights, which are about 1, after some steps
 MEASURABLE = 1e-3, 10.0  # range of an update's size; above, the run has diverged, and rounding errors with it
@@ -483,19 +483,19 @@ def ahead(case: dict, folder: Path) -> str:
 
 
 def outcome(kind: str, case: dict, folder: Path) -> tuple[str, str]:
-    """Returns why a case is vacuous, and what it raises on any rank; it ends the process if other ranks hang."""
+    """Returns why a case is vacuous, and what it raises on any rank; it ends the process if others hang."""
     ranks, vacuous, said = Ranks(PartialState(cpu=True), PATIENCE), "", ""
     try:
         vacuous = ranks.agree(lambda: KINDS[kind][1](dict(case), folder))
     except Exception:  # whatever it is
         said = f"Rank {RANK}: {traceback.format_exc()}"
     try:
-        ranks.agree(lambda: None)
-    except RankFailed:
-        print(f"{said}\nRank {RANK} ends, since others hang; not shrunk: {kind} {case}", flush=True)
+        ranks.gather_object("")
+    except RuntimeError:
+        print(f"{said}\nRank {RANK} ends, since the ranks are not in step; not shrunk: {kind} {case}", flush=True)
         leave(1)
     shutil.rmtree(folder, ignore_errors=True)
-    return vacuous, "".join(ranks.gather_object(said))
+    return vacuous, said
 
 
 def check(kind: str, count: int, seed: int, folder: Path, counts: Counter[tuple[str, str]]) -> str:
