@@ -353,7 +353,8 @@ def trl(case: dict, folder: Path) -> str:
     **ANY_ORDER,
     dtype=(torch.float32, torch.bfloat16),
     bf16=(False, True),
-    loss_type=LOSSES[:-1],  # the old log-probs of aipo are the sampler's
+    loss_type=LOSSES[:-2],
+    corrected=(False,),  # log-probs for it take passes of their own, of which dynamic RoPE remembers the longest
     learning_rate=(0.0,),
 )
 def law(case: dict, folder: Path) -> str:
@@ -491,7 +492,7 @@ def outcome(kind: str, case: dict, folder: Path) -> tuple[str, str]:
         said = f"Rank {RANK}: {traceback.format_exc()}"
     try:
         ranks.gather_object("")
-    except RuntimeError:
+    except Exception:  # such as an UnpicklingError
         print(f"{said}\nRank {RANK} ends, since the ranks are not in step; not shrunk: {kind} {case}", flush=True)
         leave(1)
     shutil.rmtree(folder, ignore_errors=True)
