@@ -36,8 +36,8 @@ class Part:
             all rows that were sampled for the window, on the widest rank. By default, a pass has at most
             `per_device_train_batch_size` × `width` tokens.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
-        by_group: True = a pass has rows of one group only, and all of them, because the log-probs of the rows were
-            computed before their rewards were known. The loss mask of a dropped row is 0.
+        by_group: True = a pass has all rows of one group, because log-probs were computed before rewards were known.
+            The loss mask of a dropped row is 0.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
