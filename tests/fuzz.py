@@ -1,7 +1,9 @@
 """Random runs: draws settings, and compares a run with another run that must have the same result.
 
     trl         the update is TRL's, whatever the filter drops
+    law         with learning rate 0, a window's first use finds the log-probs of the passes before it
     resumed     a run that is resumed from a checkpoint ends like one that was never interrupted
+    changed     the same with one other setting, or the run says that it is another one
     evaluated   evaluations and checkpoints in between change nothing
     pipeline    rewards that are awaited group by group change nothing
     ahead       a run that samples one window ahead trains on the same prompts, also when it is resumed
@@ -13,205 +15,288 @@ ranks, and prints how many there were of each kind:
     python tests/fuzz.py --minutes 30
     torchrun --nproc_per_node 2 tests/fuzz.py --minutes 30 --only trl resumed
 
-Hypothesis shrinks a failing case to a few settings and prints them. It runs on rank 0, which sends the cases to the
-other ranks. A case fails if it fails on any rank.
+A failing case is shrunk, to the first values of as many options as possible, and printed. All ranks draw the same
+cases. A case fails if it fails on any rank.
 """
 
 import argparse
 import contextlib
 import io
-import math
+import itertools
+import logging
 import os
 import random
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hypothesis
 import pytest
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOTrainer
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
-from tests.tiny import (
-    EOS,
-    ScriptedReward,
-    ScriptedRollouts,
-    leave,
-    log_probs,
-    parameters,
-    prompts,
-    relative_difference,
-    run,
-    save_tiny_model,
-)
+from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-CASES = 4  # number of cases of each kind in the test suite
+CASES = 2  # number of cases of each kind in the test suite
 SAME_UPDATE = 1e-4  # tolerance relative to the largest update: rounding depends on the rows of a pass, in each step
 ROUNDED = 4 * torch.finfo(torch.float32).eps  # rounding of norm weights, which are about 1, after some steps
 MEASURABLE = 1e-3, 10.0  # range of an update's size; above, the run has diverged, and rounding errors with it
-OFF_POLICY = ("aipo", "decoupled_ppo")
+OFF_POLICY = ("decoupled_ppo", "aipo")
+LOSSES = ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "bnpo", *OFF_POLICY)
 PATIENCE = 120  # seconds that a rank waits for the others, in a collective too
-EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4 * RANKS)}
-EVALUATION |= {"per_device_eval_batch_size": 4}
-Settings = dict[str, Any]
-Compare = Callable[[Settings, str, Path], str]
-KINDS: dict[str, tuple[Any, Compare]] = {}
+KINDS: dict[str, Any] = {}  # name → its options, and a function that compares the runs of a case
+SAID = io.StringIO()  # the warnings of the package
+logging.getLogger("dash_trl").addHandler(logging.StreamHandler(SAID))
 
 
-class RolloutsByPrompt:
-    """A `rollout_func` whose completions depend only on prompt, row and micro-step; optionally with log-probs."""
+# ------------------------------------------------------------------------------------------------------- rollouts
 
-    def __init__(self, with_log_probs: bool):
-        self.with_log_probs = with_log_probs
-        self.steps: set[int] = set()  # the optimizer steps in which it was called
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+def problems(count: int) -> Dataset:
+    """Prompts of several tokens, of one token, and with an end token."""
+    rows = [[f"{i} + {3 * i} = ", chr(33 + i % 90), f"{i}<|im_end|>{i} = "][i % 3] for i in range(count)]
+    return Dataset.from_dict({"prompt": rows})
+
+
+class Rollouts(ScriptedRollouts):
+    """Rollouts that depend only on the micro-step and the prompts; the environment may have written some tokens."""
+
+    masked = False
+
+    def __call__(self, prompts, trainer):
         self.steps.add(trainer.state.global_step)
-        completions, logps = [], None
-        for row, prompt in enumerate(prompts):
-            drawn = random.Random(f"{prompt} {row} {trainer._step} {trainer.model.training}")
-            ids = [drawn.randrange(4, 260) for _ in range(drawn.randint(0, 20))]
-            completions.append([*ids, EOS if drawn.random() < 0.7 else 77])
-        prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
-        if self.with_log_probs:
-            noise, rows = random.Random(f"{completions}"), zip(prompt_ids, completions, strict=True)
-            logps = [[value + noise.gauss(0, 0.2) for value in log_probs(trainer.model, *row)] for row in rows]
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
+        self.random.seed(f"{trainer._step} {trainer.model.training} {prompts}")
+        output = super().__call__(prompts, trainer)
+        if self.masked:
+            output["env_mask"] = [
+                [int(place % 4 != 1) for place in range(len(ids))] for ids in output["completion_ids"]
+            ]
+        return output
 
 
-def reward(completion_ids: list[int], completion: str, prompt: str) -> float | None:
-    """Returns 0 or 1, or None (not applicable), or fails. Some prompts are solved by all completions."""
-    total = sum(completion_ids)
-    if total % 11 == 0:
-        raise ValueError("a failure")
-    if total % 7 == 0:
-        return None
-    return 1.0 if prompt.startswith("1") else float(total % 2)
+def right(completion_ids: list[int], prompt: str) -> float:
+    """0 or 1. Some prompts are solved by all completions."""
+    return 1.0 if prompt.startswith("1") else float(sum(completion_ids) % 2)
 
 
-def slow_reward(completion_ids: list[int], completion: str, prompt: str) -> float | None:
-    """Returns `reward` after a random delay, so that groups are not scored in order."""
-    time.sleep(random.Random(f"{prompt}{completion_ids}").random() / 20)
-    return reward(completion_ids, completion, prompt)
+def at_times(completion_ids: list[int], prompt: str) -> float | None:
+    return None if sum(completion_ids) % 7 == 0 else sum(completion_ids) % 5 / 4
 
 
-# ------------------------------------------------------------------------------------------------------ settings
+def failing(completion_ids: list[int], prompt: str) -> float:
+    return 1 / (sum(completion_ids) % 11)
 
 
-@st.composite
-def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: Any) -> Settings:
-    """Draws the settings of a run of at least two windows, with valid batch shapes.
+def slow(prompt: str) -> float:
+    """0 after a random delay, so that groups are not scored in order."""
+    time.sleep(random.SystemRandom().random() / 20)
+    return 0.0
 
-    Args:
-        draw: Hypothesis's function.
-        piped: value of `reward_pipeline`, which restricts the batch shapes; None = drawn.
-        mini: True = several optimizer steps may share a window.
-        own: strategies of other settings.
-    """
-    piped = draw(st.booleans()) if piped is None else piped
-    shape = {
-        "num_generations": draw(st.sampled_from([2, 4])),
-        "per_device_train_batch_size": draw(st.sampled_from([4, 2])),
-        "steps_per_generation": draw(st.sampled_from([2, 1, 3, 4, 6])),
-        "gradient_accumulation_steps": draw(st.sampled_from([2, 1, 3, 4, 6])),
-        "num_iterations": 1 if piped else draw(st.sampled_from([1, 1, 2, 3])),
-    }
-    group, rows, per_window, per_step, uses = shape.values()
-    every = per_window * uses  # micro-steps of a window
-    hypothesis.assume(rows * per_window % group == 0 and rows * per_window > group and (mini or per_step >= per_window))
-    if piped:
-        hypothesis.assume(per_step % per_window == 0 or per_window % per_step == 0)
-        hypothesis.assume(rows * min(per_step, per_window) % group == 0)
-    window = RANKS * rows * per_window // group
-    count = draw(st.integers(window, 4 * window + 1))
-    max_steps = every // per_step + draw(st.integers(2, 4))
-    epoch, last = count // window * every, per_step * max_steps - 1  # micro-steps of an epoch; the last one of all
-    # Each may cost an epoch.
-    cuts = draw(st.lists(st.integers(1, max_steps - 1), max_size=last // epoch, unique=True))
-    case = {
-        **shape,
-        "num_generations_eval": group,
+
+FUNCTIONS = [(right,), (right, at_times), (right, at_times, failing)]
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+# Option → its values, in all kinds. It keeps the first if `DASHConfig` refuses the drawn one beside those before.
+OPTIONS: dict = dict(
+    reward_pipeline=(False, True),
+    per_device_train_batch_size=(4, 2, 3, 6),
+    num_generations=(2, 4, 3),
+    steps_per_generation=(2, 1, 3, 4, 6),
+    gradient_accumulation_steps=(2, 1, 3, 4, 6),
+    num_iterations=(1, 1, 2, 3),
+    max_num_gen_batches=(1, 3),
+    shuffle_dataset=(False, True),
+    stream=(False, True),
+    cuts=((), (), (2,), (3,), (1, 3)),  # the optimizer steps after which an epoch is ended
+    windows=(1, 4, 1.5, 2.7),  # of an epoch
+    steps=(2, 3, 4),  # after those of the first window
+    at=range(30),  # the optimizer step whose checkpoint is resumed
+    # the model
+    family=(
+        {},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "model_type": "gemma2",
+            "head_dim": 8,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    rope=("default", "linear", "dynamic", "longrope", "yarn", "llama3"),
+    context=(512, 16),
+    attention=("sdpa", "eager"),
+    dtype=(torch.float32,),
+    lora=(False, True),
+    attention_dropout=(0.0, 0.3),
+    neftune_noise_alpha=(None, 5.0),
+    # rewards and advantages
+    functions=FUNCTIONS,
+    advantage_estimator=("grpo", "grpo", "rloo", "grpo_passk"),
+    scale_rewards=("group", "batch", "none"),
+    multi_objective_aggregation=("sum_then_normalize", "normalize_then_sum"),
+    gradient_filter_threshold=(0.0, 0.1, None),
+    filter_denominator=("all", "kept"),
+    mask_truncated_completions=(False, True),
+    masked=(False, True),
+    # the loss
+    loss_type=LOSSES,
+    beta=(0.0, 0.1),
+    importance_sampling_level=("token", "sequence"),
+    epsilon=(0.2, 3e-4),
+    epsilon_high=(None, 4e-4, 2.0),
+    delta=(None, 1.3),
+    off_policy_mask_threshold=(None, 0.01),
+    corrected=(False, True),
+    vllm_importance_sampling_mode=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    vllm_importance_sampling_clip_max=(1.05,),
+    temperature=(1.0, 0.7, 1.4),
+    # passes and steps
+    max_tokens_per_microbatch=(None, 40, 400),
+    share_prompts=(True, False),
+    pad_to_multiple_of=(None, 8),
+    optim=("sgd", "adamw_torch"),
+    learning_rate=(0.1, 0.03),
+    lr_scheduler_type=("constant", "linear", "cosine"),
+    max_grad_norm=(0.0, 1.0),
+    # between steps
+    save_strategy=("no",),
+    eval_strategy=("no",),
+    within=(False,),  # True = a checkpoint is saved within a step
+)
+# With these, the order of passes matters for rounding only, which Adam would magnify.
+ANY_ORDER: dict = dict(attention_dropout=(0.0,), neftune_noise_alpha=(None,), optim=("sgd",))
+ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0}
+ROPE |= {"high_freq_factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 1.7, 1.4, 1.1]}
+CHANGES = [
+    {name: OPTIONS[name][-1]}
+    for name in (
+        "num_generations",
+        "steps_per_generation",
+        "gradient_accumulation_steps",
+        "num_iterations",
+        "shuffle_dataset",
+        "loss_type",
+        "beta",
+        "max_tokens_per_microbatch",
+        "share_prompts",
+    )
+]
+
+
+def case_of(drawn: dict, options: dict) -> dict:
+    """Returns the settings of a run of at least two windows."""
+    case = {name: values[0] for name, values in options.items()}
+    for name, value in drawn.items():
+        other = case | {name: value}
+        known = {one: other[one] for one in other if one in DASHConfig.__dataclass_fields__}
+        with contextlib.suppress(ValueError):
+            DASHConfig("", use_cpu=True, max_steps=1, **known)
+            case = other
+    if case["reward_pipeline"] or case["within"]:
+        case |= {name: value for name, (value,) in ANY_ORDER.items()}
+    if case["loss_type"] == "vespo":  # needs a ratio for each token
+        case["vllm_importance_sampling_mode"] = "token_mask"
+    per_window, per_step = case["steps_per_generation"], case["gradient_accumulation_steps"]
+    every = per_window * case["num_iterations"]  # micro-steps of a window
+    window = RANKS * case["per_device_train_batch_size"] * per_window // case["num_generations"]
+    count, steps = int(window * case["windows"]), every // per_step + case["steps"]
+    epoch, last = count // window * every, per_step * steps - 1  # micro-steps of an epoch; the last one of all
+    cuts = [step for step in case["cuts"] if step < steps][: last // epoch]  # each may cost an epoch
+    at = 1 + case["at"] % (last // every * every // per_step)  # a window begins after it
+    return case | {
         "prompts": count,
-        "max_steps": max_steps + len(cuts) * -(-epoch // per_step),
-        "reward_pipeline": piped,
-        "cuts": sorted(cuts),
-        "shuffle_dataset": draw(st.booleans()),
-        "mask_truncated_completions": draw(st.booleans()),
-        **{name: draw(strategy) for name, strategy in own.items()},
+        "stream": case["stream"] and epoch >= per_step,  # else it ends before the first step
+        "max_steps": steps + len(cuts) * -(-epoch // per_step),
+        "cuts": cuts,
+        "at": max({*range(at + 1)} - {*cuts}),
+        "within": case["within"] and not cuts,  # after a cut, a step that is repeated draws another epoch
     }
-    if case["loss_type"] == "aipo":
-        case["beta"] = 0.0
-    if "at" in case:  # a window begins after it
-        case["at"] = 1 + case["at"] % (last // every * every // per_step)
-    hypothesis.assume(not case.get("stream") or epoch >= per_step)  # else it ends before the first step
-    return case
 
 
 class Between(TrainerCallback):
     """Ends the epoch after some optimizer steps, and saves a checkpoint within an optimizer step."""
 
-    trainer: Any
+    def __init__(self, case, rollouts):
+        self.case, self.rollouts = case, rollouts
 
-    def __init__(self, cuts: Sequence[int], saves: Callable[[int], bool]):
-        self.cuts, self.saves = cuts, saves
-        self.ended: list[int] = []  # the optimizer steps after which an epoch was ended
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.saves(state.global_step):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        step = state.global_step
+        if self.case["within"] and self.case["at"] == step and step not in self.rollouts.steps:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = state.global_step in self.cuts
-        self.ended += [state.global_step] * control.should_epoch_stop
-
-    def last_within_an_epoch(self, step: int) -> int:
-        """Returns the last optimizer step up to `step` that did not end an epoch, so that a run resumes within one."""
-        return max({*range(min(step + 1, self.trainer.state.global_step))} - set(self.ended))
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step in self.case["cuts"]
 
 
-def trained(kind: Any, model: str, folder: Path, **arguments: Any) -> Any:
-    """Trains and returns the trainer, with its callback as the attribute `between`."""
-    data = prompts(arguments.pop("prompts"))
-    between = Between(arguments.pop("cuts"), arguments.pop("saves", lambda step: False))
-    arguments["dataset"] = data.to_iterable_dataset() if arguments.pop("stream", False) else data
-    arguments |= {"callbacks": [*arguments.get("callbacks", []), between], "ddp_timeout": PATIENCE}
-    prepare = lambda trainer: vars(trainer).update(between=between) or setattr(between, "trainer", trainer)  # noqa: E731
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
+    """Trains and returns the trainer, with the weights of before as the attribute `start`."""
+    own = case | others
+    rollouts = Rollouts(noise=0.2 if own["corrected"] or own["loss_type"] in OFF_POLICY else None)
+    rollouts.masked, rollouts.steps = own["masked"], set()
+    rewards = RewardRunner([*own["functions"]], max_concurrency=256 if slow in own["functions"] else 1)
+    adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=own["attention_dropout"])
+    between, data = Between(own, rollouts), problems(own["prompts"])
+    known = {*(GRPOConfig if kind is GRPOTrainer else DASHConfig).__dataclass_fields__, "resume", "in_process"}
+
+    def prepare(trainer):
+        trainer.start, between.trainer = parameters(trainer.model), trainer
+        if own["corrected"]:
+            corrects(trainer)
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = save_tiny_model(
+            folder / f"model-{RANK}",
+            rope_parameters=ROPE | {"rope_type": own["rope"]},
+            max_position_embeddings=own["context"],
+            attention_dropout=own["attention_dropout"],
+            **own["family"],
+        )
         torch.manual_seed(0)
-        return run(kind, model, folder, prepare=prepare, **arguments)
+        return run(
+            kind,
+            model,
+            folder,
+            loaded=model,
+            model_init_kwargs={"dtype": own["dtype"], "attn_implementation": own["attention"]},
+            peft_config=adapter if own["lora"] else None,
+            rollouts=None if "in_process" in own else rollouts,
+            reward=rewards.rewards if kind is GRPOTrainer else rewards,
+            dataset=data.to_iterable_dataset() if own["stream"] else data,
+            eval_dataset=problems(3 * RANKS),
+            callbacks=[between, *own.get("callbacks", ())],
+            prepare=prepare,
+            ddp_timeout=PATIENCE,
+            save_steps=1,
+            eval_steps=1,
+            per_device_eval_batch_size=12,
+            **{name: own[name] for name in own if name in known},
+        )
 
 
-def figures(trainer: Any) -> list[dict[str, Any]]:
-    """Returns the training logs, without times and without metrics that depend on which rows share a pass."""
-    other = ("time", "per_second", "eval", "packing", "clip_ratio/low_min", "clip_ratio/high_max")
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    logs = [{name: log[name] for name in log if not any(one in name for one in other)} for log in logs]
-    return [{name: math.nan if value is None else value for name, value in log.items()} for log in logs]
-
-
-def same_update(model: str, one: Any, other: Any, tolerance: float, after: int = 0) -> str:
+def same_update(one: Any, other: Any, tolerance: float, after: int = 0) -> str:
     """Asserts that two trainers have made the same update.
 
     Returns:
         Why the case is vacuous, such as no gradient in the steps after step `after`; "" if it is not.
     """
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
-    difference, update = relative_difference(start, parameters(one.model), parameters(other.model))
+    difference, update = relative_difference(one.start, parameters(one.model), parameters(other.model))
     (least, most), logs = MEASURABLE, [log for log in other.state.log_history if "loss" in log and log["step"] > after]
     allowed = tolerance and tolerance + ROUNDED / max(update, least)
     assert difference <= allowed or tolerance and not least < update < most, (difference, update)
@@ -220,234 +305,222 @@ def same_update(model: str, one: Any, other: Any, tolerance: float, after: int =
     return "" if update < most else "diverged"
 
 
+def same_figures(one: Any, other: Any, close: float) -> None:
+    """Asserts that two trainers have logged the same, but for times and what depends on which rows share a pass."""
+    left_out = ("time", "per_second", "eval", "packing", "clip_ratio/low_min", "clip_ratio/high_max")
+    logs = [
+        {name: value for name, value in log.items() if not any(part in name for part in left_out)}
+        for trainer in (one, other)
+        for log in trainer.state.log_history
+        if "loss" in log
+    ]
+    half = len(logs) // 2
+    assert logs[half:] == [pytest.approx(log, rel=close, abs=close, nan_ok=True) for log in logs[:half]]
+
+
 # --------------------------------------------------------------------------------------------------------- kinds
 
 
-def kind(**strategies: Any) -> Callable[[Compare], Compare]:
+def kind(name: str, **options: Any) -> Any:
     """Registers a function that compares the runs of a case. It returns why the case is vacuous, "" if it is not."""
-    return lambda compare: KINDS.setdefault(compare.__name__, (settings(**strategies), compare))[1]
+    return lambda compare: KINDS.setdefault(name, (OPTIONS | options, compare))[1]
 
 
 @kind(
-    loss_type=st.sampled_from(["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
-    scale_rewards=st.sampled_from(["group", "batch", "none"]),
-    delta=st.sampled_from([None, 1.3]),
-    pad_to_multiple_of=st.sampled_from([None, 8]),
-    beta=st.sampled_from([0.0, 0.0, 0.2]),
-    stream=st.booleans(),
-    gradient_filter_threshold=st.sampled_from([0.0, None]),
-    max_tokens_per_microbatch=st.sampled_from([None, 40, 400]),
-    share_prompts=st.booleans(),
+    "trl",
+    **ANY_ORDER,
+    reward_pipeline=(False,),
+    max_num_gen_batches=(1,),
+    dtype=(torch.float64,),  # rounding grows with each step, with luspo from 1e-6 to 1.3e-4 of the update in 11 steps
+    functions=FUNCTIONS[:2],  # TRL counts a failure as "not applicable"
+    advantage_estimator=("grpo",),
+    gradient_filter_threshold=(0.0, None),
+    filter_denominator=("all",),
+    loss_type=LOSSES[:-3],
+    learning_rate=(0.02,),
 )
-def trl(arguments: Settings, model: str, folder: Path) -> str:
-    names = "gradient_filter_threshold", "max_tokens_per_microbatch", "share_prompts", "reward_pipeline"
-    own = {name: arguments.pop(name) for name in names}
-    if arguments["beta"]:  # a dropped row has lost its KL term
-        own["gradient_filter_threshold"] = None
-    if arguments["loss_type"] == "luspo":
-        arguments["importance_sampling_level"] = "sequence"
-    if arguments["loss_type"] == "cispo":
-        arguments["epsilon_high"] = 2.0
-    arguments |= {"reward": ScriptedReward(constant=0.3), "learning_rate": 0.02}
-
-    def run(kind: Any, **others: Any) -> Any:
-        # In float64: rounding grows with each step, with luspo from 1e-6 to 1.3e-4 of the update in 11 steps.
-        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        return trained(kind, model, folder, rollouts=ScriptedRollouts(3), loaded=policy, **arguments, **others)
-
-    return same_update(model, run(GRPOTrainer), run(DASHTrainer, **own), SAME_UPDATE)
+def trl(case: dict, folder: Path) -> str:
+    if case["beta"]:  # a dropped row has lost its KL term
+        case["gradient_filter_threshold"] = None
+    if is_eager := case["attention"] == "eager":  # in float64, its softmax of padding is NaN
+        case["dtype"] = torch.float32
+    both = (trained(kind, case, folder) for kind in (GRPOTrainer, DASHTrainer))
+    return same_update(*both, 1e-3 if is_eager else SAME_UPDATE)
 
 
 @kind(
-    piped=None,
-    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", "sapo", "cispo"]),
-    beta=st.sampled_from([0.0, 0.1]),
-    stream=st.booleans(),
-    filter_denominator=st.sampled_from(["all", "kept"]),
-    max_tokens_per_microbatch=st.sampled_from([None, 60]),
-    at=st.integers(0, 29),
-    within=st.booleans(),
+    "law",
+    **ANY_ORDER,
+    dtype=(torch.float32, torch.bfloat16),
+    bf16=(False, True),
+    loss_type=LOSSES[:-2],
+    corrected=(False,),  # log-probs for it take passes of their own, of which dynamic RoPE remembers the longest
+    learning_rate=(0.0,),
 )
-def resumed(arguments: Settings, model: str, folder: Path) -> str:
-    at, within, piped = arguments.pop("at"), arguments.pop("within"), arguments["reward_pipeline"]
-    arguments |= {"rollouts": RolloutsByPrompt(False), "reward": ScriptedReward(constant=0.2)}
-    # A step that is repeated draws other random numbers for a window, and after a cut for an epoch, that begins in it.
-    within, sampled = within and not arguments["cuts"], arguments["rollouts"].steps
-    saving = {"saves": lambda step: within and step == at and step not in sampled}
-    saving |= {"save_strategy": "steps", "save_steps": 1}
-    if piped:
-        own = {"reward": RewardRunner(reward, max_concurrency=1), "filter_denominator": "all", "learning_rate": 0.1}
-    else:  # with the pipeline, sums round by what came when, which Adam would magnify
-        own = {"optimizer": "adamw_torch"}
-    arguments |= own
-    whole = trained(DASHTrainer, model, folder / "whole", **arguments, **saving)
-    if not (at := whole.between.last_within_an_epoch(at)):
+def law(case: dict, folder: Path) -> str:
+    found: list[float] = []
+
+    class Noting(DASHTrainer):
+        def _compute_loss(self, model, inputs):
+            self.known = [inputs[name] for name in ("old_per_token_logps", "ref_per_token_logps") if name in inputs]
+            return super()._compute_loss(model, inputs)
+
+        def per_token_loss(self, log_probs, old_log_probs, advantages, mask):
+            if self._step % self.args.window_batches < self.args.steps_per_generation:
+                found.extend(((log_probs - one) * mask).abs().max().item() for one in self.known)
+
+    logs = trained(Noting, case, folder).state.log_history
+    if case["num_iterations"] == 1:
+        found += [log[name] for log in logs for name in ("kl", "clip_ratio/region_mean") if name in log]
+    assert not any(found), max(found)
+    return "" if found else "nothing to compare"
+
+
+@kind(
+    "changed",
+    **ANY_ORDER,
+    save_strategy=("steps",),
+    change=CHANGES,
+)
+@kind("resumed", save_strategy=("steps",), within=(False, True), change=({},))
+def resumed(case: dict, folder: Path) -> str:
+    at, change = case["at"], case["change"]
+    if not at:
         return "no checkpoint"
-    rest = trained(DASHTrainer, model, folder / "rest", **arguments, resume=f"{folder}/whole/checkpoint-{at}")
+    whole, said = trained(DASHTrainer, case, folder / "whole"), SAID.tell()
+    try:
+        rest = trained(DASHTrainer, case | change, folder / "rest", resume=f"{folder}/whole/checkpoint-{at}")
+    except (ValueError, RankFailed) as error:
+        assert any(name in str(error) for name in change)
+        return ""
+    if RANK or any(text in SAID.getvalue()[said:] for text in (*change, "was saved with")):
+        return ""
     assert rest.state.global_step == whole.state.global_step
-    return same_update(model, whole, rest, SAME_UPDATE if piped else 0.0, after=at)
+    return same_update(whole, rest, SAME_UPDATE if change or case["reward_pipeline"] else 0.0, after=at)
 
 
 class WithoutDraws(DASHTrainer):
     """Its evaluations draw no random numbers."""
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        state = torch.get_rng_state()
-        found = super().evaluate(*args, **kwargs)
-        torch.set_rng_state(state)
-        return found
+    def evaluate(self, *args, **kwargs):
+        with torch.random.fork_rng():
+            return super().evaluate(*args, **kwargs)
 
 
-@kind(
-    piped=None,
-    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", *OFF_POLICY]),
-    beta=st.sampled_from([0.0, 0.1]),
-    max_tokens_per_microbatch=st.sampled_from([None, 60]),
-    save_strategy=st.sampled_from(["no", "steps"]),
-)
-def evaluated(arguments: Settings, model: str, folder: Path) -> str:
-    between = {**EVALUATION, "save_strategy": arguments.pop("save_strategy"), "save_steps": 1}
-    arguments |= {
-        "rollouts": RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY),
-        "reward": RewardRunner(reward, max_concurrency=1),
-        "learning_rate": 0.1,
-    }
-    plain, other = (trained(WithoutDraws, model, folder, **arguments, **others) for others in ({}, between))
-    same, close = (SAME_UPDATE, 1e-3) if arguments["reward_pipeline"] else (0.0, 0.0)
-    vacuous = same_update(model, plain, other, same, after=1)
-    if close and between["save_strategy"] == "steps":  # a checkpoint waits for a window: its figures are logged sooner
+@kind("evaluated", saves=("no", "steps"), stream=(False,), cuts=((),))
+def evaluated(case: dict, folder: Path) -> str:
+    others = {"eval_strategy": "steps", "save_strategy": case["saves"]}
+    plain, other = (trained(WithoutDraws, case, folder, **one) for one in ({}, others))
+    same, close = (SAME_UPDATE, 1e-3) if case["reward_pipeline"] else (0.0, 0.0)
+    vacuous = same_update(plain, other, same, after=1)
+    if close and case["saves"] == "steps":  # a checkpoint waits for a window: its figures are logged sooner
         return vacuous
-    for one, another in zip(figures(plain), figures(other), strict=True):
-        assert another == pytest.approx(one, abs=close, rel=close, nan_ok=True)
+    same_figures(plain, other, close)
     return vacuous
 
 
 class Watch(DASHCallback):
-    """Of each window, the optimizer steps before it and its prompts; counts parts, and masks every third token."""
+    """Of each window, the optimizer steps before it and its prompts; counts parts."""
 
     per_group = True
 
-    def __init__(self, masked: bool):
-        self.masked, self.parts, self.windows = masked, 0, list[tuple[int, list[str]]]()
+    def __init__(self):
+        self.parts, self.windows = 0, []
 
-    def on_rollouts_sampled(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
         self.windows.append((state.global_step, [row["prompt"] for row in rollouts.examples]))
-        if self.masked:
-            rollouts.tool_mask = torch.ones_like(rollouts.completion_mask)
-            rollouts.tool_mask[:, ::3] = 0
 
-    def on_rewards(self, *args: Any, **kwargs: Any) -> None:
+    def on_rewards(self, *args, **kwargs):
         self.parts += 1
 
 
 @kind(
-    piped=True,
-    mini=False,  # in Mini the order of arrival decides which optimizer step takes a row
-    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", *OFF_POLICY]),
-    beta=st.sampled_from([0.0, 0.1]),
-    gradient_filter_threshold=st.sampled_from([0.1, 0.0, None]),
-    max_tokens_per_microbatch=st.sampled_from([None, 40]),
-    advantage_estimator=st.sampled_from(["grpo", "rloo", "grpo_passk"]),
-    masked=st.booleans(),
+    "pipeline",
+    **ANY_ORDER,
+    reward_pipeline=(True,),
+    steps_per_generation=(2, 1, 3, 6),
+    gradient_accumulation_steps=(6,),  # in Mini the order of arrival decides which optimizer step takes a row
+    functions=[(*one, slow) for one in FUNCTIONS],
+    stream=(False,),
 )
-def pipeline(arguments: Settings, model: str, folder: Path) -> str:
-    watch = Watch(arguments.pop("masked"))
-    arguments |= {"learning_rate": 0.1, "callbacks": [watch]}
-    arguments["rollouts"] = RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY)
-    arguments["reward"] = RewardRunner(slow_reward)
-    together = trained(DASHTrainer, model, folder, **{**arguments, "reward_pipeline": False})
-    by_group = trained(DASHTrainer, model, folder, **arguments)
-    vacuous = same_update(model, together, by_group, SAME_UPDATE)
-    for one, other in zip(figures(together), figures(by_group), strict=True):
-        assert one.keys() == other.keys()
-        assert other == pytest.approx(one, rel=1e-3, abs=1e-3, nan_ok=True)
+def pipeline(case: dict, folder: Path) -> str:
+    watch = Watch()
+    together, by_group = (
+        trained(DASHTrainer, case, folder, callbacks=[watch], reward_pipeline=piped) for piped in (False, True)
+    )
+    vacuous = same_update(together, by_group, SAME_UPDATE)
+    same_figures(together, by_group, 1e-3)
     return vacuous or ("" if watch.parts > len(watch.windows) else "all came at once")
 
 
 @kind(
-    piped=None,
-    loss_type=st.sampled_from(["dapo", "grpo", *OFF_POLICY]),
-    max_completion_length=st.sampled_from([3, 1, 6]),
-    evaluates=st.booleans(),
-    at=st.integers(0, 29),
+    "ahead",
+    async_level=(1,),
+    max_num_gen_batches=(1,),
+    stream=(False,),
+    cuts=((),),  # a queue goes on with the rest of an epoch that was cut
+    max_completion_length=(3, 1, 6),
+    corrected=(False,),
+    masked=(False,),
+    save_strategy=("steps",),
+    eval_strategy=("no", "steps"),
+    in_process=(True,),
 )
-def ahead(arguments: Settings, model: str, folder: Path) -> str:
-    at, arguments["cuts"] = arguments.pop("at"), []  # a queue goes on with the rest of an epoch that was cut
-    if arguments.pop("evaluates"):
-        arguments |= EVALUATION
-    arguments |= {"in_process": True, "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 1}
-    on_policy = {**arguments, "reward_pipeline": False}
-    on_policy |= {"loss_type": "dapo"} if arguments["loss_type"] in OFF_POLICY else {}
+def ahead(case: dict, folder: Path) -> str:
+    on_policy = {"async_level": 0, "reward_pipeline": False}
+    on_policy |= {"loss_type": "dapo"} if case["loss_type"] in OFF_POLICY else {}
 
-    def windows(folder: Path, **others: Any) -> tuple[list[tuple[int, list[str]]], Any]:
-        watch = Watch(masked=False)
-        done = trained(DASHTrainer, model, folder, reward=RewardRunner(reward), callbacks=[watch], **others)
+    def windows(folder, **others):
+        watch = Watch()
+        done = trained(DASHTrainer, case, folder, callbacks=[watch], **others)
         assert all(weights.isfinite().all() for weights in done.model.parameters())
-        return watch.windows, done
+        return watch.windows
 
-    seen, done = windows(folder / "ahead", async_level=1, **arguments)
-    assert seen == windows(folder / "plain", **on_policy)[0]
-    if not (at := done.between.last_within_an_epoch(at)):
-        return "no checkpoint"
-    rest, _ = windows(folder / "rest", async_level=1, resume=f"{folder}/ahead/checkpoint-{at}", **arguments)
+    seen, at = windows(folder / "ahead"), case["at"]
+    assert seen == windows(folder / "plain", **on_policy)
+    rest = windows(folder / "rest", resume=f"{folder}/ahead/checkpoint-{at}")
     assert rest == [window for window in seen if window[0] >= at]
     return "" if len(seen) > 1 and rest else "no window"
 
 
-def on_all_ranks(kind: str, case: Settings, model: str, folder: Path) -> str:
-    """Compare; what fails on one rank fails on each. It ends the process if others hang in a collective meanwhile."""
-    error, vacuous = None, ""
+def outcome(kind: str, case: dict, folder: Path) -> tuple[str, str]:
+    """Returns why a case is vacuous, and what it raises on any rank; it ends the process if others hang."""
+    ranks, vacuous, said = Ranks(PartialState(cpu=True), PATIENCE), "", ""
     try:
-        vacuous = Ranks(PartialState(cpu=True), PATIENCE).agree(lambda: KINDS[kind][1](dict(case), model, folder))
-    except Exception as caught:  # whatever it is
-        error = caught
-    said = "" if error is None else f"Rank {RANK}: {''.join(traceback.format_exception(error))}"
-    if RANKS > 1:
-        try:
-            Ranks(PartialState(cpu=True), PATIENCE / 4).agree(lambda: None)
-        except RankFailed:
-            print(f"{said}\nRank {RANK} ends, since others hang; not shrunk: {kind} {case}", flush=True)
-            leave(1)
-        said = "\n".join(gather_object([said]))
-    if RANK == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    if error is None:
-        return vacuous
-    if RANKS > 1:
-        error.add_note(said)
-    print(f"Rank {RANK}: {error!r:.200}: {kind} {case}", file=sys.stderr)
-    raise error
+        vacuous = ranks.agree(lambda: KINDS[kind][1](dict(case), folder))
+    except Exception:  # whatever it is
+        said = f"Rank {RANK}: {traceback.format_exc()}"
+    try:
+        ranks.gather_object("")
+    except Exception:  # such as an UnpicklingError
+        print(f"{said}\nRank {RANK} ends, since the ranks are not in step; not shrunk: {kind} {case}", flush=True)
+        leave(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    return vacuous, said
 
 
-def check(kind: str, cases: int, seed: int, model: str, folder: Path, counts: Counter[tuple[str, str]]) -> None:
-    """Some cases of a kind, counted by why they were vacuous; raises what the smallest that fails raises."""
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=cases, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
-    @hypothesis.given(KINDS[kind][0])
-    def compared(case: Settings) -> None:
-        if RANKS > 1:
-            broadcast_object_list([(kind, case)])
-        counts[kind, on_all_ranks(kind, case, model, folder)] += 1
-
-    compared()
-
-
-def follow(model: str, folder: Path) -> int:
-    """The cases that rank 0 draws, until it ends; its exit status."""
-    while True:
-        (order,) = broadcast_object_list([None])
-        if isinstance(order, int):
-            return order
-        with contextlib.suppress(Exception):  # rank 0 reports it
-            on_all_ranks(*order, model, folder)
+def check(kind: str, count: int, seed: int, folder: Path, counts: Counter[tuple[str, str]]) -> str:
+    """Runs cases of a kind, and counts them by why they were vacuous; returns what the first failure says, shrunk."""
+    options, _ = KINDS[kind]
+    chance = random.Random(f"{kind} {seed}")
+    for number in range(count):
+        drawn = {name: chance.choice(values) for name, values in options.items()}
+        vacuous, said = outcome(kind, case_of(drawn, options), folder / f"{kind} {number}")
+        counts[kind, vacuous] += 1
+        for name, values in options.items() if said else ():
+            smaller = drawn | {name: values[0]}
+            _, found = outcome(kind, case_of(smaller, options), folder / name) if smaller != drawn else ("", "")
+            drawn, said = (smaller, found) if found else (drawn, said)
+        if said:
+            unusual = {name: value for name, value in drawn.items() if value != options[name][0]}
+            return f"{said}\n{kind}: {unusual}"
+    return ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_runs(kind, tiny_model, tmp_path):
-    check(kind, CASES, 0, tiny_model, tmp_path / "runs", Counter())
+    said = check(kind, CASES, 0, tmp_path, Counter())
+    assert not said, said
 
 
 def main() -> int:
@@ -455,29 +528,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first round of cases")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder that all ranks share")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, folder = save_tiny_model(args.output / f"model-{RANK}"), args.output / "runs"
-    PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE))  # then only rank 0 could save it
-    if RANK > 0:
-        return follow(model, folder)
-    end, seed, failed, counts = time.monotonic() + 60 * args.minutes, args.seed, 0, Counter[tuple[str, str]]()
-    while not failed and (seed == args.seed or time.monotonic() < end):
-        for kind in args.only:
-            try:
-                check(kind, 10, seed, model, folder, counts)
-            except Exception:  # Hypothesis has added the settings to it
-                failed = 1
-                traceback.print_exc()
-        print(f"After seed {seed}:", flush=True)
-        for kind in args.only:
-            vacuous = {reason: count for (one, reason), count in counts.items() if one == kind and reason}
-            print(f"  {kind:<9} {counts[kind, '']:>5} cases, and {sum(vacuous.values())} vacuous {vacuous}", flush=True)
-        seed += 1
-    if RANKS > 1:
-        broadcast_object_list([failed])
-    return failed
+    ranks = Ranks(PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE)), PATIENCE)
+    folder = Path(ranks.agree(tempfile.mkdtemp, main_only=True))
+    end, counts = time.monotonic() + 60 * args.minutes, Counter[tuple[str, str]]()
+    for seed in itertools.count(args.seed):
+        failures = [check(kind, 10, seed, folder, counts) for kind in args.only]
+        print(*failures, f"Rank {RANK}, after seed {seed}: {dict(sorted(counts.items()))}", sep="\n", flush=True)
+        if any(failures) or not ranks.agree(lambda: time.monotonic() < end, main_only=True):
+            break
+    return any(failures)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 """
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.tiny import (
     ScriptedRollouts,
     Snapshots,
     assert_same_update,
+    corrects,
     parameters,
     prompts,
     relative_difference,
@@ -199,13 +199,6 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
     scaled = {name: start[name] + (value - start[name]) / share for name, value in exact.items()}
     assert relative_difference(start, kept, scaled)[0] <= 1e-4 and share < 1
     assert_same_update(start, exact, ended(max_tokens_per_microbatch=40)[0])
-
-
-def corrects(trainer: Any) -> None:
-    """A `prepare` that turns TRL's correction on, with the log-probs of scripted rollouts as the sampler's."""
-    trainer.use_vllm = trainer.args.use_vllm = True
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-    trainer._last_loaded_step = -1
 
 
 CORRECTED = {"logprobs": True, "prepare": corrects, "vllm_importance_sampling_clip_max": 1.05, "constant": 0.3}

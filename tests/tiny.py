@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -25,10 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     TrainerCallback,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -56,11 +56,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config: Any = None, **settings: Any) -> str:
+def save_tiny_model(directory: Path, model_class: Any = None, config: Any = None, **settings: Any) -> str:
     """A randomly initialised model and a byte-level BPE tokenizer, as a directory to load from."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
-    config = config or Qwen2Config(
+    config = config or AutoConfig.for_model(
+        settings.pop("model_type", "qwen2"),
         vocab_size=settings.pop("vocab_size", VOCABULARY),
         hidden_size=settings.pop("hidden_size", 32),
         intermediate_size=64,
@@ -71,7 +72,7 @@ def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config
         initializer_range=0.2,  # far from uniform, so that gradients are not tiny
         **settings,
     )
-    model_class(config).save_pretrained(directory)
+    (model_class or AutoModelForCausalLM.from_config)(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
 
@@ -346,6 +347,13 @@ def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float 
 def pad(trainer: Any) -> None:
     """A `prepare` that gives the policy eager attention, which cannot keep packed rows apart: its passes are padded."""
     trainer.model.set_attn_implementation("eager")
+
+
+def corrects(trainer: Any) -> None:
+    """A `prepare` that turns TRL's correction on, with the log-probs of scripted rollouts as the sampler's."""
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
 
 
 @functools.cache
