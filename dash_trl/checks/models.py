@@ -64,7 +64,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Raises a `ValueError` if no parameter of the model would be trained.
+    """Raises a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
 
     Args:
         model: the model that the trainer has built, with its adapter.
@@ -75,7 +75,7 @@ def check_trainable(model: Any) -> None:
             "inference_mode=False in a peft_config that was read from a saved adapter, load an adapter with "
             "PeftModel.from_pretrained(..., is_trainable=True), or call model.requires_grad_()."
         )
-    if not isinstance(model, str) and any(one._post_accumulate_grad_hooks for one in model.parameters()):
+    if any(one._post_accumulate_grad_hooks for one in model.parameters()):
         raise ValueError(
             "A parameter of the model has a hook of register_post_accumulate_grad_hook, as optimizers have that make a "
             "step in each backward pass. But an optimizer step has any number of passes. Remove the hook."
