@@ -44,26 +44,24 @@ def read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-def check_accelerate(path: Path) -> None:
-    """accelerate takes the file, and the comment at its top launches it."""
-    config = load_config_from_file(str(path))
-    kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
-    expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
-    assert config.distributed_type.value == expected and config.use_cpu == (path.stem == "cpu")
-    # -1: accelerate asks for --num_processes, where a number of ours would be wrong on most machines.
-    assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(path.stem, -1)
-    plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
-    assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
-    assert f"dash_trl train --accelerate_config {path.stem}" in path.read_text().splitlines()[1]
-    # What is saved is one model that `from_pretrained` loads.
-    assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
-    assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
-
-
 def test_every_file_of_accelerate():
+    """accelerate takes the file, and the comment at its top launches it."""
     assert len(ACCELERATE) == 7
     for path in ACCELERATE:
-        check_accelerate(path)
+        config = load_config_from_file(str(path))
+        kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
+        expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
+        assert config.distributed_type.value == expected and config.use_cpu == (path.stem == "cpu")
+        # -1: accelerate asks for --num_processes, where a number of ours would be wrong on most machines.
+        assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(
+            path.stem, -1
+        )
+        plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
+        assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
+        assert f"dash_trl train --accelerate_config {path.stem}" in path.read_text().splitlines()[1]
+        # What is saved is one model that `from_pretrained` loads.
+        assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
+        assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
 
 
 def test_zero3_offload_is_figure_7_that_saves_a_model():

@@ -156,13 +156,19 @@ def test_one_split_and_its_parts(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "p", "answer": str(i)} for i in range(10)])
     rows.to_json(tmp_path / "own.jsonl")
     rows.save_to_disk(tmp_path / "own")
-    parts = {"train": "0123456789", "train[:3]": "012", "train[-20%:]": "89", "train[8:20]": "89"}
+    parts = {
+        "train": "0123456789",
+        "train[:3]": "012",
+        "train[-20%:]": "89",
+        "train[8:20]": "89",
+        "train[:1]+train[8:]": "089",
+    }
     mistakes = {
         "test": r"has no split 'test' .*: choose one of \['train'\], or a part .* 'train\[:100\]'",
         "train[:3": r"has no split 'train\[:3' \(Unrecognized",
     }
     for path in (tmp_path / "own.jsonl", tmp_path / "own"):
-        for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
+        for split, answers in parts.items():
             assert load_math_dataset(path, split=split)["answer"][:] == list(answers)
         for split, message in mistakes.items():
             refused(message, load_math_dataset, path, split=split)

@@ -162,11 +162,17 @@ def attributes(tree: ast.AST, *owners: str) -> set[tuple[str, bool]]:
     return found
 
 
+def names_of(*owners: type) -> set[str]:
+    """What classes have, and what their methods set."""
+    found = {name for owner in owners for name in dir(owner)}
+    for owner in owners:
+        found |= {name for name, is_set in attributes(ast.parse(inspect.getsource(owner)), "self") if is_set}
+    return found
+
+
 def test_the_attributes_of_trl():
     """What DASH sets, or uses of what is private, is TRL's: under a new name it would be an attribute of our own."""
-    trls = set(dir(GRPOTrainer))
-    for owner in (Trainer, GRPOTrainer):
-        trls |= {name for name, is_set in attributes(ast.parse(inspect.getsource(owner)), "self") if is_set}
+    trls = names_of(Trainer, GRPOTrainer)
     (dash,) = [node for node in ast.parse((PACKAGE / "trainer.py").read_text()).body if isinstance(node, ast.ClassDef)]
     begins = [node for node in dash.body if getattr(node, "name", None) in ("__init__", "_begin_run")]
     ours = {name for node in begins for name, is_set in attributes(node, "self") if is_set and name.startswith("_")}
@@ -224,9 +230,7 @@ def privates() -> set[str]:
     nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    theirs = set(dir(GRPOTrainer)) | set(dir(VLLMGeneration))
-    for owner in (Trainer, GRPOTrainer, VLLMGeneration):
-        theirs |= {name for name, is_set in attributes(ast.parse(inspect.getsource(owner)), "self") if is_set}
+    theirs = names_of(Trainer, GRPOTrainer, VLLMGeneration)
     return {name for name in defined - theirs if name.startswith("_") and not name.endswith("__")}
 
 

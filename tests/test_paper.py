@@ -66,7 +66,8 @@ TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathAr
 STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
 
 
-def check_commands(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["toy", "paper"])
+def test_every_command_parses(name, tmp_path):
     """By the parser of its script; files that are named exist."""
     lines = [line for line in runner.commands(scale(name, tmp_path), TABLES) if not line.startswith("#")]
     seen = set()
@@ -91,11 +92,6 @@ def check_commands(name: str, tmp_path: Path) -> None:
             assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
             assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
     assert seen == {*SAMPLERS, *TRAINERS} | ({"serve"} if name == "paper" else set())
-
-
-def test_every_command_parses(tmp_path):
-    for name in ("toy", "paper"):
-        check_commands(name, tmp_path)
 
 
 def test_it_says_first_what_it_takes(tmp_path, capsys):

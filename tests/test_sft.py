@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,17 +126,12 @@ def test_a_chat_template_that_never_ends_is_refused(toy):
     chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
     args = sft.SupervisedConfig("out", **ON_CPU)
-    sft.check_completions(rows, tokenizer, args)
+    check = partial(sft.check_completions, rows, tokenizer)
+    check(args)
     tokenizer.eos_token = "<|endoftext|>"  # as a base model's, whose template is a chat model's
-    refused(
-        r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token",
-        sft.check_completions,
-        rows,
-        tokenizer,
-        args,
-    )
-    sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", eos_token="<|im_end|>", **ON_CPU))
-    sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", chat_template_path="other", **ON_CPU))
+    refused(r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token", check, args)
+    for settings in ({"eos_token": "<|im_end|>"}, {"chat_template_path": "other"}):
+        check(sft.SupervisedConfig("out", **settings, **ON_CPU))
 
 
 # ----------------------------------------------------------------------------------------------------- traces.py

@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, ProcessTool, RewardRunner
 from dash_trl.tools import ToolCalls
-from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
+from tests.scripted_turns import PARTS, SMALL, Judge, answered, parsed, plays, save_tool_model, user, written
 from tests.test_tools_training import corrects
 from tests.tiny import noting, run
 
 TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +237,8 @@ def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
 
 
 def train(model: str, output: Path, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-    defaults |= {"num_generations": 2, "max_completion_length": 200, "shuffle_dataset": False}
-    defaults |= {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
-    return run(DASHTrainer, model, output, **{**defaults, **settings})
+    defaults = {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
+    return run(DASHTrainer, model, output, **{**SMALL, **defaults, **settings})
 
 
 def test_what_becomes_of_a_row(model, tmp_path):
