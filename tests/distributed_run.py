@@ -49,6 +49,7 @@ from tests.tiny import (
     assert_same_update,
     fsdp_on_cpu,
     leave,
+    noting,
     pad,
     parameters,
     prompts,
@@ -523,18 +524,6 @@ def fail_on_rank_1(*args: Any, **kwargs: Any) -> None:
         raise KeyError("of rank 1")
 
 
-def failing(event: str) -> DASHCallback:
-    """A callback that fails on rank 1."""
-    callback = DASHCallback()
-    setattr(callback, event, fail_on_rank_1)
-    return callback
-
-
-class Sampler(ScriptedRollouts):
-    def __call__(self, prompts: list[str], trainer: Any) -> Any:
-        return fail_on_rank_1() or super().__call__(prompts, trainer)
-
-
 def generating(trainer: Any) -> None:
     trainer.model.generate = fail_on_rank_1 if RANK == 1 else trainer.model.generate
 
@@ -545,14 +534,14 @@ def decoding(trainer: Any) -> None:
 
 OF_RANK_1 = "KeyError: 'of rank 1'"
 ALONE: dict[str, tuple[dict[str, Any], str]] = {
-    "sampled": ({"callbacks": [failing("on_rollouts_sampled")]}, OF_RANK_1),
-    "rewards": ({"callbacks": [failing("on_rewards")]}, OF_RANK_1),
-    "advantages": ({"callbacks": [failing("on_advantages")]}, OF_RANK_1),
+    "sampled": ({"callbacks": [noting("on_rollouts_sampled", fail_on_rank_1)]}, OF_RANK_1),
+    "rewards": ({"callbacks": [noting("on_rewards", fail_on_rank_1)]}, OF_RANK_1),
+    "advantages": ({"callbacks": [noting("on_advantages", fail_on_rank_1)]}, OF_RANK_1),
     "too few rewards": (
         {"reward": lambda prompts, **kwargs: [1.0] * (len(prompts) - RANK)},
         "ValueError: The reward function",
     ),
-    "rollout_func": ({"rollouts": Sampler()}, OF_RANK_1),
+    "rollout_func": ({"rollouts": lambda *arguments: fail_on_rank_1() or ScriptedRollouts()(*arguments)}, OF_RANK_1),
     "generation": ({"in_process": True, "prepare": generating}, OF_RANK_1),
     "decoding": ({"prepare": decoding}, OF_RANK_1),
     "markers": (

@@ -3,7 +3,7 @@
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import product
 from threading import Barrier
 
@@ -151,9 +151,8 @@ def on_two_ranks(rewards: Rewards, work) -> list:
             return total
 
         rows = slice(number * half, (number + 1) * half)
-        own = {one.name: getattr(rewards, one.name) for one in fields(rewards)}
-        own = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in own.items()}
-        return work(Rewards(**{**own, "sum_over_ranks": summed}), rows)
+        own = {name: value[rows] for name, value in vars(rewards).items() if isinstance(value, torch.Tensor)}
+        return work(replace(rewards, **own, sum_over_ranks=summed), rows)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))

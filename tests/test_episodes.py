@@ -62,7 +62,7 @@ def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest
     assert [token for part in episodes.slices() for token in ids[part]] == ids
     bounds = episodes.boundaries
     assert bounds[0] == 0 and list(bounds) == sorted(set(bounds)) and bounds[-1] <= len(ids)
-    inner = [part for part in episodes.slices()[:-1]]
+    inner = episodes.slices()[:-1]
     assert all(part.stop - part.start <= longest for part in inner)
     if len(inner) > 1:
         assert all(part.stop - part.start >= shortest for part in inner)

