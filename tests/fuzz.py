@@ -262,12 +262,13 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
 
     with contextlib.redirect_stdout(io.StringIO()):
         model = save_tiny_model(
-            folder / f"model-{RANK}",
+            folder / "model",  # rank 0 alone saves it
             rope_parameters=ROPE | {"rope_type": own["rope"]},
             max_position_embeddings=own["context"],
             attention_dropout=own["attention_dropout"],
             **own["family"],
         )
+        PartialState().wait_for_everyone()
         torch.manual_seed(0)
         return run(
             kind,
