@@ -16,7 +16,7 @@ from dash_trl.data import (
     load_math_dataset,
     make_prompt,
 )
-from tests.tiny import refusal, refused, write_rows
+from tests.tiny import refused, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
@@ -69,12 +69,6 @@ def test_a_row_without_an_answer_has_that_of_its_solution(tmp_path):
     assert load_math_dataset(write_rows(tmp_path / "a.jsonl", rows))["answer"][:] == ["3", "4", "3"]
 
 
-def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
-    rows = write_rows(tmp_path / "a.jsonl", [{"prompt": "Find 17*2.", "solution": "34"}])
-    assert load_math_dataset(rows, answer_column="solution")["answer"][:] == ["34"]
-    assert "lack a gold answer in 'solution'" in refusal(load_math_dataset, rows)
-
-
 TEMPLATE = "Q: {problem} Use \\boxed{}."
 
 
@@ -94,6 +88,7 @@ def test_prompts():
 BOXED = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 PLAIN = {"prompt_template": "plain"}
 READY = {"prompt": "p", "answer": "1"}
+BARE = {"prompt": "p", "solution": "34"}
 NAMED = {"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}
 CHAT = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}], "answer": "1"}
 WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
@@ -112,6 +107,7 @@ def test_layouts(tmp_path):
         ([{"prompt": "p", "reward_model": {"ground_truth": "1", "style": "rule"}}], {}, [READY]),
         # names in any case, and by name
         ([NAMED], PLAIN, [{"prompt": "p", "answer": "7"}]),
+        ([BARE], {"answer_column": "solution"}, [{"prompt": "p", "answer": "34"}]),
         ([NAMED], {**PLAIN, "problem_column": "other", "answer_column": "gold"}, [{"prompt": "q", "answer": "8"}]),
     ]:
         assert load_math_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
@@ -372,6 +368,7 @@ def test_what_is_missing_is_named(tmp_path):
             [MBPP, {**MBPP, "text": " "}],
             "1 of 2 rows lack a problem in 'problem'; the first is row 1",
         ),
+        (load_math_dataset, [BARE], "lack a gold answer in 'solution'"),
         # solutions
         (
             math_solved,

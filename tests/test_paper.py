@@ -20,7 +20,7 @@ from dash_trl import DASHConfig
 from dash_trl.evaluation import EvaluationArguments
 from dash_trl.evaluation import main as evaluate
 from dash_trl.workers import Command
-from tests.tiny import refusal
+from tests.tiny import refusal, refused
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TABLES = list(experiments.TABLES)
@@ -94,19 +94,15 @@ def test_every_command_parses(name, tmp_path):
     assert seen == {*SAMPLERS, *TRAINERS} | ({"serve"} if name == "paper" else set())
 
 
-def test_it_says_first_what_it_takes(tmp_path, capsys):
-    runner.main(["table3", "--scale", "paper", "--dry_run", "--output_dir", str(tmp_path)])
+def test_it_says_first_what_it_takes(tmp_path, capsys, monkeypatch):
+    arguments = ["table3", "--scale", "paper", "--output_dir", str(tmp_path)]
+    runner.main([*arguments, "--dry_run"])
     said = capsys.readouterr().out
     assert said.startswith("3 trainings and 8 evaluations of a model are missing. They take 6 GPUs")
     assert "-m dash_trl serve Qwen/Qwen2.5-0.5B --servers 2" in said and "--num_processes 4" in said
     assert not list(tmp_path.iterdir())
-
-
-def test_too_few_gpus_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert "The runs take 6 GPUs, but 0 are visible. --dry_run prints the commands" in refusal(
-        runner.main, ["table3", "--scale", "paper", "--output_dir", str(tmp_path)]
-    )
+    refused("The runs take 6 GPUs, but 0 are visible. --dry_run prints the commands", runner.main, arguments)
 
 
 # ------------------------------------------------------------------------------------------------------- the tables
