@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from subprocess import CalledProcessError
 from typing import Any
 
 import psutil
@@ -55,7 +54,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
         script: file name in examples/.
         flags: flags of the script and of `accelerate launch`, in any order.
     """
-    set_handlers(end)  # the imports take seconds
+    before = set_handlers(end, end)  # the imports take seconds
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -74,17 +73,20 @@ def launch(script: str, flags: Sequence[str]) -> None:
             for child in children:
                 child.terminate()
 
-    set_handlers(pass_on)
+    set_handlers(pass_on, pass_on)
     signal.signal(signal.SIGALRM, pass_on)
     logging.disable(logging.WARNING)  # the launcher warns of signals and of its defaults
-    # The last error on the screen must be the script's. With several processes, torch has recorded it.
+    # The last error on the screen must be the script's, not the launcher's. With one process, --quiet ensures this.
+    # With several processes, torch has recorded the script's error, which is printed below.
     try:
-        launch_command(launch_command_parser().parse_args(launch_arguments(script, flags)))
-    except (CalledProcessError, ChildFailedError, SignalException) as error:
+        launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+    except (SystemExit, ChildFailedError, SignalException) as error:
         number = getattr(error, "sigval", None) or next(iter(come), 0)
-        sys.exit(128 + number if number else str(error) if isinstance(error, ChildFailedError) else 1)
+        sys.exit(128 + number if number else getattr(error, "code", str(error)))
     finally:
         signal.alarm(0)
+        set_handlers(*before)
+        logging.disable(logging.NOTSET)
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:

@@ -19,10 +19,9 @@ def end(number: int, _: Any = None) -> None:
     os._exit(128 + number)
 
 
-def set_handlers(handler: Any) -> None:
-    """Call `handler` for each of the signals."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+def set_handlers(*handlers: Any) -> list[Any]:
+    """Set the handlers of SIGINT and SIGTERM; return those before."""
+    return [signal.signal(*one) for one in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True)]
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def interrupts(*numbers: int) -> Iterator[list[int]]:
 
 
 if __name__ == "__main__":
-    set_handlers(end)
+    set_handlers(end, end)
     del sys.argv[0]
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")
