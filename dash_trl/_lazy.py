@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
+    """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
 
     The names are read from the imports under the first `if TYPE_CHECKING:` of that `__init__.py`. So each name is
     written only once, and type checkers see ordinary imports. The names under a second `if TYPE_CHECKING:` are for

@@ -2,14 +2,15 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
 from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
@@ -31,32 +32,31 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     """Finds the checkpoint for the option `resume_from_checkpoint`.
 
     Args:
-        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used.
-            True stands for the last checkpoint in `output_dir`, None and False for a new run. The texts "true", "none"
-            and "false" mean the same as these three values.
+        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used
+            that is whole and of the folder's latest run. True stands for the folder `output_dir`, None and False for a
+            new run. The texts "true", "none" and "false" mean the same as these three values.
         output_dir: `TrainingArguments.output_dir`.
     Returns:
         The path of the checkpoint; None for a new run.
     Raises:
-        ValueError: if there is no such checkpoint.
+        ValueError: if there is no such checkpoint, or if the named one is damaged.
     """
     word = str(value).lower()
     if word in ("none", "false"):
         return None
     folder = Path(output_dir if word == "true" else str(value)).expanduser()
-    # Transformers writes this file last, so a folder without this file is an incomplete checkpoint.
-    found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
-    steps = {int(number): str(one) for one in found if (number := one.name.rpartition("-")[2]).isdigit()}
-    if steps:
-        return steps[max(steps)]
-    if (folder / TRAINER_STATE_NAME).is_file():
-        return str(folder)
-    raise ValueError(
-        f"resume_from_checkpoint={value!r} names no checkpoint: {str(folder.absolute())!r} has neither a "
-        f"{TRAINER_STATE_NAME} nor a folder {PREFIX_CHECKPOINT_DIR}-N with one. Give a checkpoint, the output_dir of "
-        "the run, or true for this output_dir; or leave it out, to begin anew. A run saves checkpoints if it has "
-        "save_strategy='steps' and save_steps."
-    )
+    found, reasons = manifest.find(folder)
+    if found is None:
+        raise ValueError(
+            f"resume_from_checkpoint={value!r} names no whole checkpoint of its run: {'; '.join(reasons)}. Name "
+            "another checkpoint, or leave it out, to begin anew. A checkpoint that you have changed is not checked "
+            f"without its {manifest.LIST}. A run saves checkpoints if it has save_strategy='steps' and save_steps."
+        )
+    if reasons:
+        logger.warning(f"The run goes on from {found}, not from a later one: {'; '.join(reasons)}.")
+    if not (found / manifest.LIST).exists():
+        logger.warning(f"{found} has no {manifest.LIST}, as of another trainer, so its files are not checked.")
+    return str(found)
 
 
 def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
@@ -77,6 +77,53 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
         )
 
 
+# Settings of a parameter group that the checkpoint of an optimizer has → their options.
+OF_OPTIMIZER = {
+    "initial_lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "betas": "adam_beta",
+    "eps": "adam_epsilon",
+}
+STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
+
+
+@contextmanager
+def loading(checkpoint: str) -> Iterator[None]:
+    """`with` block that loads a part of a checkpoint. Its errors, which may have any type, name the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}. {_others(checkpoint)}"
+        ) from error
+
+
+def _others(checkpoint: str) -> str:
+    return f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
+
+
+def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
+    """Compare the optimizer of a checkpoint with that of this run, by their parameter groups.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        asked: the groups before the checkpoint was loaded.
+        groups: the groups now.
+    Returns:
+        A warning: what the checkpoint lacks, and which of its settings hold. `None`: there is no difference.
+    Raises:
+        ValueError: if the checkpoint is of another optimizer, whose settings have other names.
+    """
+    said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
+    for own, group in zip(asked, groups, strict=True):
+        adamw = "decoupled_weight_decay"  # Adam has it, too, as False
+        if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
+            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {_others(checkpoint)}")
+        changed = [key for key in OF_OPTIMIZER if own.get(key) != group.get(key)]
+        said += [f"{OF_OPTIMIZER[key]}={group[key]}, which holds, not {own[key]}" for key in changed]
+    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {_others(checkpoint)}" if said else None
+
+
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
@@ -88,6 +135,7 @@ class Checkpoints:
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
         handler: Transformers' callback handler, whose callbacks may have a state.
+        dynamic: a `DynamicSampling`, whose `share` is saved with the prompts. `None`: there is none.
     """
 
     def __init__(
@@ -96,18 +144,42 @@ class Checkpoints:
         rules: LogProbRules,
         prompts: int | None,
         handler: Any,
+        dynamic: Any = None,
     ):
-        self._host, self._ranks, self._handler = host, host.ranks, handler
+        self._host, self._ranks, self._handler, self._dynamic = host, host.ranks, handler, dynamic
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
             prompts=prompts,
-            corrected=rules.correction is not None,
-            sampler_is_old=rules.sampler_is_old,
+            rules={name: str(getattr(rules, name)) for name in ("reference", "sampler_is_old", "correction")},
             samples_ahead=windows_ahead(host) > 0,
         )
+        self._runs = manifest.new_run(None)
         # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
+
+    def begin_run(self, checkpoint: str | None) -> None:
+        """Give the run a name. If it saves checkpoints, those of other runs in its folder no longer count.
+
+        Args:
+            checkpoint: folder of the checkpoint with which it begins. `None`: a new run.
+        """
+        args, self._runs = self._host.args, manifest.new_run(checkpoint)
+        if args.save_strategy != "no":
+            path = Path(args.output_dir, manifest.RUN)
+            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
+
+    @contextmanager
+    def saving(self, folder: Path) -> Iterator[None]:
+        """`with` block in which all files of a checkpoint are written. At its end, the checkpoint is whole.
+
+        Args:
+            folder: folder of the checkpoint.
+        """
+        runs = {**self._runs, [*self._runs][-1]: self._host.state.global_step}
+        self._ranks.agree(manifest.begin, folder, runs, main_only=True)
+        yield
+        self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
     def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
         """Store the states of the callbacks and the position in the prompts from before the optimizer step.
@@ -120,7 +192,10 @@ class Checkpoints:
         self._before = self._states(queue)
 
     def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return states_of(dash_callbacks(self._handler)), None if queue is None else queue.state_dict()
+        prompts = None if queue is None else queue.state_dict()
+        if prompts is not None and self._dynamic is not None:
+            prompts |= {"share": self._dynamic.share}
+        return states_of(dash_callbacks(self._handler)), prompts
 
     def save(
         self,
@@ -166,17 +241,22 @@ class Checkpoints:
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
+        if windows_ahead(self._host):
+            self.warn(
+                "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
+                "differs from an uninterrupted one."
+            )
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
         states = self._ranks.agree(load_states, checkpoint, main_only=True)
         for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
-            self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
+            self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
-            self._warn(f"{reason}; training goes on with a new generation window.")
+            self.warn(f"{reason}; training goes on with a new generation window.")
         return None if reason is not None else own, 0 if saved is None else saved.skipped_steps
 
     def _file(self, folder: str) -> str:
         return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         if self._ranks.rank == 0:
             logger.warning(message)

@@ -14,15 +14,20 @@ launcher: --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_p
 """
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import psutil
 
+from dash_trl.signals import end, set_handlers
+
+GRACE = 10  # seconds that a script has to end after Ctrl-C, until it gets SIGTERM
 PACKAGE = Path(__file__).parent
 SCRIPTS = {"train": "train_math.py", "sft": "sft.py"}
 MODULES = {"serve": "dash_trl.serve", "eval": "dash_trl.evaluation", "doctor": "dash_trl.doctor"}  # with a `main`
@@ -50,27 +55,36 @@ def launch(script: str, flags: Sequence[str]) -> None:
         script: file name in examples/.
         flags: flags of the script and of `accelerate launch`, in any order.
     """
+    set_handlers(end)  # the imports take seconds
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    come: list[int] = []
+
     def pass_on(number: int, _: Any) -> None:
-        for child in psutil.Process().children():
-            child.send_signal(number)
+        children = psutil.Process().children()
+        if not children:
+            end(number)
+        if number != signal.SIGALRM:
+            come.append(number)
+        if number == signal.SIGINT:  # Ctrl-C reaches the script, too; `kill -INT` of this process does not
+            signal.alarm(GRACE)
+        else:
+            for child in children:
+                child.terminate()
 
-    # Ctrl-C reaches the script, too: it says how to continue, and this process waits for it. SIGTERM is passed on.
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: pass_on}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-
-    # The last error on the screen must be the script's, not the launcher's. With one process, --quiet ensures this.
-    # With several processes, torch has recorded the script's error, which is printed below.
+    set_handlers(pass_on)
+    signal.signal(signal.SIGALRM, pass_on)
+    logging.disable(logging.WARNING)  # the launcher warns of signals and of its defaults
+    # The last error on the screen must be the script's. With several processes, torch has recorded it.
     try:
-        launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
-    except (ChildFailedError, SignalException) as error:
-        sys.exit(str(error))
+        launch_command(launch_command_parser().parse_args(launch_arguments(script, flags)))
+    except (CalledProcessError, ChildFailedError, SignalException) as error:
+        number = getattr(error, "sigval", None) or next(iter(come), 0)
+        sys.exit(128 + number if number else str(error) if isinstance(error, ChildFailedError) else 1)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.alarm(0)
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
@@ -94,6 +108,7 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
             own |= processes(own["config_file"], own.get("gpu_ids"))
     return [
         *(part for name, value in own.items() for part in (f"--{name}", value)),
+        str(PACKAGE / "signals.py"),
         str(files("examples") / script),
         *others,
     ]

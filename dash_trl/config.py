@@ -1,6 +1,9 @@
 """`DASHConfig`: TRL's `GRPOConfig` and the few options that DASH adds."""
 
+import os
+import re
 from dataclasses import dataclass, field, fields
+from typing import get_type_hints
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -37,6 +40,22 @@ LIMITS: dict[str, tuple[float, str]] = {
     # TRL does not check these.
     "beta": (0, "a negative one would reward the policy for moving away from the reference model"),
     "num_iterations": (1, "it is the number of times that a window is trained on"),
+    "max_grad_norm": (0, "it is the norm to which gradients are clipped; 0 does not clip"),
+}
+
+# Option of Transformers → a pattern of the values that do not work here, the reason, and the remedy.
+UNUSABLE: dict[str, tuple[str, str]] = {
+    "remove_unused_columns": ("True", "the columns are for the reward functions. Leave it out"),
+    "metric_for_best_model": (
+        ".*loss",
+        "the loss is about 0, whatever the policy can do. Name another figure, such as 'eval_reward'",
+    ),
+    "optim": (
+        ".*(layerwise|lomo)",
+        "it makes a step in each backward pass, and an optimizer step has any number of passes. Use 'adamw_torch'",
+    ),
+    "dispatch_batches": ("True", "rows are texts, which ranks cannot send each other. Leave it out"),
+    "split_batches": ("True", "each rank takes its own rows. Leave it out"),
 }
 
 # Loss of DASH → the options that it would ignore, each with the reason.
@@ -239,6 +258,9 @@ class DASHConfig(GRPOConfig):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
+        for name in ("output_dir", "vllm_weight_dir"):  # a reward function may change the current folder
+            if (path := getattr(self, name)) is not None:
+                setattr(self, name, os.path.abspath(path))
         if (
             self.deepspeed
             and self.max_grad_norm != 1
@@ -283,10 +305,17 @@ class DASHConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations
 
     def _check_values(self) -> None:
+        types = get_type_hints(type(self))  # HfArgumentParser changes the types of the fields
         for name, (least, reason) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:  # refuses NaN, too
+            allowed = "None" in str(types[name]) if value is None else value >= least  # refuses NaN, too
+            if not allowed:
                 raise ValueError(f"{name}={value!r} is not at least {least}: {reason}.")
+        for name, (refused, reason) in UNUSABLE.items():
+            value = getattr(self, name, getattr(self.accelerator_config, name, None))
+            value = getattr(value, "value", value)  # of an enum
+            if value is not None and re.fullmatch(refused, str(value)):
+                raise ValueError(f"{name}={value!r} does not work here: {reason}.")
         for name, choices in CHOICES.items():  # by now, TRL has replaced its older spellings
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}.")

@@ -149,7 +149,7 @@ def load_code_dataset(
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Returns whether a dataset has programming problems with tests, for `load_code_dataset`.
+    """Return whether a dataset has programming problems with tests, for `load_code_dataset`.
 
     Args:
         name_or_path: see `load_math_dataset`.
@@ -185,14 +185,14 @@ def mbpp_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scripts(value: Any) -> list[str]:
-    """Returns the scripts in a cell, which contains one text or a list of texts. Empty scripts are left out."""
+    """Return the scripts in a cell, which contains one text or a list of texts. Empty scripts are left out."""
     values = [value] if isinstance(value, str) else list(value or [])
     # EvalPlus's script for Mbpp/88 has no inputs, so it tests nothing.
     return [one for one in values if one.strip() and not re.search(r"^inputs = \[\]$", one, re.MULTILINE)]
 
 
 def _prompts(dataset: Dataset, column: str | None, template: str | None, default: str, chat: bool) -> list[Any]:
-    """Returns the prompts of a dataset.
+    """Return the prompts of a dataset.
 
     Args:
         dataset: the dataset.
@@ -234,7 +234,7 @@ def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str,
 
 
 def final_answer(value: Any, marked: bool = False) -> str | None:
-    r"""Returns the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value.
+    r"""Return the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value.
 
     Args:
         value: the value of a column: an answer, or a solution.
@@ -254,7 +254,7 @@ def final_answer(value: Any, marked: bool = False) -> str | None:
 
 
 def _load(name_or_path: str | Path, config: str | None, split: str) -> Dataset:
-    """Returns the rows of a split, with column names in lower case."""
+    """Return the rows of a split, with column names in lower case."""
     rows = select_split(_splits(str(name_or_path), config), split, str(name_or_path))
     return rows.rename_columns({name: name.lower() for name in rows.column_names})
 
@@ -317,7 +317,7 @@ def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset) -> list[str]:
-    """Returns the names of the columns to read, the preferred column first. Raises a `ValueError` if none exists."""
+    """Return the names of the columns to read, the preferred column first. Raises a `ValueError` if none exists."""
     names = known if wanted is None else [wanted.lower()]
     found = [name for name in names if name in dataset.column_names]
     if not found:
@@ -329,7 +329,7 @@ def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Datas
 
 
 def _solutions(dataset: Dataset) -> dict[str, Any]:
-    """Returns the column with the solutions, by its new name."""
+    """Return the column with the solutions, by its new name."""
     column = _columns("solution", None, SOLUTION_COLUMNS, dataset)[0]
     return {"completion" if column == "completion" else "solution": dataset[column][:]}
 

@@ -16,10 +16,12 @@ one rank before that call, its error comes to the meeting for which the other ra
     rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
 """
 
+import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -37,10 +39,47 @@ FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
 T = TypeVar("T")
 
 _meetings = [0]  # number of meetings so far; the same on all ranks
+_lines: list[Any] = []  # the `Lines` of this process
+HELLO = b"dash_trl"
 
 
 class RankFailed(RuntimeError):
     """Another rank failed, or did not come to a meeting. The message names the rank and its error."""
+
+
+class Lines:
+    """TCP connections between rank 0 and the others. The system closes one when a rank ends, however it ends.
+
+    Without them, ranks that no launcher ends together, such as those of `srun`, would wait for `ddp_timeout`.
+    """
+
+    def __init__(self, store: Any, rank: int, host: str):
+        self._ends: dict[int, socket.socket] = {}
+        self._listener: Any = None
+        if rank == 0:
+            self._listener = socket.create_server(("", 0))
+            self._listener.setblocking(False)
+            store.set("dash_trl/port", str(self._listener.getsockname()[1]))
+        else:
+            with suppress(OSError):  # a firewall between nodes
+                self._ends[0] = socket.create_connection((host, int(store.get("dash_trl/port"))), 10)
+                self._ends[0].sendall(HELLO + rank.to_bytes(4))
+
+    def check(self, error: Exception | None) -> None:
+        """Raise a `RankFailed` from `error` if a rank has ended to which this rank is connected."""
+        with suppress(OSError):
+            while self._listener is not None:
+                end, _ = self._listener.accept()
+                end.settimeout(1)
+                said = end.recv(12)
+                if said.startswith(HELLO):  # others may look for open ports
+                    self._ends[int.from_bytes(said[8:])] = end
+        for rank, end in self._ends.items():
+            end.setblocking(False)
+            with suppress(BlockingIOError):
+                with suppress(ConnectionError):
+                    end.recv(1)
+                raise RankFailed(f"Rank {rank} has ended without a word to the others. See its own output.") from error
 
 
 class Ranks:
@@ -61,6 +100,9 @@ class Ranks:
         self._accelerator, self.timeout = accelerator, timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
+        if self.count > 1 and not _lines:
+            store = dist.distributed_c10d._get_default_store()
+            _lines.append(Lines(store, self.rank, os.environ.get("MASTER_ADDR", "localhost")))
 
     def agree(
         self,
@@ -101,7 +143,7 @@ class Ranks:
         if self.count > 1:
             _meetings[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout)
+            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout, lines=_lines[0])
             if error is None and others:
                 rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
@@ -111,6 +153,11 @@ class Ranks:
         if main_only or from_main:
             value = broadcast_object_list([value])[0]
         return value
+
+    def check_lines(self, error: Exception) -> None:
+        """Raise a `RankFailed` if another rank has ended, from which an error of torch's communication may follow."""
+        for lines in _lines:
+            lines.check(error)
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
         """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded.
@@ -187,6 +234,7 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
+    lines: Any = None,
 ) -> dict[int, str]:
     """Wait until all ranks have come to a meeting, and exchange their errors.
 
@@ -198,6 +246,7 @@ def meet(
         number: the number of this meeting, the same on all ranks.
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
+        lines: the `Lines` to other ranks. `None`: there are none.
     Returns:
         Failed rank → text of its error; empty if no rank failed. It is the same on every rank, with one exception: if
         this rank failed and the other ranks did not come in time, the result is only this rank's error.
@@ -213,6 +262,8 @@ def meet(
     started = time.monotonic()
     while not store.check(keys):
         waited = time.monotonic() - started
+        if lines is not None and not store.check(keys):
+            lines.check(error)
         if error is not None and waited > patience:
             return {rank: said}
         if waited > timeout:

@@ -46,6 +46,7 @@ class Run:
         pass_metrics: combines TRL's figures of the passes of an optimizer step.
         off_policy: measures how far the policy is from the sampler.
         skipped: counts optimizer steps whose gradient is not finite.
+        checkpoints: saves the run and continues it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Run:
             if args.samples_dynamically
             else None
         )
-        self._host = host
+        self._host, self._dynamic = host, dynamic
         self.queue = new_queue(args, handler, ahead=ahead, first=None if dynamic is None else dynamic.first)
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
         work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
@@ -80,7 +81,7 @@ class Run:
         self.pass_metrics = PassMetrics(per_row=args.importance_sampling_level == "sequence")
         self.off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
         self.skipped = SkippedSteps(loss_scaling=args.fp16)
-        self._checkpoints = Checkpoints(host, log_probs.rules, prompts, handler)
+        self.checkpoints = Checkpoints(host, log_probs.rules, prompts, handler, dynamic)
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
         """Begin the run, if possible where a checkpoint was saved.
@@ -93,8 +94,9 @@ class Run:
             checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
         """
         saved, from_start = None, self._host.args.ignore_data_skip
+        self.checkpoints.begin_run(checkpoint)
         if checkpoint is not None:
-            saved, self.skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=from_start)
+            saved, self.skipped.total = self.checkpoints.resume(checkpoint, start, ignore_data_skip=from_start)
         if saved is not None:
             self.micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
             # Transformers miscounts in a stream that is read for several epochs.
@@ -105,6 +107,8 @@ class Run:
                 self.queue.has_sampled(saved.step)
             elif saved is not None and not from_start and saved.prompts is not None:
                 self.queue.load_state_dict(saved.prompts)
+                if self._dynamic is not None:
+                    self._dynamic.share = saved.prompts.get("share", 1.0)
         return 0 if saved is None else saved.step, start
 
     def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
@@ -115,7 +119,7 @@ class Run:
             micro_steps: number of its micro-steps.
         """
         self.micro_steps.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
-        self._checkpoints.begin_optimizer_step(self.queue)
+        self.checkpoints.begin_optimizer_step(self.queue)
 
     def end_optimizer_step(self) -> None:
         """Log the figures of an optimizer step."""
@@ -139,7 +143,7 @@ class Run:
         """
         schedule = self.micro_steps.schedule
         completed = schedule.completed(micro_step, self._host.state.global_step)  # in whole optimizer steps
-        self._checkpoints.save(
+        self.checkpoints.save(
             folder,
             micro_step=completed,
             skipped_steps=self.skipped.total,

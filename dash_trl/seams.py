@@ -6,14 +6,18 @@ Such uses belong in this module; to override a method or to read an attribute is
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +28,9 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl.update import ModelPasses
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned of
 
 
 @contextmanager
@@ -124,6 +131,27 @@ def reference(trainer: Any) -> Iterator[Any]:
         yield trainer.model
 
 
+def reference_of(model: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which TRL's reference of a given model is a copy of this model.
+
+    TRL loads the model that the configuration names instead, whose weights may be others.
+
+    Args:
+        model: a model, or the name of one.
+    """
+    load = grpo_trainer.create_model_from_path
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        if not any(hasattr(one, "ds_tensor") for one in model.parameters()):
+            return deepcopy(model).eval()
+        loaded = load(*args, **kwargs)  # under ZeRO-3, each rank has its shards only
+        for own, given in zip(loaded.parameters(), model.parameters(), strict=True):
+            own.ds_tensor.data.copy_(given.ds_tensor.data)
+        return loaded
+
+    return with_settings(grpo_trainer, {} if isinstance(model, str) else {"create_model_from_path": copied})
+
+
 def use_own_generator(dataloader: Any, seed: int) -> None:
     """Let a dataloader draw the seeds of its workers from a generator of its own.
 
@@ -137,8 +165,8 @@ def use_own_generator(dataloader: Any, seed: int) -> None:
     getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
 
-def drop_device_index(args: Any) -> None:
-    """Let a run on CPUs train on the device "cpu", not "cpu:0".
+def begin_accelerate(args: Any) -> None:
+    """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu", not "cpu:0".
 
     With several processes, accelerate gives the CPU an index. `torch.load`, with which Transformers reads the optimizer
     of a checkpoint, knows no such device.
@@ -146,6 +174,7 @@ def drop_device_index(args: Any) -> None:
     Args:
         args: the training arguments.
     """
+    AcceleratorState._reset_state()
     if args.device.type == "cpu":
         args.distributed_state.device = vars(args)["_setup_devices"] = torch.device("cpu")
 
@@ -191,8 +220,24 @@ def decoded(
     parsers = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
     if are_messages and parsers != [None, None]:
         return [[_parsed(tokenizer, *row, tools)] for row in zip(completion_ids, prompt_ids, strict=True)]
+    _tell_what_vanishes(tokenizer, {*chain.from_iterable(completion_ids)})
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in texts] if are_messages else texts
+
+
+def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
+    """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
+    usual = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
+    usual += str(tokenizer.chat_template)
+    added = tokenizer.added_tokens_decoder.items()
+    lost = {one.content for number, one in added if number in ids and one.special and one.content not in usual}
+    if (lost := lost - _told) and PartialState().is_main_process:
+        _told.update(lost)
+        logger.warning(
+            f"Completions have the special tokens {sorted(lost)}, which rewards do not see, because texts are decoded "
+            "without special tokens. If they are a part of answers, add them with tokenizer.add_tokens(...), which "
+            "makes ordinary tokens; or read completion_ids in the reward function."
+        )
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
@@ -253,14 +298,6 @@ def sync_weights(trainer: Any) -> None:
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
-
-
-def send_weights_again(trainer: Any) -> None:
-    """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
-
-    TRL itself sends weights only after an optimizer step.
-    """
-    trainer._last_loaded_step = -1
 
 
 @dataclass(frozen=True)
@@ -334,13 +371,10 @@ def to_training_mode(trainer: Any) -> None:
     Transformers does this only in its training step. Some optimizers swap the weights when their mode changes, so it
     must happen before sampling.
     """
-    after_evaluation = not trainer.model_wrapped.training
     trainer.model_wrapped.train()
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-        if after_evaluation:
-            send_weights_again(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
 @contextmanager
@@ -355,6 +389,19 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
 
     with with_settings(trainer, {"_calculate_rewards": calculated}):
         yield batches
+
+
+def evaluated_figures(trainer: Any) -> dict[str, float | None]:
+    """Return TRL's figures of an evaluation, averaged as in TRL's `log`, and take them from the trainer."""
+    figures = trainer._metrics["eval"]
+    valid = {name: [one for one in values if not math.isnan(one)] for name, values in figures.items()}
+    figures.clear()
+    return {name: sum(values) / len(values) if values else None for name, values in valid.items()}
+
+
+def restore_accelerate(trainer: Any) -> None:
+    """Restore what accelerate knew when the trainer was made. Another `DASHConfig` or trainer replaces it for all."""
+    vars(trainer.accelerator.state).update(trainer._accelerate_state)
 
 
 def leave_out_step(accelerator: Any) -> None:

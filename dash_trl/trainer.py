@@ -14,17 +14,20 @@ import time
 from collections.abc import Sized
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_weights
+from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared, loading
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -35,7 +38,7 @@ from dash_trl.monitoring import Recorder
 from dash_trl.rewards import distinct, unpack, watch
 from dash_trl.rollout import EpochOrder, RolloutBatch
 from dash_trl.run import Run
-from dash_trl.sampling import install
+from dash_trl.sampling import install, weights_version
 from dash_trl.seams_of_tools import new_conversations
 from dash_trl.tools import ProcessTool
 from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
@@ -97,10 +100,13 @@ class DASHTrainer(GRPOTrainer):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
-        seams.drop_device_index(args)
+        seams.begin_accelerate(args)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
-        with seams.with_settings(args, {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}):
+        hidden = {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
+        with seams.with_settings(args, hidden), seams.reference_of(model):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        self._accelerate_state = dict(vars(self.accelerator.state))
+        checks.check_trainable(self.model)
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
         if args.use_vllm:
@@ -130,12 +136,14 @@ class DASHTrainer(GRPOTrainer):
             checks.check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
         elif self.args.max_num_gen_batches > 1:
             checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
+        self.ranks.agree(checks.check_saving, self)
         self._begin_run()
         self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
         # After the last epoch if the run has ended: Transformers would make one more step.
         return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
 
     def _begin_run(self) -> None:
+        self._loaded: tuple[int, list[int] | None] = -1, None
         seams.begin_anew(self)
         logs = seams.Logs(self._logs, self._pending_extra_logs, self._pending_metrics, self._metrics["train"])
         self.recorder = Recorder(self.args, self.state, logs)
@@ -151,12 +159,28 @@ class DASHTrainer(GRPOTrainer):
             conversations=self._conversations,
         )
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does. True goes on from the last whole checkpoint of the run in `output_dir`."""
+        found = self.ranks.agree(checkpoint_to_resume, resume_from_checkpoint, self.args.output_dir, main_only=True)
+        return super().train(found, *args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with loading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         if {*getattr(self.model, "peft_config", ())} > {"default"} and not self.is_fsdp_enabled:
             # "default" and other adapters: Transformers does not load "default".
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        asked = [{**group} for group in self.optimizer.param_groups]
+        with loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        # DeepSpeed has loaded its optimizer before, from files of its own.
+        if not self.is_deepspeed_enabled and (said := compared(checkpoint, asked, self.optimizer.param_groups)):
+            self._run.checkpoints.warn(said)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint) -> tuple:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -175,8 +199,12 @@ class DASHTrainer(GRPOTrainer):
         return prepared
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        seams.restore_accelerate(self)
         try:
             return super()._inner_training_loop(*args, **kwargs)
+        except RuntimeError as error:
+            self.ranks.check_lines(error)
+            raise
         finally:
             self._run.close()
 
@@ -185,6 +213,23 @@ class DASHTrainer(GRPOTrainer):
         if windows_ahead(self) or self.args.samples_dynamically:
             seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
+
+    @property
+    def _last_loaded_step(self) -> int:
+        """The optimizer step of vLLM's weights; −1 if the model's weights have changed since, in whatever way.
+
+        TRL compares it with the number of optimizer steps before vLLM samples, and sets it when it sends the weights.
+        """
+        step, version = self._loaded
+        if step != self.state.global_step or not self.ranks.largest(
+            version != weights_version(self.model.parameters())
+        ):
+            return step
+        return -1
+
+    @_last_loaded_step.setter
+    def _last_loaded_step(self, step: int) -> None:
+        self._loaded = step, None if step < 0 else weights_version(self.model.parameters())
 
     def _get_train_sampler(self, dataset=None) -> EpochOrder:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -333,7 +378,9 @@ class DASHTrainer(GRPOTrainer):
 
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
-            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.model.config, self.eos_token_ids)
+            config = self.model.config
+            limits = {"context": checks.context_of(config), "vocabulary": config.get_text_config().vocab_size}
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, **limits)
             return tokenized
 
         return self.ranks.agree(checked)
@@ -398,19 +445,37 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return TRL's dataloader. Its workers end with it: TRL would return the same ones for another dataset."""
+        with seams.with_settings(self.args, {"dataloader_persistent_workers": False}):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Call TRL's method, and go on as before: a callback may evaluate before the figures of its step are logged."""
+        seams.restore_accelerate(self)
+        training, logs = self.model.training, self.control.should_log
+        metrics = super().evaluate(*args, **kwargs)
+        self.control.should_log |= logs
+        if training:
+            self.model_wrapped.train()
+        return metrics
+
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures."""
+        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures.
+
+        All figures get the prefix here. TRL's `log` would call the rewards of all datasets `eval_reward`.
+        """
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        figures = seams.evaluated_figures(self)
         names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
         real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
             rewards = rewards[:real]
-            exact = reward_figures(rewards, names, self.reward_weights)
-            self._metrics["eval"].update({name: [value] for name, value in exact.items()})
+            figures |= reward_figures(rewards, names, self.reward_weights)
         if (ks := self.args.eval_k) is not None:
-            figures = metrics_of(rewards.tolist(), names, ks, group_size=samples).items()
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures})
+            figures |= metrics_of(rewards.tolist(), names, ks, group_size=samples)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -426,16 +491,20 @@ class DASHTrainer(GRPOTrainer):
         rows = self._conversations.begun(prompt_ids, self.environments, kinds)
         return Rounds(self, self._conversations).go_on(rows, completion_ids, logprobs)
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        seams.send_weights_again(self)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Wait for this window's rewards before saving anything. If waiting fails, no incomplete checkpoint may remain.
         # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             self._run.micro_steps.wait_for_rest()
-        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        older: list[dict[str, Any]] = []  # they go when this checkpoint is whole
+        with (
+            self._run.checkpoints.saving(folder),
+            seams.with_settings(transformers.trainer, {"rotate_checkpoints": lambda **which: older.append(which)}),
+        ):
+            self.ranks.agree(super()._save_checkpoint, model, trial)
+        for which in older:
+            rotate_checkpoints(**which)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.

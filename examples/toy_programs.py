@@ -82,7 +82,7 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
 PROGRAM_LESSONS = Lessons(
     "programs",
     lambda: arithmetic_tokenizer([PROGRAM, "f() =="]),
-    lambda generator, settings: _functions("train", generator),
+    partial(_functions, "train"),
     _solution,
 )
 

@@ -10,6 +10,7 @@ The warm-up also teaches the model two errors: to guess the answer, and to call 
 import random
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -181,7 +182,7 @@ CALCULATOR_WARM_UP = WarmUp(steps=500, clean_share=0.7, slip_rate=0.5, wait_rate
 CALCULATOR_LESSONS = Lessons(
     "calculator",
     calculator_tokenizer,
-    lambda generator, settings: _problems("train", generator),
+    partial(_problems, "train"),
     _solution,
     (get_json_schema(calculator),),
 )

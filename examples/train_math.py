@@ -16,6 +16,7 @@ dataset, the toy model learns arithmetic; `toy` names that model, or its problem
 raises an error.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY, Task
 from dash_trl.monitoring import TimeLimitCallback, monitor
 from dash_trl.script import check_effects, parse, toy_accuracies
+from dash_trl.signals import interrupts
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
 NOTHING_SAVED = "There is no checkpoint: --save_strategy steps and --save_steps N save some."
@@ -96,18 +98,21 @@ def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
     args, folder = trainer.args, Path(trainer.args.output_dir)
     monitor(trainer)  # a progress bar with the reward, metrics.jsonl and run.png
     before = measure()
-    try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except KeyboardInterrupt as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # a second Ctrl-C, while the first one ended the run
-            raise
-        if args.should_save:
-            saved, state = get_last_checkpoint(folder), trainer.state
-            print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
-            print(f"To continue, repeat the command with --resume_from_checkpoint {saved}" if saved else NOTHING_SAVED)
-        sys.exit(130)  # as a shell reports Ctrl-C
+    with interrupts(signal.SIGINT, *(() if args.enable_jit_checkpoint else (signal.SIGTERM,))) as signals:
+        try:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            trainer.save_model()  # before it is measured, so that an interrupt does not lose it
+        except BaseException:  # another rank may have ended before this one
+            if not signals:
+                raise
+            if args.should_save:
+                saved, state = get_last_checkpoint(folder), trainer.state
+                print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
+                print(
+                    f"To continue, repeat the command with --resume_from_checkpoint {saved}" if saved else NOTHING_SAVED
+                )
+            sys.exit(128 + signals[0])  # as a shell reports the signal
     after = measure()
-    trainer.save_model()
     if args.should_save:
         for name, value in before.items():
             print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")

@@ -8,13 +8,6 @@ import math
 import statistics
 
 
-def token_rewards(row):
-    rewards = [0.0] * row["length"]
-    for last, utility in row["utilities"]:
-        rewards[last] = utility
-    return rewards
-
-
 def to_go(rewards):
     return [sum(rewards[t:]) for t in range(len(rewards))]
 
@@ -44,10 +37,6 @@ def pooled(group):
     return [utility for row in group if row["valued"] for _, utility in row["utilities"]]
 
 
-def with_outcome(row, process, s):
-    return [row["advantage"] + s["process"] * value for value in process]
-
-
 def grpo(batch, s):
     return [[row["advantage"]] * row["length"] for row in flat(batch)]
 
@@ -60,12 +49,14 @@ def grpo_process(batch, s):
             normalised = [0.0] * row["length"]
             for last, utility in row["utilities"]:
                 normalised[last] = (utility - centre) / divisor
-            results.append(with_outcome(row, to_go(normalised), s))
+            results.append([row["advantage"] + s["process"] * value for value in to_go(normalised)])
     return results
 
 
 def combined(row, s):
-    rewards = [s["process"] * value for value in token_rewards(row)]
+    rewards = [0.0] * row["length"]
+    for last, utility in row["utilities"]:
+        rewards[last] = s["process"] * utility
     if rewards:
         rewards[-1] += row["outcome"]
     return rewards

@@ -52,6 +52,15 @@ RESPONSE_TEMPLATE = {
 }
 
 
+SMALL = {  # a step on two rows of a prompt
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 2,
+    "max_completion_length": 200,
+    "shuffle_dataset": False,
+}
+
+
 def save_tool_model(directory: Path, **settings: Any) -> str:
     """A tiny model whose tokenizer knows tools."""
     path = save_tiny_model(directory, **settings)
@@ -65,14 +74,14 @@ def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def written(content: str, *calls: tuple[str, Any], kind: str = "function", end: str = END) -> str:
+def written(content: str, *calls: tuple[str, Any], kind: str = "function") -> str:
     """A turn of the policy: text, then calls (name, arguments)."""
-    return content + "".join(f"<{kind}:{name}>{json.dumps(arguments)}</>" for name, arguments in calls) + end
+    return content + "".join(f"<{kind}:{name}>{json.dumps(arguments)}</>" for name, arguments in calls) + END
 
 
-def parsed(content: str, *calls: tuple[str, Any], kind: str = "function") -> dict[str, Any]:
+def parsed(content: str, *calls: tuple[str, Any]) -> dict[str, Any]:
     """The message that a turn is."""
-    of_calls = [{"type": kind, "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    of_calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     return {"role": "assistant", "content": content} | ({"tool_calls": of_calls} if of_calls else {})
 
 
@@ -304,16 +313,14 @@ class Rows(DASHCallback):
     """Callback that records the rows of each window: token ids, own tokens (1 = the policy's), and log-probs."""
 
     def __init__(self) -> None:
-        self.windows: list[list[tuple[list[int], list[int], list[float] | None]]] = []
+        self.windows: list[list[tuple[Any, ...]]] = []
 
     def add(self, ids: Any, real: Any, own: Any, log_probs: Any) -> None:
-        own = real if own is None else own * real
-        lengths = real.sum(dim=1).tolist()
-        of_row = [None] * len(ids) if log_probs is None else [row.tolist() for row in log_probs]
+        tables = (ids, real if own is None else own, log_probs)
         self.windows.append(
             [
-                (ids[i, :length].tolist(), own[i, :length].tolist(), of_row[i] and of_row[i][:length])
-                for i, length in enumerate(lengths)
+                tuple(None if one is None else one[i][mask].tolist() for one in tables)
+                for i, mask in enumerate(real.bool())
             ]
         )
 
@@ -339,23 +346,18 @@ class Rows(DASHCallback):
 
 
 class Judge:
-    """A reward function that records its arguments; the reward depends on a row's tokens.
-
-    Args:
-        scores: False = it applies to no row.
-    """
+    """A reward function that records its arguments; the reward depends on a row's tokens."""
 
     IGNORED = ("trainer_state", "log_extra", "log_metric")
     __name__ = "judge"
 
-    def __init__(self, scores: bool = True):
-        self.scores = scores
+    def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.environments: list[list[Any]] = []  # of each call
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
         self.environments.append(list(columns.pop("environments", ())))
         asked = {name: value for name, value in columns.items() if name not in self.IGNORED}
         states = [(type(one).__name__, vars(one)) for one in self.environments[-1]]
         self.asked.append(deepcopy(asked | {"completion_ids": completion_ids, "states": states}))
-        return [random.Random(str(ids)).random() if self.scores else None for ids in completion_ids]
+        return [random.Random(str(ids)).random() for ids in completion_ids]

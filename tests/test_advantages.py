@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dash_trl import DASHTrainer
 from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
 from tests import reference
-from tests.tiny import noting, refused, run
+from tests.tiny import refused, run
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -108,22 +108,6 @@ def test_a_constant_group_has_a_signal_if_the_baseline_is_the_mean_of_all_rows(v
     assert both.dtype == torch.float32 and both[size:].any()
     assert both[:size].any() == (name in OF_ALL_ROWS)
     assert not by_name(name, rewards, weights, size).any()
-
-
-def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):
-    """With weights and a failed reward."""
-
-    def graded(completion_ids, **kwargs):
-        return [NAN if i == 5 else len(set(ids)) / 8 for i, ids in enumerate(completion_ids)]
-
-    seen = noting("on_advantages")
-    settings = {"reward": [graded], "reward_weights": [2.0], "callbacks": [seen], "advantage_estimator": "rloo"}
-    run(DASHTrainer, tiny_model, tmp_path, **settings)
-    scored = [
-        [None if math.isnan(r) else 2.0 * r for r in group] for group in seen.noted[-1].rewards.view(-1, 4).tolist()
-    ]
-    expected = [0.0 if a is None else a for group in reference.rloo(scored) for a in group]
-    assert any(expected) and seen.noted[-1].advantages.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 REWARDS = to_tensor([[1.0], [0.0], [None], [1.0]])

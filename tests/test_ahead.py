@@ -135,7 +135,8 @@ def test_what_a_server_had_waits_again_when_it_fails_or_dies_until_nobody_needs_
     assert one.lost() == [jobs[3]] and one.waiting == [jobs[0], jobs[1], jobs[3]] and one.running == {jobs[2]: "a"}
     assert [job.failed_on for job in jobs] == [["a"], ["b"], [], ["b"]]
     assert [list(server.outstanding) for server in one.fleet.servers.values()] == [[jobs[2]], []]
-    one.drop([jobs[0], jobs[2]])
+    one.drop(jobs[0])
+    one.drop(jobs[2])
     assert one.waiting == [jobs[1], jobs[3]] and not one.running and not one.fleet.servers["a"].outstanding
 
 

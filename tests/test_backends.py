@@ -213,7 +213,7 @@ class Everywhere:
 
     def test_every_row_has_its_score_or_a_reason(self):
         """The reason of the first that fails is told."""
-        from dash_trl.rewards import RewardRunner  # here: worker processes import this file, but not torch
+        from dash_trl.rewards import RewardRunner, failure_of  # here: worker processes import this file, but not torch
 
         fates = ["", *self.fates, ""]
         ids = [[row] * row for row in range(len(fates))]
@@ -221,9 +221,9 @@ class Everywhere:
             (reward,) = runner.rewards
             returned = reward(prompts=fates, completions=fates, completion_ids=ids)
         assert returned == [None if fate else sum(one) for fate, one in zip(fates, ids, strict=True)]
-        assert reward.failed == [fate not in ("", "None") for fate in fates]
-        assert reward.raised == [fate not in ("", "None", "NaN", "inf") for fate in fates]
-        assert FATES[fates[1]][1] in reward.failure
+        raised = [fate not in ("", "None", "NaN", "inf") for fate in fates]
+        assert [isinstance(one, BaseException) for one in reward.outcomes] == raised
+        assert FATES[fates[1]][1] in failure_of(reward.outcomes)[0]
 
 
 class TestThreads(Everywhere):

@@ -6,6 +6,7 @@ The tables have the form: mistake → what the user passes → part of the error
 import ast
 import inspect
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, 
 
 # ---------------------------------------------------------------------- in the config
 
+EACH_STEP = {"eval_strategy": "steps", "save_strategy": "steps"}
 AIPO, DECOUPLED = {"loss_type": "aipo"}, {"loss_type": "decoupled_ppo"}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "threshold=-0.1 is not at least 0: .* None keeps all"),
@@ -84,6 +86,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         r"eval_k=\[1, 8\] with 2 completions of each problem .*Set num_generations_eval=8",
     ),
     "no k": ({"eval_k": []}, r"eval_k=\[\] with 4 completions"),
+    "no limit of gradients": ({"max_grad_norm": None}, "max_grad_norm=None is not at least 0: .* 0 does not clip"),
+    **{
+        f"{option} for other trainers": ({**settings, option: value}, f"{option}=.* does not work here: {why}")
+        for option, value, settings, why in (
+            ("remove_unused_columns", True, {}, "the columns are for the reward functions. Leave it out"),
+            ("metric_for_best_model", None, {"load_best_model_at_end": True, **EACH_STEP}, "the loss is about 0"),
+            ("metric_for_best_model", "eval_easy_loss", {}, "the loss .* Name another figure, such as 'eval_reward'"),
+            ("optim", "galore_adamw_layerwise", {}, "it makes a step in each backward pass"),
+            ("optim", "adalomo", {}, ".*Use 'adamw_torch'"),
+        )
+    },
+    **{
+        f"{option} of accelerate": ({"accelerator_config": {option: True}}, f"{option}=True does not work here: {why}")
+        for option, why in (("dispatch_batches", "rows are texts"), ("split_batches", "each rank takes its own rows"))
+    },
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
@@ -147,8 +164,11 @@ def test_settings_that_are_right():
         {**AIPO, "aipo_delta": float("inf"), "vllm_importance_sampling_correction": False},
         {**DECOUPLED, "vllm_importance_sampling_mode": "token_truncate", "epsilon_high": 0.28, "beta": 0.04},
         {**DECOUPLED, "gradient_filter_threshold": None, "filter_denominator": "kept"},
+        {"metric_for_best_model": "eval_reward", "load_best_model_at_end": True, "optim": "galore_adamw", **EACH_STEP},
     ):
         config(**settings)
+    paths = config(vllm_weight_dir="weights")  # a reward function may change the current folder
+    assert [paths.output_dir, paths.vllm_weight_dir] == [os.path.abspath("dash-output"), os.path.abspath("weights")]
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 1.0])
@@ -195,6 +215,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "virtual tokens": ({"peft_config": VIRTUAL}, "PrefixTuningConfig: virtual tokens cannot be trained .* LoraConfig"),
     "TRL's config": ({"args": GRPOConfig("x", bf16=False, use_cpu=True)}, "GRPOConfig, which lacks DASH's options"),
     "tools for texts": ({"tools": [print]}, "train_dataset has texts as prompts .* Write each prompt as"),
+    "an argument of other trainers": ({"compute_metrics": print}, "no argument compute_metrics. .* with log_metric"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
         "tools and rollout_func are both set, .* Leave one of the two out",
@@ -243,6 +264,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt to evaluate": (
         {"eval_dataset": {"easy": of("")}},
         rf"Row 0 of eval_dataset\['easy'\] has the prompt '', {NEITHER}",
+    ),
+    "an answer that has begun": (
+        {"train_dataset": of([{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>"}])},
+        "Row 0 of train_dataset has the prompt .*, which ends with a message .* continue_final_message=True",
     ),
     # models
     "a directory that is not there": ({"model": "./no/directory"}, "model='./no/directory' cannot be loaded: neither"),
@@ -303,6 +328,12 @@ def frozen(model: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
 
 
+def hooked(model: str) -> torch.nn.Module:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.lm_head.weight.register_post_accumulate_grad_hook(print)
+    return loaded
+
+
 def adapted(config: Any) -> Callable[[str], torch.nn.Module]:
     return lambda model: get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
 
@@ -311,11 +342,14 @@ def test_models(tiny_model):
     frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
     for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
-        (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
-        (adapted(frozen_lora), "No parameter of the PeftModel.* is_trainable=True"),
+        (lambda name: torch.compile(AutoModelForCausalLM.from_pretrained(name)), "is compiled.* torch_compile=True"),
         (adapted(VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
     ):
         refused(said, check_model, make(tiny_model), config())
+    nothing = "No parameter of the (Qwen2ForCausalLM|PeftModel).* requires a gradient.* model.requires_grad_"
+    refused("register_post_accumulate_grad_hook, as optimizers have that", build, hooked(tiny_model))
+    refused(nothing, build, frozen(tiny_model))
+    refused(nothing, build, tiny_model, peft_config=frozen_lora)
 
 
 def test_models_that_are_right(tiny_model, checkpoints):
@@ -373,14 +407,15 @@ def test_what_is_warned_of(tiny_model, caplog):
 
 
 def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
+    ours = {"skip_special_tokens": False, "truncate_prompt_tokens": 8}
     for settings, message in (
         ({"generation_kwargs": {"suppress_tokens": [3]}}, r"has \['suppress_tokens'\], which vLLM does not use"),
-        ({"generation_kwargs": {"truncate_prompt_tokens": 8}}, "from another prompt than the loss has"),
+        ({"generation_kwargs": ours}, "from another prompt than the loss has; rewards never see special tokens"),
         ({"generation_kwargs": {"stop": ["x"]}, "mask_truncated_completions": True}, r"has stop=\['x'\], but mask_tr"),
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ):
         refused(message, checked, tiny_model, **SERVER, **settings)
-        checked(tiny_model, **settings, vllm_importance_sampling_mode="token_mask")  # transformers samples
+    refused("'truncate_prompt_tokens'], which transformers' generate does", checked, tiny_model, generation_kwargs=ours)
 
 
 def test_a_tokenizer_without_an_end(tiny_model):
@@ -487,10 +522,10 @@ def test_prompts_are_looked_at_as_they_are_sampled(trainer):
         "tool_calls": None,
     }
     plain = [
-        {"role": "user", "content": "1 + 1"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]},
+        {"role": "user", "content": "1 + 1"},
     ]
-    assert plain_prompt([parts, {**call, "content": None}], "A row") == plain_prompt(plain, "A row") == plain
+    assert plain_prompt([{**call, "content": None}, parts], "A row") == plain_prompt(plain, "A row") == plain
 
 
 def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
@@ -504,8 +539,13 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
 
 
-def test_a_text_that_begins_twice(trainer, monkeypatch):
+def test_a_text_that_begins_twice_or_ends(trainer, monkeypatch):
     """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
+    trainer._tokenize_prompts(["<|im_end|>", "1<|im_end|>1"])  # alone, GPT-2 has it as the beginning
+    assert "ends with an end token ([1]; eos_token)" in refusal(trainer._tokenize_prompts, ["1", "1<|im_end|>"])
+    monkeypatch.setattr(trainer.model.config, "vocab_size", 100)
+    assert "has the token 267, but the model has 100 embeddings" in refusal(trainer._tokenize_prompts, ["12 + 34"])
+    monkeypatch.undo()
     monkeypatch.setattr(trainer._tokenizer, "bos_token", "<|endoftext|>")
     trainer._tokenize_prompts(["<|endoftext|>1 + 1", "1<|endoftext|><|endoftext|>"])
     assert "the token 0 (bos_token) twice" in refusal(trainer._tokenize_prompts, ["1 + 1", "<|endoftext|>" * 2 + "1"])
@@ -523,6 +563,11 @@ IDS = [[5], [6, 7]]
 ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a prompt without tokens": ({"prompt_ids": [[], [4]]}, {}, "2 prompt_ids for 2 prompts, or an empty one"),
     "a completion too few": ({"completion_ids": [[5]]}, {}, "1 completion_ids for 2 prompts"),
+    "a token too many": (
+        {"completion_ids": [[5], [300]]},
+        {},
+        "completion_ids has the token 300, but .* 300 embeddings",
+    ),
     "none, with aipo": ({}, AIPO, "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'"),
     "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
     "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction=True needs the"),

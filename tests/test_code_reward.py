@@ -49,55 +49,65 @@ def found(completion: str, *columns: object, tests: str | None = "assert f(1)", 
     return sandbox.programs[0] if sandbox.programs else None
 
 
-def test_the_program_of_a_completion():
-    for completion, entry_point, program in [
-        (fenced(F), "f", F),
-        (fenced(F, ""), "f", F),
-        *[(fenced(F, one), "f", F) for one in ("Python", "python 3", 'python id="f"', "python:f.py", "{.python}")],
-        (f"Here it is:\n\n{fenced(F)}\n\nIt returns x.", "f", F),
-        (f"1. Write it\n   ```python\n{F}\n   ```", "f", F),
-        (f"~~~python\n{F}\n~~~", "f", F),
-        (f"````python\n{F}\n````", "f", F),
+OTHER = "def f(x): return 2"
+# program → the completions of which it is run, with the entry point f
+COMPLETIONS = {
+    F: [
+        fenced(F),
+        fenced(F, ""),
+        *(fenced(F, one) for one in ("Python", "python 3", 'python id="f"', "python:f.py", "{.python}")),
+        f"Here it is:\n\n{fenced(F)}\n\nIt returns x.",
+        f"1. Write it\n   ```python\n{F}\n   ```",
+        f"~~~python\n{F}\n~~~",
+        f"````python\n{F}\n````",
         # several: the last one that defines the function, not the example of its use
-        (fenced(G) + "\n" + fenced(F), "f", F),
-        (fenced(F) + "\nUse it:\n" + fenced(USE), "f", F),
-        (fenced(F) + "\n" + fenced("def f(x): return 2"), "f", "def f(x): return 2"),
-        (fenced(F) + "\n" + fenced(USE), None, F),
-        (fenced(F) + "\n" + fenced("y = f(1)\nprint(y)"), None, F),
-        (fenced(F) + "\n" + fenced("pip install f", "bash") + "\n" + fenced("1", "text"), "f", F),
+        f"{fenced(G)}\n{fenced(F)}",
+        f"{fenced(F)}\nUse it:\n{fenced(USE)}",
+        f"{fenced(F)}\n{fenced('pip install f', 'bash')}\n{fenced('1', 'text')}",
         # no fence, or one that does not end
-        (F, "f", F),
-        (f"```python\n{F}", "f", F),
+        F,
+        f"```python\n{F}",
         # a fence that the prompt opened
-        (f"{F}\n```", "f", F),
-        (f"{F}\n```\n\nIt returns x.", "f", F),
-        (f"{F}\n```\nUse it:\n{fenced(USE)}", "f", F),
-        (f"{F}\n```\nOr:\n{fenced('def f(x): return 2')}", "f", "def f(x): return 2"),
-        (f"from this we get\n{fenced(F, '')}", "f", F),
-        (f"from this we get\n{fenced(F)}", "f", F),
-        # a longer end, another kind of line ends
-        (f"```python\n{F}\n`````\nIt returns x.", "f", F),
-        ("```python\r\nf = 1\r\n```\r\nIt is 1.", "f", "f = 1"),
-        # defined otherwise
-        (fenced("f = lambda x: x"), "f", "f = lambda x: x"),
-        (fenced("class f: pass"), "f", "class f: pass"),
-        # another name is a program, too, though a wrong one
-        (fenced(G), "f", G),
+        f"{F}\n```",
+        f"{F}\n```\n\nIt returns x.",
+        f"{F}\n```\nUse it:\n{fenced(USE)}",
+        f"from this we get\n{fenced(F, '')}",
+        f"from this we get\n{fenced(F)}",
+        # a longer end
+        f"```python\n{F}\n`````\nIt returns x.",
         # what was only thought
-        (f"<think>{fenced(G)}</think>{fenced(F)}", "f", F),
-        (f"{fenced(G)}</think>{fenced(F)}", "f", F),
-        (f"<think>{fenced(F)}</think>I do not know.", "f", None),
-        (f"<think>{fenced(F)}", "f", None),
-        ("I do not know.", "f", None),
-        ("", "f", None),
-        ("42", "f", None),
-        (fenced("def f(x) return x"), "f", "def f(x) return x"),  # which fails
-        (fenced("f(x) = x", "haskell"), "f", None),
-        ("The function is f(x) = x + 1.", "f", None),
-        ("(" * 100_000, "f", None),
-    ]:
-        text = found(completion, entry_point)
-        assert (text and text.strip()) == program, completion
+        f"<think>{fenced(G)}</think>{fenced(F)}",
+        f"{fenced(G)}</think>{fenced(F)}",
+    ],
+    OTHER: [f"{fenced(F)}\n{fenced(OTHER)}", f"{F}\n```\nOr:\n{fenced(OTHER)}"],
+    # another kind of line ends
+    "f = 1": ["```python\r\nf = 1\r\n```\r\nIt is 1."],
+    # defined otherwise
+    "f = lambda x: x": [fenced("f = lambda x: x")],
+    "class f: pass": [fenced("class f: pass")],
+    # another name is a program, too, though a wrong one; and so is what fails
+    G: [fenced(G)],
+    "def f(x) return x": [fenced("def f(x) return x")],
+    None: [
+        f"<think>{fenced(F)}</think>I do not know.",
+        f"<think>{fenced(F)}",
+        "I do not know.",
+        "",
+        "42",
+        fenced("f(x) = x", "haskell"),
+        "The function is f(x) = x + 1.",
+        "(" * 100_000,
+    ],
+}
+
+
+def test_the_program_of_a_completion():
+    for program, completions in COMPLETIONS.items():
+        for completion in completions:
+            text = found(completion, "f")
+            assert (text and text.strip()) == program, completion
+    for use in (USE, "y = f(1)\nprint(y)"):
+        assert found(f"{fenced(F)}\n{fenced(use)}").strip() == F, "without an entry point"
 
 
 def test_a_program_is_found_in_linear_time():

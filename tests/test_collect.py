@@ -13,7 +13,7 @@ from dash_trl import DASHTrainer
 from dash_trl.collect import length_figures, reward_figures
 from dash_trl.seams import decoded
 from tests.test_contract import ByTokens, check_logs
-from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, tiny_tokenizer
+from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, said, tiny_tokenizer
 
 
 def rollouts_of(prompts, trainer):
@@ -94,9 +94,14 @@ def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, t
             trainer.vllm_generation = SimpleNamespace(sync_weights=sync)
 
         settings = {"vllm_importance_sampling_correction": False, "gradient_accumulation_steps": 2}
-        run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
+        trainer = run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
         synced.append(steps)
     assert synced == [[0, 2], [0, 2]]
+    last = lambda: trainer._last_loaded_step  # noqa: E731
+    trainer._last_loaded_step = 4
+    assert last() == 4
+    trainer.model.lm_head.weight.data.neg_()  # as averaged weights are swapped in: no optimizer step has made them
+    assert last() == -1
 
 
 def test_figures_of_rows_that_no_function_scores_or_that_are_all_cut_off():
@@ -136,3 +141,13 @@ def test_some_rows_are_decoded_as_trl_decodes_all(tiny_model, tmp_path, monkeypa
         for own in (slice(8, 12), slice(0, 16)):
             assert decoded(tokenizer, asked[own], prompt_ids[own], completion_ids[own]) == expected[own]
         assert expected[0] == first
+
+
+def test_special_tokens_that_rewards_do_not_see_are_named_once(caplog):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<turn>"]})
+    tokenizer.chat_template = "<turn>"
+    rows = tokenizer(text=["<a>1<|im_end|>", "<turn><|endoftext|>", "<a>"])["input_ids"]
+    for _ in range(2):
+        assert decoded(tokenizer, prompts(3)["prompt"][:], [], rows) == ["1", "", ""]
+    assert len(caplog.records) == 1 and "have the special tokens ['<a>'], which rewards do not see" in said(caplog)

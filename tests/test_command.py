@@ -1,5 +1,7 @@
 """`dash_trl`: the scripts that it runs, the arguments of accelerate, and the doctor's report."""
 
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -24,7 +26,8 @@ def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
     flags = ["--max_steps", "1", "--num_processes", "2", "--accelerate_config", "zero3", "--num_generations=4"]
     assert command.launch_arguments(command.SCRIPTS["sft"], flags) == [
         *("--config_file", str(ROOT / "accelerate_configs" / "zero3.yaml"), "--num_processes", "2"),
-        *(str(ROOT / "examples" / "sft.py"), "--max_steps", "1", "--num_generations=4"),
+        *(str(ROOT / "dash_trl" / "signals.py"), str(ROOT / "examples" / "sft.py")),
+        *("--max_steps", "1", "--num_generations=4"),
     ]
     own = str(ROOT / "accelerate_configs" / "cpu.yaml")
     assert command.launch_arguments("sft.py", [f"--accelerate_config={own}"])[:2] == ["--config_file", own]
@@ -34,7 +37,7 @@ def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
         (["--gpu_ids", "0,2"], ["--gpu_ids", "0,2", "--num_processes", "2"]),
         (["--num_machines", "2"], ["--num_machines", "2"]),
     ):
-        assert command.launch_arguments("sft.py", ["--accelerate_config", "ddp", *flags])[2:-1] == processes
+        assert command.launch_arguments("sft.py", ["--accelerate_config", "ddp", *flags])[2:-2] == processes
     with pytest.raises(ValueError, match="'zero4' is neither a file nor one of cpu, ddp, .*zero3"):
         command.launch_arguments("sft.py", ["--accelerate_config", "zero4"])
 
@@ -71,16 +74,25 @@ def test_a_failed_launch_of_several_processes_does_so_too(python):
 # -------------------------------------------------------------------------------------------------------- the doctor
 
 
-def test_a_signal_to_the_launcher_ends_the_script(tmp_path):
-    """`kill PID` must not leave a training behind."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("config", ["single_process", "cpu"])  # one process, two
+def test_a_signal_ends_the_launcher_and_the_script(tmp_path, number, config):
+    """`kill PID` and Ctrl-C must not leave a training behind. They print one line, and 143 or 130 says which it was."""
     script = tmp_path / "script.py"
-    script.write_text("import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(600)")
-    code = f"from dash_trl.command import launch; launch({str(script)!r}, ['--accelerate_config', 'single_process'])"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as launcher:
-        wait_until(lambda: (pid := tmp_path / "pid").exists() and pid.read_text())
-        child = psutil.Process(int((tmp_path / "pid").read_text()))
-        launcher.terminate()
-    assert launcher.returncode and not child.is_running()
+    script.write_text(
+        "import os, pathlib, time\npathlib.Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    code = f"from dash_trl.command import launch; launch({str(script)!r}, ['--accelerate_config', {config!r}])"
+    pids = [tmp_path / f"pid{rank}" for rank in range(1 if config == "single_process" else 2)]
+    pipes = {"stderr": subprocess.PIPE, "start_new_session": True, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes) as launcher:
+        wait_until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
+        scripts = [psutil.Process(int(pid.read_text())) for pid in pids]
+        (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
+        said = launcher.communicate()[1]
+    assert launcher.returncode == 128 + number and not any(one.is_running() for one in scripts)
+    assert said.strip() == "Stopped, but not during training, so no step is lost. To start again, repeat the command."
 
 
 def test_the_report_and_the_exit_code(monkeypatch, capsys):

@@ -9,18 +9,9 @@ from accelerate.commands.launch import launch_command_parser
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-# Supervised ones have another script, and a test of their own.
+# Supervised ones have another script, and a test of their own. `test_paper.py` says which there are.
 RUNS = sorted(path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.stem.startswith("sft_"))
 TRAINING_GPUS = 4  # Table 7; for programs 2
-
-# (method, size) that the paper reports: Tables 1 to 6 and 10. Multi and Mini are "N/A" for 3B in Table 7.
-PAPER = {
-    *[("dash", size) for size in ("0.5b", "1.5b", "3b")],
-    *[("no_kl", size) for size in ("0.5b", "1.5b", "3b")],
-    *[(method, "0.5b") for method in ("grpo", "no_gf")],
-    *[(method, size) for method in ("multi", "mini", "dash_code") for size in ("0.5b", "1.5b")],
-    *[(method, "0.5b") for method in ("grpo_code", "no_gf_code", "dash_rows4", "no_gf_rows4")],
-}
 
 FIGURE_7 = """
 compute_environment: LOCAL_MACHINE
@@ -53,36 +44,30 @@ def read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
-def check_accelerate(path: Path) -> None:
-    """accelerate takes the file, and the comment at its top launches it."""
-    config = load_config_from_file(str(path))
-    kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
-    expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
-    assert config.distributed_type.value == expected and config.use_cpu == (path.stem == "cpu")
-    # -1: accelerate asks for --num_processes, where a number of ours would be wrong on most machines.
-    assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(path.stem, -1)
-    plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
-    assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
-    assert f"dash_trl train --accelerate_config {path.stem}" in path.read_text().splitlines()[1]
-    # What is saved is one model that `from_pretrained` loads.
-    assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
-    assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
-
-
 def test_every_file_of_accelerate():
+    """accelerate takes the file, and the comment at its top launches it."""
     assert len(ACCELERATE) == 7
     for path in ACCELERATE:
-        check_accelerate(path)
+        config = load_config_from_file(str(path))
+        kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
+        expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
+        assert config.distributed_type.value == expected and config.use_cpu == (path.stem == "cpu")
+        # -1: accelerate asks for --num_processes, where a number of ours would be wrong on most machines.
+        assert config.num_processes == {"single_process": 1, "cpu": 2, "zero3_offload": TRAINING_GPUS}.get(
+            path.stem, -1
+        )
+        plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
+        assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
+        assert f"dash_trl train --accelerate_config {path.stem}" in path.read_text().splitlines()[1]
+        # What is saved is one model that `from_pretrained` loads.
+        assert plugin.get("zero_stage") != 3 or plugin["zero3_save_16bit_model"]
+        assert plugin.get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
 
 
 def test_zero3_offload_is_figure_7_that_saves_a_model():
     printed = yaml.safe_load(FIGURE_7)
     printed["deepspeed_config"]["zero3_save_16bit_model"] = True
     assert read(ROOT / "accelerate_configs" / "zero3_offload.yaml") == printed
-
-
-def test_one_file_per_run_of_the_paper():
-    assert {tuple(path.stem.split("_qwen2.5-")) for path in RUNS} == PAPER
 
 
 def keys_of_table_7(path: Path) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import product
 from threading import Barrier
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dash_trl.process_rewards import (
     ESTIMATORS,
@@ -45,15 +46,18 @@ def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0
 
 def as_tables(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns padded boundaries and values, and lengths."""
-    most = max(len(row["boundaries"]) for row in rows)
-    boundaries, values = torch.full((len(rows), most), -1), torch.full((len(rows), most), math.nan, dtype=torch.double)
-    for i, row in enumerate(rows):
-        boundaries[i, : len(row["boundaries"])] = torch.tensor(row["boundaries"])
-        values[i, : len(row["values"])] = torch.tensor(row["values"], dtype=torch.double)
-    return boundaries, values, torch.tensor([row["length"] for row in rows])
+    boundaries, values = (
+        [torch.tensor(row[name], dtype=kind) for row in rows]
+        for name, kind in (("boundaries", torch.long), ("values", torch.double))
+    )
+    return (
+        pad_sequence(boundaries, batch_first=True, padding_value=-1),
+        pad_sequence(values, batch_first=True, padding_value=math.nan),
+        torch.tensor([row["length"] for row in rows]),
+    )
 
 
-def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
+def as_rewards(rows: list[dict], group_size: int) -> Rewards:
     boundaries, values, lengths = as_tables(rows)
     width = max(int(lengths.max()), 1)
     outcome = torch.tensor([row["outcome"] for row in rows]).double()
@@ -64,7 +68,7 @@ def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None
         values=per_token,
         mask=torch.arange(width) < lengths.unsqueeze(1),
         outcome=outcome,
-        outcome_advantages=outcome.nan_to_num() - 0.25 if advantages is None else torch.tensor(advantages).double(),
+        outcome_advantages=outcome.nan_to_num() - 0.25,
         valued=valued & ~outcome.isnan(),
         group_size=group_size,
     )
@@ -114,7 +118,7 @@ def test_estimators_say_truly_whether_a_group_depends_on_others():
     rows = make_rows(5, 12, missing=0.1)
     for name in CREDIT:
         estimator = ESTIMATORS[name]
-        together, alone = (torch.cat([estimator(as_rewards(rows[:n], 4), CHOSEN)[:4, :1]]) for n in (12, 4))
+        together, alone = (estimator(as_rewards(rows[:n], 4), CHOSEN)[:4, :1] for n in (12, 4))
         assert torch.allclose(together, alone, atol=1e-12) == estimator.per_group, name
 
 
@@ -147,9 +151,8 @@ def on_two_ranks(rewards: Rewards, work) -> list:
             return total
 
         rows = slice(number * half, (number + 1) * half)
-        own = {one.name: getattr(rewards, one.name) for one in fields(rewards)}
-        own = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in own.items()}
-        return work(Rewards(**{**own, "sum_over_ranks": summed}), rows)
+        own = {name: value[rows] for name, value in vars(rewards).items() if isinstance(value, torch.Tensor)}
+        return work(replace(rewards, **own, sum_over_ranks=summed), rows)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))

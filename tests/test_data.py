@@ -42,27 +42,26 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_final_answer():
-    for value, marked, answer in [
-        ("work 5\n#### 1,200", False, "1200"),
-        ("#### 1,234,567", False, "1234567"),
-        ("#### 1,23", False, "1,23"),
-        ("72", False, "72"),
-        (72, False, "72"),
-        (0, False, "0"),
-        (42.0, False, "42"),
-        (0.5, False, "0.5"),
-        (r"\left( 3, \frac{\pi}{2} \right)", False, r"\left( 3, \frac{\pi}{2} \right)"),
-        (r"not \boxed{1} but \boxed{\frac{1}{\sqrt{2}}}.", True, r"\frac{1}{\sqrt{2}}"),
-        ("prose", True, None),
-        ("prose", False, "prose"),
-        ("", False, None),
-        (None, False, None),
-        (r"\boxed{}", True, None),
-        (float("nan"), False, None),
-        (["1", 2.0], False, "1, 2"),
-        ({"ground_truth": "4", "style": "rule"}, False, "4"),
+    for value, answer in [
+        ("work 5\n#### 1,200", "1200"),
+        ("#### 1,234,567", "1234567"),
+        ("#### 1,23", "1,23"),
+        (72, "72"),
+        (0, "0"),
+        (42.0, "42"),
+        (0.5, "0.5"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\left( 3, \frac{\pi}{2} \right)"),
+        ("prose", "prose"),
+        ("", None),
+        (None, None),
+        (float("nan"), None),
+        (["1", 2.0], "1, 2"),
+        ({"ground_truth": "4", "style": "rule"}, "4"),
     ]:
-        assert final_answer(value, marked=marked) == answer, value
+        assert final_answer(value, marked=False) == answer, value
+    solution = r"not \boxed{1} but \boxed{\frac{1}{\sqrt{2}}}."
+    for value, answer in [(solution, r"\frac{1}{\sqrt{2}}"), ("prose", None), (r"\boxed{}", None)]:
+        assert final_answer(value, marked=True) == answer, value
 
 
 def test_a_row_without_an_answer_has_that_of_its_solution(tmp_path):
@@ -77,37 +76,32 @@ def test_a_column_that_is_named_may_hold_bare_answers(tmp_path):
 
 
 TEMPLATE = "Q: {problem} Use \\boxed{}."
-CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
 def test_prompts():
-    for problem, template, chat, prompt in [
-        (r"$\frac{1}{2}$? {0} {problem}", TEMPLATE, False, r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
-        ("a", TEMPLATE, True, [{"role": "user", "content": "Q: a Use \\boxed{}."}]),
-        (CONVERSATION, TEMPLATE, True, CONVERSATION),
-        (None, TEMPLATE, False, None),
-        (" ", TEMPLATE, False, None),
-        ([], TEMPLATE, False, None),
+    """`test_layouts` has those of conversations."""
+    for problem, prompt in [
+        (r"$\frac{1}{2}$? {0} {problem}", r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
+        (None, None),
+        (" ", None),
+        ([], None),
     ]:
-        assert make_prompt(problem, template, chat=chat) == prompt, (problem, template)
+        assert make_prompt(problem, TEMPLATE, chat=False) == prompt, problem
 
 
 # ----------------------------------------------------------------------------------------------------------- layouts
 
 BOXED = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+PLAIN = {"prompt_template": "plain"}
 READY = {"prompt": "p", "answer": "1"}
 NAMED = {"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}
-CHAT = {"prompt": [{"role": "user", "content": "p"}], "answer": "1"}
+CHAT = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}], "answer": "1"}
 WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
 
 
 def test_layouts(tmp_path):
     for rows, settings, expected in [
-        (
-            GSM8K,
-            {"prompt_template": "plain"},
-            [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}],
-        ),
+        (GSM8K, PLAIN, [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}]),
         (MATH, {}, [{"prompt": BOXED, "answer": r"\frac{1}{\sqrt{4}}"}]),
         (MATH, {"chat": True}, [{"prompt": [{"role": "user", "content": BOXED}], "answer": r"\frac{1}{\sqrt{4}}"}]),
         # a ready prompt stays as it is unless a template is asked for, and a conversation always
@@ -117,12 +111,8 @@ def test_layouts(tmp_path):
         ([WHOLE_CHAT], {"solution": True}, [WHOLE_CHAT]),
         ([{"prompt": "p", "reward_model": {"ground_truth": "1", "style": "rule"}}], {}, [READY]),
         # names in any case, and by name
-        ([NAMED], {"prompt_template": "plain"}, [{"prompt": "p", "answer": "7"}]),
-        (
-            [NAMED],
-            {"prompt_template": "plain", "problem_column": "other", "answer_column": "gold"},
-            [{"prompt": "q", "answer": "8"}],
-        ),
+        ([NAMED], PLAIN, [{"prompt": "p", "answer": "7"}]),
+        ([NAMED], {**PLAIN, "problem_column": "other", "answer_column": "gold"}, [{"prompt": "q", "answer": "8"}]),
     ]:
         assert load_math_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
@@ -165,13 +155,19 @@ def test_one_split_and_its_parts(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "p", "answer": str(i)} for i in range(10)])
     rows.to_json(tmp_path / "own.jsonl")
     rows.save_to_disk(tmp_path / "own")
-    parts = {"train": "0123456789", "train[:3]": "012", "train[-20%:]": "89", "train[8:20]": "89"}
+    parts = {
+        "train": "0123456789",
+        "train[:3]": "012",
+        "train[-20%:]": "89",
+        "train[8:20]": "89",
+        "train[:1]+train[8:]": "089",
+    }
     mistakes = {
         "test": r"has no split 'test' .*: choose one of \['train'\], or a part .* 'train\[:100\]'",
         "train[:3": r"has no split 'train\[:3' \(Unrecognized",
     }
     for path in (tmp_path / "own.jsonl", tmp_path / "own"):
-        for split, answers in {**parts, "train[:1]+train[8:]": "089"}.items():
+        for split, answers in parts.items():
             assert load_math_dataset(path, split=split)["answer"][:] == list(answers)
         for split, message in mistakes.items():
             refused(message, load_math_dataset, path, split=split)
@@ -242,59 +238,39 @@ PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]
 
 
 def test_layouts_of_programs(tmp_path):
+    asked, mbpp = {"prompt": CODE_PROMPT, "entry_point": "add"}, {"tests": MBPP_TESTS, "entry_point": "add"}
+    ready = {"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}
+    unnamed = {"tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}
     for rows, settings, expected in [
         # the prompt shows the first test, which names the function; all are scored, and other columns are left
-        (
-            [MBPP],
-            {"prompt_template": "plain"},
-            [{"prompt": SHOWN, "tests": MBPP_TESTS, "entry_point": "add"}],
-        ),
+        ([MBPP], PLAIN, [{"prompt": SHOWN, **mbpp}]),
         # MBPP+ has a script of tests; its asserts, where there is none
         (
             [PLUS, {**PLUS, "test": ""}],
             {},
-            [
-                {"prompt": CODE_PROMPT, "tests": [f"import math\nimport cmath\n{PLUS['test']}"], "entry_point": "add"},
-                {"prompt": CODE_PROMPT, "tests": PLUS_TESTS, "entry_point": "add"},
-            ],
+            [{**asked, "tests": [f"import math\nimport cmath\n{PLUS['test']}"]}, {**asked, "tests": PLUS_TESTS}],
         ),
-        (
-            [MBPP],
-            {"chat": True},
-            [{"prompt": [{"role": "user", "content": CODE_PROMPT}], "tests": MBPP_TESTS, "entry_point": "add"}],
-        ),
+        ([MBPP], {"chat": True}, [{"prompt": [{"role": "user", "content": CODE_PROMPT}], **mbpp}]),
         # ready-made
         (
-            [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}, {"prompt": "q", "tests": ["assert g(1)"]}],
+            [ready, {"prompt": "q", "tests": ["assert g(1)"]}],
             {},
             [
-                {"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"},
+                ready,
                 {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
             ],
         ),
         # scripts and inputs
         (
-            [{"Prompt": "p", "tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}],
+            [{"Prompt": "p", **unnamed}],
             {"chat": True},
-            [
-                {
-                    "prompt": [{"role": "user", "content": "p"}],
-                    "tests": ["assert f(1)"],
-                    "inputs": ["1 2"],
-                    "outputs": ["3"],
-                    "entry_point": None,
-                }
-            ],
+            [{"prompt": [{"role": "user", "content": "p"}], **unnamed, "entry_point": None}],
         ),
     ]:
         assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
 # ----------------------------------------------------------------------------------------------------- MBPP+ in two
-
-
-def plus_rows(count: int, **changes) -> list[dict]:
-    return [{**PLUS, "task_id": i, "prompt": f"Task {i}.", **changes} for i in range(count)]
 
 
 def tasks(path: Path, split: str) -> list[int]:
@@ -304,7 +280,7 @@ def tasks(path: Path, split: str) -> list[int]:
 
 def test_mbpp_plus_has_two_splits_for_good(tmp_path):
     """Those of the authors. Whatever its one split is called, and whatever the order of its rows."""
-    rows = plus_rows(378)
+    rows = [{**PLUS, "task_id": number, "prompt": f"Task {number}."} for number in range(378)]
     folder = write_rows(tmp_path / "d" / "train.jsonl", rows).parent
     for path in (folder, write_rows(tmp_path / "own.jsonl", rows[::-1])):
         assert tasks(path, "train") == list(range(264)) and tasks(path, "test") == list(range(264, 378))
@@ -320,7 +296,6 @@ def test_completions_of_math(tmp_path):
         (GSM8K[0], "boxed", " 1+1=2\nThe answer is \\boxed{2}."),
         (GSM8K[0], "plain", " 1+1=2\nThe answer is 2."),
         (GSM8K[0], "{problem}\n", "1+1=2\nThe answer is 2."),
-        ({"question": "?", "answer": "So 9.\n#### 1,200"}, "boxed", " So 9.\nThe answer is \\boxed{1200}."),
         # MATH's solutions have their boxes
         (MATH[0], "boxed", " " + MATH[0]["solution"]),
         (MATH[0], "plain", " " + MATH[0]["solution"]),
@@ -336,20 +311,18 @@ def test_completions_of_math(tmp_path):
             assert loaded["completion"] == ([{"role": "assistant", "content": text}] if chat else text), (row, template)
 
 
-def fenced(program: str) -> str:
-    return f"```python\n{program}\n```"
-
-
 def test_completions_of_code(tmp_path):
-    for row, template, chat, completion in [
-        (MBPP, None, True, fenced(MBPP["code"])),
-        (MBPP, None, False, "\n" + fenced(MBPP["code"])),
-        (MBPP, "plain", False, "\n" + MBPP["code"]),
-        (MBPP, "plain", True, MBPP["code"]),
-        ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
+    program = MBPP["code"]
+    fenced = f"```python\n{program}\n```"
+    for code, settings, completion in [
+        (program, {"chat": True}, [{"role": "assistant", "content": fenced}]),
+        (program, {}, "\n" + fenced),
+        (program, PLAIN, "\n" + program),
+        (program, {**PLAIN, "chat": True}, [{"role": "assistant", "content": program}]),
+        (program.replace("\n", "\r\n"), {}, "\n" + fenced),
     ]:
-        (loaded,) = solved(load_code_dataset, new_file(tmp_path, [row]), prompt_template=template, chat=chat)
-        assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
+        (loaded,) = solved(load_code_dataset, new_file(tmp_path, [{**MBPP, "code": code}]), **settings)
+        assert loaded["completion"] == completion
 
 
 # --------------------------------------------------------------------------------------------- rows that lack something
@@ -359,75 +332,53 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 
 
 def test_what_is_missing_is_named(tmp_path):
-    for load, rows, settings, message in [
+    math_solved, code_solved = partial(solved, load_math_dataset), partial(solved, load_code_dataset)
+    for load, rows, message in [
         # columns
         (
             load_math_dataset,
             [{"text": "a", "answer": "1"}],
-            {},
             r"no problem column: looked for .*'text', 'answer'\]. .* with problem_column",
         ),
         (
             load_math_dataset,
             [{"problem": "a", "label": "1"}],
-            {},
             r"no answer column: looked for .*'problem', 'label'\]. .* or answer_column",
         ),
-        (load_math_dataset, [READY], {"answer_column": "gold"}, r"no answer column: looked for \['gold'\]"),
-        (load_code_dataset, [READY], {}, r"has no tests column: looked for .*'tests'.*\]. Rename the right one"),
-        (
-            partial(solved, load_code_dataset),
-            [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}],
-            {},
-            "Row 0 lacks a solution",
-        ),
+        (partial(load_math_dataset, answer_column="gold"), [READY], r"no answer column: looked for \['gold'\]"),
+        (load_code_dataset, [READY], r"has no tests column: looked for .*'tests'.*\]. Rename the right one"),
+        (code_solved, [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}], "Row 0 lacks a solution"),
         # answers, problems, tests
         (
             load_math_dataset,
             [*MATH, UNSOLVED, UNSOLVED],
-            {},
             r"2 of 3 rows lack a gold answer .* row 1: .*Because.*Remove these rows",
         ),
-        (load_math_dataset, [READY, {**READY, "prompt": " "}], {}, "1 of 2 rows lack a problem .* row 1"),
-        (
-            load_math_dataset,
-            [{**READY, "answer": {"a": 1}}],
-            {},
-            r"gold answer \{'a': 1\} is of type dict.*answer_column",
-        ),
-        (load_math_dataset, [{**READY, "answer": "2024-01-05 00:00:00"}], {}, "gold answer .* is of type datetime"),
+        (load_math_dataset, [READY, {**READY, "prompt": " "}], "1 of 2 rows lack a problem .* row 1"),
+        (load_math_dataset, [{**READY, "answer": {"a": 1}}], r"gold answer \{'a': 1\} is of type dict.*answer_column"),
+        (load_math_dataset, [{**READY, "answer": "2024-01-05 00:00:00"}], "gold answer .* is of type datetime"),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "test_list": []}],
-            {},
             "1 of 2 rows lack tests in 'tests', .*; the first is row 1",
         ),
         (
             load_code_dataset,
             [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": one} for one in ("f", "Solution().add")],
-            {},
             r"1 of 2 rows lack an `entry_point` that a program can define .* name its class.* row 1: .*Solution",
         ),
         (
             load_code_dataset,
             [MBPP, {**MBPP, "text": " "}],
-            {},
             "1 of 2 rows lack a problem in 'problem'; the first is row 1",
         ),
         # solutions
         (
-            partial(solved, load_math_dataset),
+            math_solved,
             [{"problem": "p", "answer": "Add. #### 1"}, {"problem": "p", "answer": "1"}],
-            {},
             r"Row 1 lacks a solution \(an answer alone is none",
         ),
-        (partial(solved, load_math_dataset), [EXPLAINED, {**EXPLAINED, "solution": " "}], {}, "Row 1 lacks a solution"),
-        (
-            partial(solved, load_math_dataset),
-            [EXPLAINED, {**EXPLAINED, "solution": None}],
-            {},
-            "Row 1 lacks a solution",
-        ),
-        (partial(solved, load_code_dataset), [MBPP, {**MBPP, "code": ""}], {}, "Row 1 lacks a solution"),
+        *((math_solved, [EXPLAINED, {**EXPLAINED, "solution": one}], "Row 1 lacks a solution") for one in (" ", None)),
+        (code_solved, [MBPP, {**MBPP, "code": ""}], "Row 1 lacks a solution"),
     ]:
-        refused(f"(?s){message}", load, new_file(tmp_path, rows), **settings)
+        refused(f"(?s){message}", load, new_file(tmp_path, rows))

@@ -190,11 +190,11 @@ def public() -> dict[str, Any]:
 
 
 def check_names(tree: ast.AST) -> None:
-    """What is imported of dash_trl exists, and so do the keyword arguments of its functions and classes."""
+    """What is imported of dash_trl is shown there, and its functions and classes take the keyword arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dash_trl"):
             for one in node.names:
-                assert hasattr(import_module(str(node.module)), one.name), ast.unparse(node)
+                assert one.name in dir(import_module(str(node.module))), ast.unparse(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in public():
             takes = signature(GRPOTrainer if node.func.id == "DASHTrainer" else public()[node.func.id]).parameters
             if all(one.kind != Parameter.VAR_KEYWORD for one in takes.values()):

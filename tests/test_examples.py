@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import runpy
 import signal
@@ -96,18 +97,18 @@ def test_the_minimal_script_draws_and_saves_and_started_again_goes_on(toy, tmp_p
 
 
 class Interrupts(TrainerCallback):
-    """Presses Ctrl-C in the second step, and once more while the run ends."""
+    """Sends signals in the second step: the first one, and the others while the run ends."""
 
-    def __init__(self, *, twice: bool):
-        self.twice = twice
+    def __init__(self, first, *others):
+        self.first, self.others = first, others
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
             try:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.first)
             finally:
-                if self.twice:
-                    signal.raise_signal(signal.SIGINT)
+                for number in self.others:
+                    signal.raise_signal(number)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +116,24 @@ class Interrupts(TrainerCallback):
 )
 def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, saves, said):
     monkeypatch.setattr(train_math, "toy_accuracies", lambda *arguments: {})
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
-    for twice, ends in ((False, SystemExit), (True, KeyboardInterrupt)):
-        with pytest.raises(ends) as ended:
-            monkeypatch.setattr(train_math, "TimeLimitCallback", lambda limit, twice=twice: Interrupts(twice=twice))
+
+    ended_at_once = []
+    monkeypatch.setattr(os, "_exit", ended_at_once.append)
+    ctrl_c, term = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in (ctrl_c, term)]
+    for numbers, code in (
+        ((ctrl_c,), 130),
+        ((term, term), 143),  # the launcher passes signals on
+        ((ctrl_c, ctrl_c, ctrl_c), 130),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            monkeypatch.setattr(train_math, "TimeLimitCallback", lambda limit, numbers=numbers: Interrupts(*numbers))
             train_math.main(
                 flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
             )
-        assert twice or ended.value.code == 130
-    assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 1
+        assert ended.value.args == (code,) and [signal.getsignal(number) for number in (ctrl_c, term)] == before
+    assert ended_at_once == [130]
+    assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 3
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -100,8 +99,6 @@ def test_a_score_is_scaled_and_comes_with_the_message_and_the_explanation(server
 
 def test_the_ends_of_the_scale(server):
     for scores, given, expected in (
-        ((0, 10), 0, 0.0),
-        ((0, 10), 10, 1.0),
         ((0, 1), 1, 1.0),
         ((1, 5), 1, 0.0),
         ((-2, 2), 1, 0.75),
@@ -172,6 +169,7 @@ def test_formulas_and_programs_are_shown_as_they_are(server):
     assert "take no notice of these spaces" in server.requests[0]["messages"][0]["content"]
 
 
+ANSWER = '{"explanation": "a", "score": 7}'
 TOO_LONG = {
     "OpenAI": "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
     "vLLM": "The decoder prompt (length 9000) is longer than the maximum model length of 8192.",
@@ -184,8 +182,10 @@ FILTERED = {
 }
 UNJUDGEABLE = {
     "refused": chat(None, refusal="I cannot judge that."),
-    "filtered": chat(None, finish_reason="content_filter"),
-    "cut off": chat('{"explanation": "', finish_reason="length"),
+    "refused with an answer": chat(ANSWER, refusal="I cannot judge that."),
+    "filtered": chat(ANSWER, finish_reason="content_filter"),
+    "cut off": chat('{"explanation": "It is', finish_reason="length"),
+    "whole, cut off": chat(ANSWER, finish_reason="length"),
     **{name: (400, {"error": {"message": text}}) for name, text in TOO_LONG.items()},
     **{name: (400, {"error": error}) for name, error in FILTERED.items()},
     "too large": (413, {}),
@@ -194,19 +194,15 @@ UNJUDGEABLE = {
 
 def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog):
     judge, kind, strict = (made(server, on_refusal=score) for score in (0.0, 0.25, None))
-
-    async def ask_all() -> None:
-        for fault, answer in UNJUDGEABLE.items():
-            server.reset(lambda request, answer=answer: answer)
-            for number in range(2):
-                score, _, why = await judge(completion=fault, prompt="2+2")
-                assert score == 0.0 and why.startswith(("The judge", "The request is too long")), fault
-                assert len(server.requests) == number + 1, fault
-            assert (await kind(completion=fault, prompt="2+2"))[0] == 0.25, fault
-            with pytest.raises(JudgeError):
-                await strict(completion=fault, prompt="2+2")
-
-    asyncio.run(ask_all())
+    for fault, answer in UNJUDGEABLE.items():
+        server.reset(lambda request, answer=answer: answer)
+        for number in range(2):
+            score, _, why = ask(judge, fault)
+            assert score == 0.0 and why.startswith(("The judge", "The request is too long")), fault
+            assert len(server.requests) == number + 1, fault
+        assert ask(kind, fault)[0] == 0.25, fault
+        with pytest.raises(JudgeError):
+            ask(strict, fault)
     assert caplog.text.count("on_refusal=0.0") == 1
 
 
@@ -239,68 +235,59 @@ def test_a_server_on_this_machine_is_asked_past_a_proxy(server, monkeypatch):
 
 # ---------------------------------------------------------------------------------------- what counts as an answer
 
-ANSWER = '{"explanation": "a", "score": 7}'
+# What the client raises.
 FAULTS = {
     "a rate limit": ((429, {"error": {"message": "slow down"}}), openai.RateLimitError),
     "an internal error": ((500, {"error": {"message": "oops"}}), openai.InternalServerError),
     "a proxy's error": ((503, "<html>busy</html>"), openai.InternalServerError),
+    "a lost connection": ("hangs up", openai.APIConnectionError),
     "a wrong key": ((401, {"error": {"message": "who?"}}), openai.AuthenticationError),
     "an address without /v1": ((404, "<html>no such page</html>"), openai.NotFoundError),
     "a request refused": ((400, {"error": {"message": "too long"}}), openai.BadRequestError),
-    "a lost connection": ("hangs up", openai.APIConnectionError),
-    "no JSON at all": ("<html>hello</html>", JudgeError),
-    "another JSON": ({"detail": "hello"}, JudgeError),
-    "a list": ([1, 2], JudgeError),
-    "no choice": (chat("{}", choices=0), JudgeError),
-    "two choices": ({**says(7), "choices": says(7)["choices"] * 2}, JudgeError),
-    "null choices": ({**says(7), "choices": None}, JudgeError),
-    "a null choice": ({**says(7), "choices": [None]}, JudgeError),
-    "a null message": ({**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]}, JudgeError),
-    "a refusal": (chat(None, refusal="I cannot judge that."), JudgeError),
-    "a refusal with an answer": (chat(ANSWER, refusal="I cannot judge that."), JudgeError),
-    "a filter": (chat(ANSWER, finish_reason="content_filter"), JudgeError),
-    "an answer cut off": (chat('{"explanation": "It is', finish_reason="length"), JudgeError),
-    "a whole answer, cut off": (chat(ANSWER, finish_reason="length"), JudgeError),
-    "null": (chat(None), JudgeError),
-    "nothing": (chat(" \n"), JudgeError),
-    "a list for a text": (chat([{"type": "text", "text": "7"}]), JudgeError),
-    "prose": (chat("I give it a 7."), JudgeError),
-    "prose around JSON": (chat('Here: {"explanation": "a", "score": 7}'), JudgeError),
-    "a number": (chat("7"), JudgeError),
-    "brackets without end": (chat("[" * 100_000), JudgeError),
-    "no score": (chat('{"explanation": "a"}'), JudgeError),
-    "no explanation": (chat('{"score": 7}'), JudgeError),
-    "one key more": (chat('{"explanation": "a", "score": 7, "grade": 7}'), JudgeError),
-    "too high": (says(11), JudgeError),
-    "too low": (says(-1), JudgeError),
-    "between two": (says(7.5), JudgeError),
-    "a float": (says(7.0), JudgeError),
-    "a string": (says("7"), JudgeError),
-    "true": (says(True), JudgeError),
-    "null score": (says(None), JudgeError),
-    "NaN": (says(math.nan), JudgeError),
-    "infinity": (says(math.inf), JudgeError),
-    "an explanation that is none": (says(7, 7), JudgeError),
-}  # fmt: skip
-
-
-PASSING = ("a rate limit", "an internal error", "a proxy's error", "a lost connection")
+}
+PASSING = [*FAULTS][:4]
+NO_JUDGEMENTS = {
+    "no JSON at all": "<html>hello</html>",
+    "another JSON": {"detail": "hello"},
+    "a list": [1, 2],
+    "no choice": chat("{}", choices=0),
+    "two choices": chat(ANSWER, choices=2),
+    "null choices": {**says(7), "choices": None},
+    "a null choice": {**says(7), "choices": [None]},
+    "a null message": {**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]},
+    "null": chat(None),
+    "nothing": chat(" \n"),
+    "a list for a text": chat([{"type": "text", "text": "7"}]),
+    "prose": chat("I give it a 7."),
+    "prose around JSON": chat(f"Here: {ANSWER}"),
+    "a number": chat("7"),
+    "brackets without end": chat("[" * 100_000),
+    "no score": chat('{"explanation": "a"}'),
+    "no explanation": chat('{"score": 7}'),
+    "one key more": chat('{"explanation": "a", "score": 7, "grade": 7}'),
+    "too high": says(11),
+    "too low": says(-1),
+    "a float": says(7.0),
+    "a string": says("7"),
+    "true": says(True),
+    "NaN": says(math.nan),
+    "an explanation that is none": says(7, 7),
+}
+FAULTS |= {name: (answer, JudgeError) for name, answer in NO_JUDGEMENTS.items()}
 
 
 def test_what_is_no_judgement_is_an_error_and_what_may_pass_is_asked_again(server):
+    """Two times at most: what passes by then is no error."""
     judge = made(server, on_refusal=None)
-
-    async def ask_all() -> None:
-        for fault, (answer, error) in FAULTS.items():
-            server.reset(lambda request, answer=answer: answer)
-            server.headers = {"retry-after-ms": "1"}
-            with pytest.raises(error):
-                await judge(completion=fault, prompt="2+2")
-            assert len(server.requests) == (3 if fault in PASSING else 1), fault
+    for fault, (answer, error) in FAULTS.items():
+        server.reset(lambda request, answer=answer: answer if len(server.requests) % 6 != 0 else says(7))
+        server.headers = {"retry-after-ms": "1"}
+        with pytest.raises(error):
+            ask(judge, fault)
+        assert len(server.requests) == (3 if fault in PASSING else 1), fault
+        if fault not in PASSING:
             server.answer = lambda request: says(7)
-            assert (await judge(completion=fault, prompt="2+2"))[0] == 0.7, fault
-
-    asyncio.run(ask_all())
+        assert ask(judge, fault)[0] == 0.7, fault
 
 
 def test_a_server_that_does_not_answer(server):
@@ -338,44 +325,29 @@ def test_loops_one_after_the_other_and_side_by_side(server):
     assert scores == [0.7] * 6 and len(server.requests) == 6
 
 
-def judged_text(request: dict) -> str:
-    return re.search(r">\n(.*)\n</completion", request["messages"][1]["content"])[1]
-
-
-def test_a_run_goes_on_after_an_outage_and_unscores_what_is_no_judgement(server):
-    said = {"4": [says(10)], "garbage": [chat("7")], "refused": [(400, {})], "down": [(503, {})] * 3, "5": [says(1)]}
-    said["in the end"] = [(429, {}), (500, {}), says(1)]
-    server.answer, server.headers = (lambda request: said[judged_text(request)].pop(0)), {"retry-after-ms": "1"}
-    texts = ["4", "garbage", "in the end", "refused", "down", "5"]
-    with RewardRunner(made(server)) as runner:
-        (reward,) = runner.rewards
-        given = reward(prompts=["2+2"] * 6, completions=texts, completion_ids=[[1]] * 6)
-    assert given == [1.0, None, 0.1, None, None, 0.1]
-    assert reward.failed == [text in ("garbage", "refused", "down") for text in texts]
-    asked = Counter(map(judged_text, server.requests))
-    assert asked == {"4": 1, "5": 1, "garbage": 1, "refused": 1, "down": 3, "in the end": 3}
-
-
 # ------------------------------------------------------------------------------------------------------- bad input
 
 
 def test_mistakes():
     for settings, message in (
-        ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key"),
+        (
+            {"base_url": None},
+            r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key",
+        ),
         ({"base_url": "127.0.0.1:8000/v1"}, "'127.0.0.1:8000/v1' is not the address.*http://127.0.0.1:8000/v1"),
         ({"base_url": "http:///v1"}, "is not the address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
-        ({"base_url": URL, "template": "{prompt}"}, r"has no \{completion\}"),
-        ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
-        ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
-        ({"base_url": URL, "scores": (1, 1)}, "scores="),
-        ({"base_url": URL, "scores": (0.0, 1.0)}, "'float' object"),
-        ({"base_url": URL, "options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
+        ({"template": "{prompt}"}, r"has no \{completion\}"),
+        ({"template": "{{completion}}"}, r"has no \{completion\}"),
+        ({"scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
+        ({"scores": (1, 1)}, "scores="),
+        ({"scores": (0.0, 1.0)}, "'float' object"),
+        ({"options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            JudgeReward(**{"model": "m", **settings})
+            JudgeReward(**{"model": "m", "base_url": URL, **settings})
 
 
 def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch):

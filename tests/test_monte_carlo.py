@@ -9,7 +9,7 @@ import pytest
 
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
-from tests.scripted_turns import save_tool_model
+from tests.scripted_turns import add, save_tool_model
 from tests.tiny import prompts, refused, run
 
 LONGEST = 24  # of the trainer's completions
@@ -147,15 +147,6 @@ def test_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
 
 
 def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path):
-    def add(a: int, b: int) -> int:
-        """Adds two numbers.
-
-        Args:
-            a: One of them.
-            b: The other.
-        """
-        return a + b
-
     data = prompts(16).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])

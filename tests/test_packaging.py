@@ -31,19 +31,16 @@ def test_links_of_the_documents_lead_somewhere():
             assert not anchor or anchor in names, f"{path.name}: {link}"
 
 
-def requirements() -> list[str]:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
-    return [line for text in lists for line in text.splitlines() if line]
-
-
 def test_constraints_satisfy_the_requirements():
     """And TRL is held to the minor version whose private methods we override."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     pins = {canonicalize_name(package): version for package, version in (line.split("==") for line in lines)}
     assert pins["torch"] == "2.13.0"
-    pinned = [one for one in map(Requirement, requirements()) if canonicalize_name(one.name) in pins]
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    needed = [Requirement(line) for text in lists for line in text.splitlines() if line]
+    pinned = [one for one in needed if canonicalize_name(one.name) in pins]
     assert {"torch", "trl", "transformers", "accelerate", "math-verify"} <= {one.name for one in pinned}
     for requirement in pinned:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement

@@ -35,15 +35,18 @@ def scale(name: str, folder: Path, seeds=(0,), quick: bool = False) -> runner.Sc
 
 
 def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
-    """Every row has its run, every figure runs of its table."""
+    """Every row has its run, every file of a run its row, every figure runs of its table."""
     assert TABLES == [f"table{number}" for number in (1, 2, 3, 4, 5, 6, 10)]
     assert list(experiments.FIGURES) == [f"figure{number}" for number in (1, 3, 4, 5, 6, 8, 9)]
+    files = set()
     for name, table in experiments.TABLES.items():
         for row in table.rows:
             method = experiments.METHODS[row.method]
-            assert method.script is None or experiments.config_of(row.method, row.size).is_file()
+            if method.script:
+                files.add(experiments.config_of(row.method, row.size))
             assert method.code == (name in ("table2", "table4")) and row.size in ("0.5", "1.5", "3.0")
             assert len(row.paper) == len(table.columns)
+    assert files == {*(EXAMPLES / "configs").glob("*.yaml")}
     for figure in experiments.FIGURES.values():
         rows = {(row.method, row.size) for row in experiments.TABLES[figure.table].rows}
         assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
@@ -63,7 +66,8 @@ TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathAr
 STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
 
 
-def check_commands(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["toy", "paper"])
+def test_every_command_parses(name, tmp_path):
     """By the parser of its script; files that are named exist."""
     lines = [line for line in runner.commands(scale(name, tmp_path), TABLES) if not line.startswith("#")]
     seen = set()
@@ -88,11 +92,6 @@ def check_commands(name: str, tmp_path: Path) -> None:
             assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
             assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
     assert seen == {*SAMPLERS, *TRAINERS} | ({"serve"} if name == "paper" else set())
-
-
-def test_every_command_parses(tmp_path):
-    for name in ("toy", "paper"):
-        check_commands(name, tmp_path)
 
 
 def test_it_says_first_what_it_takes(tmp_path, capsys):

@@ -41,8 +41,8 @@ LONG |= {"original_max_position_embeddings": ORIGINAL}
 MODELS = {
     "dynamic": (Qwen2ForCausalLM, None, {"max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC}),
     "longrope": (Phi3ForCausalLM, Phi3Config(**SIZES, max_position_embeddings=96, rope_parameters=LONG), {}),
-    "camembert": (CamembertForCausalLM, CamembertConfig(**SIZES, **WITHOUT_DROPOUT), {}),
-    "padding id": (XLMRobertaForCausalLM, XLMRobertaConfig(**{**SIZES, "pad_token_id": 1}, **WITHOUT_DROPOUT), {}),
+    "xlm-roberta": (XLMRobertaForCausalLM, XLMRobertaConfig(**SIZES, **WITHOUT_DROPOUT), {}),
+    "other padding id": (CamembertForCausalLM, CamembertConfig(**{**SIZES, "pad_token_id": 1}, **WITHOUT_DROPOUT), {}),
 }
 MINI = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8}
 ODD = {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps": 4}

@@ -1,9 +1,11 @@
 """Agreements of ranks after one rank has failed: all ranks fail, and no rank waits for one that has ended."""
 
+import gc
+
 import pytest
 import torch.distributed as dist
 
-from dash_trl.distributed import RankFailed, meet
+from dash_trl.distributed import Lines, RankFailed, meet
 
 
 class Unsayable(RuntimeError):
@@ -50,3 +52,17 @@ def test_meetings_leave_nothing_behind():
     for number in range(1, 20):
         meet(store, 0, 1, KeyError() if number % 3 == 0 else None, number)
     assert store.num_keys() <= 3
+
+
+def test_a_rank_that_has_ended_is_named_at_once():
+    """As `srun` starts ranks: nobody ends the others."""
+    store = dist.HashStore()
+    lines = [Lines(store, rank, "localhost") for rank in range(3)]
+    with pytest.raises(RankFailed, match=r"Rank 2 has waited 0 s .* \[0, 1\]"):
+        meet(store, 2, 3, None, 1, timeout=0.0, lines=lines[2])
+    with pytest.raises(RankFailed, match=r"Rank 0 has waited 0 s .* \[1\]"):
+        meet(store, 0, 3, None, 1, timeout=0.0, lines=lines[0])
+    lines[1] = None  # its connection is closed, as when its process is killed
+    gc.collect()
+    with pytest.raises(RankFailed, match="Rank 1 has ended"):
+        meet(store, 0, 3, ValueError(), 2, lines=lines[0])

@@ -62,7 +62,6 @@ def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
             clock.now += 1.0
         with recorder.timed("generate", counts=False):  # an evaluation
             clock.now += 50.0
-        assert clock.waited == 0 or step > 4 or step == 4
         recorder.end_step()
         assert clock.waited == (6 * (step // 4) if device == "cuda" else 0)  # for the spans of a log only
         if step % 4 == 0:  # TRL logs the mean of the values since the last log

@@ -4,33 +4,85 @@ import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHTrainer, manifest
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.rollout import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
 from tests.tiny import ScriptedReward, prompts, refusal, refused, run
 
 
+def saved_files(run, runs):
+    """Folders `checkpoint-N` of files, which are of the given runs."""
+    for step, name in runs.items():
+        manifest.begin(folder := run / f"checkpoint-{step}", {name: step})
+        (folder / "global_step1").mkdir()
+        (folder / "global_step1" / "optimizer.pt").write_bytes(bytes(3 << 20))
+        (folder / "trainer_state.json").write_text('{"global_step": 1}')
+        manifest.finish(folder, {name: step})
+
+
 def test_the_checkpoint_that_is_named(tmp_path):
-    """The copy and the half of one, which are later, are none."""
-    run = tmp_path / "run"
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11-copy", "checkpoint-12"):
-        (run / name).mkdir(parents=True)
-        if name != "checkpoint-12":
-            (run / name / "trainer_state.json").touch()
+    """The copy, and the half of one, which is later, are none."""
+    saved_files(run := tmp_path / "run", {9: "A", 10: "A"})
+    shutil.copytree(run / "checkpoint-9", run / "checkpoint-11-copy")
+    (run / "checkpoint-12").mkdir()
     last, other = str(run / "checkpoint-10"), str(run / "checkpoint-9")
     for value in (True, "true", "True", str(run), last):
         assert checkpoint_to_resume(value, str(run)) == last
     assert checkpoint_to_resume(other, str(run)) == other
     assert {checkpoint_to_resume(value, str(run)) for value in (None, False, "False")} == {None}
     for value, looked in ((True, tmp_path), ("nowhere", "nowhere"), (str(run / "checkpoint-12"), "checkpoint-12")):
-        message = f"={value!r} names no checkpoint: '.*{looked}' has neither"
-        refused(message, checkpoint_to_resume, value, str(tmp_path))
+        refused(rf"={value!r} names no whole.*{looked}, trainer_state", checkpoint_to_resume, value, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["global_step1/optimizer.pt", "trainer_state.json", manifest.LIST])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(path.read_bytes()[:-9] + b"x" + path.read_bytes()[-8:]),
+    ],
+    ids=["deleted", "emptied", "halved", "one byte"],
+)
+def test_a_damaged_checkpoint_is_skipped_or_refused(tmp_path, caplog, name, harm):
+    saved_files(tmp_path, {1: "A", 2: "A"})
+    harm(tmp_path / "checkpoint-2" / name)
+    named = str(tmp_path / "checkpoint-2")
+    if name == manifest.LIST and (harm is Path.unlink or "size" in (tmp_path / "checkpoint-2" / name).read_text()):
+        assert checkpoint_to_resume(named, "") == named
+        return
+    assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-1")
+    assert f"not from a later one: in {named}, {name} is missing, damaged" in caplog.text
+    refused(f"in {named}, {name} is missing, damaged", checkpoint_to_resume, named, "")
+
+
+def test_checkpoints_of_another_run_do_not_count(tmp_path, caplog):
+    saved_files(tmp_path, {1: "A", 2: "B", 3: "A"})
+    for runs, step in (({"A": 9}, 3), ({"A": 1, "B": 9}, 2), ({"A": 1, "C": 9}, 1)):
+        manifest.write(tmp_path / manifest.RUN, {"runs": runs})
+        assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+    assert "checkpoint-3 is of another run (A)" in caplog.text
+    manifest.write(tmp_path / manifest.RUN, {"runs": {"C": 9}})  # killed before its first checkpoint
+    refused(r"checkpoint-3 is of another run \(A\)", checkpoint_to_resume, True, str(tmp_path))
+
+
+def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
+    recorded(tiny_model, tmp_path, **saving, max_steps=3)
+    recorded(tiny_model, tmp_path, **saving, max_steps=1)
+    windows, resumed = recorded(tiny_model, tmp_path, True, **saving, max_steps=2, save_total_limit=1)
+    assert len(windows) == 1 and resumed.state.global_step == 2
+    assert "/checkpoint-1, not from a later one:" in caplog.text and "checkpoint-3 is of another" in caplog.text
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 class SeededRollouts:
@@ -143,7 +195,7 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, cap
 
 def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved):
     message = (
-        r"batch_size=4 \(now 8\).*beta_above_0=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
+        r"batch_size=4 \(now 8\).*reference=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
     )
     refused(message, recorded, tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **WIDER, beta=0.04, max_steps=6)
 
@@ -181,13 +233,36 @@ def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, sav
     for name, works in ("checkpoint-2", True), ("checkpoint-1", False):
         checkpoint = tmp_path / name
         shutil.copytree(output / name, checkpoint)
-        (checkpoint / "generation_window_0.pt").unlink()
+        for file in ("generation_window_0.pt", manifest.LIST, "scheduler.pt"):
+            (checkpoint / file).unlink()
         with (
             nullcontext() if works else pytest.raises(ValueError, match="has no generation window. Transformers would")
         ):
             seen, _ = recorded(tiny_model, tmp_path, str(checkpoint), max_steps=4)
             assert seen == windows[1:2]
     assert "has no generation window; training goes on with a new" in caplog.text
+    assert "checkpoint-2 has no scheduler.pt, so this begins anew" in caplog.text
+
+
+def test_settings_of_the_checkpoint(tiny_model, tmp_path, caplog, saved):
+    """Those of the optimizer hold, and it is said. Others may change between two windows."""
+    middle, end = (str(saved[1] / f"checkpoint-{step}") for step in (1, 2))
+    change = {"temperature": 2.0, "learning_rate": 1e-5, "weight_decay": 0.5, "adam_beta2": 0.9}
+    _, trainer = recorded(tiny_model, tmp_path, end, max_steps=3, **change)
+    assert trainer.state.log_history[-2]["learning_rate"] == 1e-3
+    for said in ("learning_rate=0.001", "weight_decay=0.0", r"adam_beta=\(0.9, 0.999\)"):
+        assert re.search(rf"{end} has .*{said}, which holds", caplog.text)
+    refused(
+        r"temperature=1.0 \(now 2.0\).* 4 of 8 micro-batches",
+        recorded,
+        tiny_model,
+        tmp_path,
+        middle,
+        max_steps=3,
+        **change,
+    )
+    for optimizer in ("sgd", "adafactor"):
+        refused("another optimizer: .*'betas'", recorded, tiny_model, tmp_path, end, max_steps=3, optimizer=optimizer)
 
 
 def test_a_damaged_file_is_refused(tmp_path, saved):
@@ -216,21 +291,14 @@ SHAPES = Shapes(
     num_iterations=1,
     num_generations=4,
     shuffle_seed=0,
-    beta_above_0=False,
-    vllm_importance_sampling=False,
-    sampler_is_old=False,
     queues_prompts=False,
 )
 SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 
 
 def test_ranks_agree_or_refuse_together():
-    for found, message in (
-        ([SAVED, None], "generation_window_1.pt is missing"),
-        ([None, SAVED], "generation_window_0.pt is missing"),
-        ([SAVED, replace(SAVED, step=8)], "generation_window_1.pt is .*of another step"),
-    ):
-        refused(message, one_run, found, 2, "checkpoint-1")
+    for found in ([SAVED, None], [None, SAVED], [SAVED, replace(SAVED, step=8)]):
+        refused("is missing, or of another step", one_run, found, 2, "checkpoint-1")
     assert one_run([SAVED, SAVED], 2, "checkpoint-1") == SAVED
     assert one_run([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
     assert one_run([SAVED], 1, "checkpoint-1") == SAVED

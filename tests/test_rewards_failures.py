@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from dash_trl import DASHTrainer
-from dash_trl.rewards import FailureWatch, raise_mistakes, watch
+from dash_trl.rewards import FailureWatch, failure_of, raise_mistakes, watch
 from tests.tiny import refused, run
 
 NAN = float("nan")
@@ -19,10 +19,8 @@ def call(func, rows=4):
 
 def test_what_a_watched_function_tells_apart():
     watched = watch(lambda completions, **kwargs: [1, None, NAN, math.inf], "mixed")
-    assert call(watched) == [1.0, None, None, None]
-    assert (
-        watched.failed == [False, False, True, True] and watched.failure == "returned inf, nan for 2 of 4 completions"
-    )
+    assert call(watched) == [1.0, None, None, None] and str(watched.outcomes) == "[1.0, None, nan, inf]"
+    assert failure_of(watched.outcomes)[0] == "failed on 2 of 4 completions; on the first of them it returned nan"
 
 
 def test_a_function_that_breaks_its_contract_stops_the_run():
@@ -95,17 +93,17 @@ def batches(outcomes, elsewhere=None):
 
 def test_a_function_without_a_score_in_ten_batches_stops_the_run():
     for outcomes, passed, said in (
-        ([KeyError("answer")], 0, "of the first batch. Its last failure: it raised KeyError: 'answer'"),
+        ([KeyError("answer")], 0, "of the first batch. Its last failure: it failed on 2 of 2"),
         ([[0.0, 1.0], KeyError("answer"), [0.0, 1.0]], 3, None),
         ([DEAD] * 9, 9, None),
-        ([DEAD] * 10, 9, "in 10 batches in a row. Its last failure: it returned nan for 2 of 2"),
-        ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "Its last failure: it raised KeyError: 'answer'"),
-        ([[None, -math.inf]] * 10, 9, "Its last failure: it returned -inf for 1 of 2"),
+        ([DEAD] * 10, 9, "in 10 batches in a row. Its last failure: it failed on 2 of 2"),
+        ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "it raised KeyError: 'answer'"),
+        ([[None, -math.inf]] * 10, 9, "it failed on 1 of 2 completions; on the first of them it returned -inf"),
         ([*[DEAD] * 9, [NAN, 1.0], *[DEAD] * 9], 19, None),
-        ([*[DEAD] * 9, NOT_APPLICABLE, DEAD], 10, "Its last failure: it returned nan"),
+        ([*[DEAD] * 9, NOT_APPLICABLE, DEAD], 10, "it returned nan"),
         ([NOT_APPLICABLE] * 20, 20, None),
-        ([*[DEAD] * 9, KeyError("answer")], 9, "Its last failure: it raised"),
-        ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "Its last failure: it returned nan"),
+        ([*[DEAD] * 9, KeyError("answer")], 9, "it raised"),
+        ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "it returned nan"),
     ):
         number, error = batches(outcomes)
         assert number == passed and (said or "None") in str(error), outcomes
@@ -157,7 +155,7 @@ def test_failures_are_said_once(caplog):
     rewards = torch.tensor([[1.0, 1.0]] * 17 + [[1.0, NAN]] * 3)
     assert all(failures.unscore(rewards, None, counts=counts)[:17].eq(1).all() for counts in (False, True))
     (record,) = caplog.records
-    assert "'code' returned nan. These completions (15.0% of the batch) are unscored" in record.message
+    assert "on the first of them it returned nan. These completions (15.0% of the batch) are unscored" in record.message
 
 
 def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
@@ -167,6 +165,6 @@ def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
     for _ in range(9):
         failures.unscore(torch.tensor([[NAN]]), None)
         failures.unscore(torch.tensor([[1.0]]), None, counts=False)
-    said = "'judge' failed on every completion.*in 10 batches in a row. Its last failure: it returned inf, nan"
+    said = "'judge' failed on every completion.*in 10 batches in a row.*it returned nan"
     with pytest.raises(RuntimeError, match=said):
         failures.unscore(torch.tensor([[NAN], [math.inf]]), None)

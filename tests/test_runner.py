@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack, watch
+from dash_trl.rewards import RewardTeam, Score, failure_of, raise_mistakes, unpack, watch
 from dash_trl.workers import ThreadCalls
 from tests.tiny import refusal, refused, run
 
@@ -270,7 +270,7 @@ def test_what_runs_the_calls_may_fail(monkeypatch):
 
     monkeypatch.setattr(ThreadCalls, "submit", fail)
     (reward,) = RewardRunner(lambda completion: 1.0).rewards
-    assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
+    assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
     with pytest.raises(ConnectionError, match="no cluster"):
         raise_mistakes([reward])
 
@@ -294,8 +294,8 @@ def test_an_error_without_a_text_stays_within_the_call():
         return [Odd()] * len(completions)
 
     for reward in (*RewardRunner(mute).rewards, watch(odd, "odd")):
-        assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
-        assert "raised Mute, whose message cannot be printed" in reward.failure
+        assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
+        assert "raised Mute, whose message cannot be printed" in failure_of(reward.outcomes)[0]
         assert reward.mistake is None
 
 

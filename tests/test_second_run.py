@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from dash_trl import DASHTrainer
-from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, run
+from dash_trl import DASHConfig, DASHTrainer
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, run
 
 
 class Reward(ScriptedReward):
@@ -76,3 +76,17 @@ def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted
     after = parameters(new.model)
     for name, value in parameters(trainer.model).items():
         assert torch.equal(value, after[name]) and not torch.equal(value, weights[name]), name
+
+
+def test_a_trainer_keeps_its_precision_when_another_is_made(tiny_model, tmp_path):
+    """accelerate has one state, which the settings of another trainer reset. Its precision became that of the first."""
+    trainer = run(DASHTrainer, tiny_model, tmp_path)
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "num_generations": 4, "report_to": "none"}
+    args = DASHConfig(**settings, bf16=True)
+    trainer.train()
+    other = DASHTrainer(tiny_model, ScriptedReward(), args, prompts(16))
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "no"
+    DASHConfig(**settings)
+    other.evaluate(prompts(4))
+    assert other.accelerator.mixed_precision == "bf16"

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,7 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
 
 
 def test_table_8():
-    """There is a file for every run of Tables 1 and 2, each is one without mistakes, and its values are the paper's."""
-    sizes = {"sft_h": ("0.5b", "1.5b", "3b"), "sft_m": ("0.5b", "1.5b", "3b"), "sft_h_code": ("0.5b", "1.5b")}
-    assert {path.stem for path in CONFIGS} == {f"{kind}_qwen2.5-{size}" for kind in sizes for size in sizes[kind]}
+    """Each file is one without mistakes, and its values are the paper's. `test_paper.py` says which there are."""
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
     expected = {"learning_rate": 2e-5, "num_train_epochs": 3, "max_length": None, "completion_only_loss": None}
     expected |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "eos_token": "<|im_end|>"}
@@ -127,17 +126,12 @@ def test_a_chat_template_that_never_ends_is_refused(toy):
     chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
     args = sft.SupervisedConfig("out", **ON_CPU)
-    sft.check_completions(rows, tokenizer, args)
+    check = partial(sft.check_completions, rows, tokenizer)
+    check(args)
     tokenizer.eos_token = "<|endoftext|>"  # as a base model's, whose template is a chat model's
-    refused(
-        r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token",
-        sft.check_completions,
-        rows,
-        tokenizer,
-        args,
-    )
-    sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", eos_token="<|im_end|>", **ON_CPU))
-    sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", chat_template_path="other", **ON_CPU))
+    refused(r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token", check, args)
+    for settings in ({"eos_token": "<|im_end|>"}, {"chat_template_path": "other"}):
+        check(sft.SupervisedConfig("out", **settings, **ON_CPU))
 
 
 # ----------------------------------------------------------------------------------------------------- traces.py

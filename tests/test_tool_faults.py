@@ -6,8 +6,6 @@ Every row is accounted for once, and what hangs is left alone after its time.
 import asyncio
 import gc
 import math
-import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,13 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, ProcessTool, RewardRunner
 from dash_trl.tools import ToolCalls
-from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
+from tests.scripted_turns import PARTS, SMALL, Judge, answered, parsed, plays, save_tool_model, user, written
 from tests.test_tools_training import corrects
 from tests.tiny import noting, run
 
 TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +81,6 @@ FATES: dict[str, tuple[Callable[[], Any], Any]] = {
     "half a character in a block": (lambda: [{"type": "text", "text": "\udcff"}], [{"type": "text", "text": "?"}]),
     "a block of text": (lambda: PARTS, PARTS),
     "a block without text": (lambda: [{"type": "text"}], "[{'type': 'text'}]"),
-    "a block of nothing": (lambda: [{"type": "text", "text": None}], "[{'type': 'text', 'text': None}]"),
     "no blocks": (list, "[]"),
     "bytes": (lambda: b"\xff", "b'\\xff'"),
     "too much text": (lambda: "z" * 1_000_000, NO_ROOM),
@@ -201,8 +197,8 @@ def expected(where: str, fate: str) -> tuple[list[dict[str, Any]], bool]:
     """What becomes of a row: its completion, and whether it is scored."""
     if where == "reset":
         return [{"role": "assistant", "content": ""} if fate else parsed("no")], not fate
-    if where in ("get_reward", "fine"):
-        return [parsed("no")], where == "fine" or fate in ("", "None")
+    if where == "get_reward":
+        return [parsed("no")], fate in ("", "None")
     read = APART[fate] if where == "act_apart" else FATES.get(fate, (None, GONE))[1]
     if where == "act_later" and fate == "is cancelled":
         read = error("so")
@@ -240,22 +236,18 @@ def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
 
 
 def train(model: str, output: Path, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
-    defaults |= {"num_generations": 2, "max_completion_length": 200, "shuffle_dataset": False}
-    defaults |= {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
-    return run(DASHTrainer, model, output, **{**defaults, **settings})
+    defaults = {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
+    return run(DASHTrainer, model, output, **{**SMALL, **defaults, **settings})
 
 
-def check_fates(model: str, output: Path, rows: Sequence[tuple[str, str]], ranks: int = 1) -> None:
+def test_what_becomes_of_a_row(model, tmp_path):
     """Rows that hang are by themselves, so that no other call runs out of time on a busy machine."""
-    hanging = [row for row in rows if "hangs" in row[1] or row[1] in HANGING]
-    check_window(model, output, [row for row in rows if row not in hanging], ranks, 600.0, "raises")
-    check_window(model, output, hanging, ranks, TIMEOUT, "hangs")
+    hanging = [row for row in ROWS if "hangs" in row[1] or row[1] in HANGING]
+    check_window(model, tmp_path, [row for row in ROWS if row not in hanging], 600.0, "raises")
+    check_window(model, tmp_path, hanging, TIMEOUT, "hangs")
 
 
-def check_window(
-    model: str, output: Path, rows: Sequence[tuple[str, str]], ranks: int, timeout: float, evaluated: str
-) -> None:
+def check_window(model: str, output: Path, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
     """A window with these rows, an evaluation with a call that fails, and a window in which nothing happens."""
     made: list[Fated] = []
 
@@ -264,20 +256,22 @@ def check_window(
         return made[-1]
 
     seen = noting("on_rewards", rows_of)
-    rows = [*rows, *[("fine", "")] * (-len(rows) % ranks)]
     fine = [("fine", f"{number}") for number in range(len(rows))]
     trainer = train(
         model,
         output,
         dataset=problems([*rows, *fine]),
-        eval_dataset=problems([("method", evaluated), ("fine", "")] * ranks),
-        per_device_train_batch_size=2 * len(rows) // ranks,
+        eval_dataset=problems([("method", evaluated), ("fine", "")]),
+        per_device_train_batch_size=2 * len(rows),
         per_device_eval_batch_size=4,
         max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
+        eval_k=[2],
         callbacks=[seen],
         tool_timeout=timeout,
+        prepare=plays(lambda text, asked: script(text, asked % 2)),
+        reward=lambda completions, **_: [1000.0 if "tool_calls" in one[-1] else 7.0 for one in completions],
         more={
             "environment_factory": factory,
             "tools": [act, act_later, ProcessTool(act_apart_of(), timeout=timeout, max_concurrency=2)],
@@ -285,22 +279,19 @@ def check_window(
     )
     first, second = seen.noted
     own = [(columns["where"], columns["fate"]) for columns, _, _ in first]
-    assert own == [row for row in own[::2] for _ in range(2)] and len(set(own)) == len(rows) / ranks, "each once"
-    assert ranks > 1 or own[::2] == list(rows)
+    assert own == [row for row in rows for _ in range(2)]
     for number, (row, (_, completion, rewards)) in enumerate(zip(own, first, strict=True)):
         turns, scored = expected(*row)
-        if number % 2 and row[0] not in ("reset", "get_reward", "fine"):
+        if number % 2 and row[0] not in ("reset", "get_reward"):
             turns, scored = [parsed("no")], True
         assert (completion, math.isfinite(rewards[0])) == (turns, scored), row
     assert all(math.isfinite(rewards[0]) for _, _, rewards in second)
     log = trainer.state.log_history
     assert log[0]["tools/failed_rows"] > 0 and log[2]["tools/failed_rows"] == 0
+    assert log[1]["eval_rewards/<lambda>/failed"] == (0.25 if evaluated == "hangs" else 0)
+    assert log[1]["eval_reward"] == 7 + 1
     for environment in made:
         assert all(row == environment.rows[-1] for row in environment.failed), "it was not used again"
-
-
-def test_what_becomes_of_a_row(model, tmp_path):
-    check_fates(model, tmp_path, ROWS)
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -334,72 +325,6 @@ def test_environments_of_a_window_that_is_sampled_ahead(model, tmp_path):
         train(model, tmp_path, reward=runner, async_level=1, callbacks=[seen], more=more, **settings)
     rows = [(columns["number"], rewards[1]) for window in seen.noted for columns, _, rewards in window]
     assert len(rows) == 12 and all(number == reward for number, reward in rows)
-
-
-class Interrupting:
-    """Its first row is interrupted in a call, as by Ctrl+C."""
-
-    interrupts = True
-    interrupted = threading.Event()
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def reset(self, **columns: Any) -> None:
-        self.rows += 1
-
-    def method(self, fate: str) -> str:
-        """Acts.
-
-        Args:
-            fate: What happens.
-        """
-        if Interrupting.interrupts and fate == "0":
-            Interrupting.interrupts = False
-            while not self.interrupted.wait(0.05):  # a signal that comes just before the main thread waits is not seen
-                os.kill(os.getpid(), signal.SIGINT)
-            NEVER.wait()
-        return fate
-
-
-def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
-    """In mid-turn; another run of the trainer begins anew, with other environments for rows that had not ended."""
-    made: list[Interrupting] = []
-    seen, trainers = noting("on_rewards", rows_of), []
-
-    def turns(text: str, asked: int) -> Sequence[str]:
-        return [written("", ("method", {"fate": str(asked)})), written("done")]
-
-    def factory() -> Interrupting:
-        made.append(Interrupting())
-        return made[-1]
-
-    def interrupt(*_: Any) -> None:
-        if not Interrupting.interrupted.is_set():
-            Interrupting.interrupted.set()
-            raise KeyboardInterrupt
-
-    Interrupting.interrupts = True
-    Interrupting.interrupted.clear()
-    settings = {"dataset": numbers(4 * ranks), "per_device_train_batch_size": 8, "callbacks": [seen]}
-    settings |= {"prepare": plays(turns, trainers.append)}
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(model, output, more={"environment_factory": factory}, **settings)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        NEVER.set()
-    assert not seen.noted and len(made) == 8
-    interrupted, made[:] = list(made), []
-    trainers[0].train()
-    ((*rows,),) = seen.noted
-    assert len(rows) == 8 and all(len(completion) == 3 and reward == reward for _, completion, (reward,) in rows)
-    assert [one.rows for one in (*interrupted, *made)] == [1] * 16, "it is not known where they were interrupted"
-
-
-def test_an_interrupt_in_mid_turn(model, tmp_path):
-    check_interrupt(model, tmp_path)
 
 
 def test_nothing_of_a_run_stays(model, tmp_path):
@@ -459,26 +384,6 @@ def test_a_later_window_whose_rows_all_fail_costs_its_step(model, tmp_path):
     assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
 
 
-def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
-    rows = problems([("act", "hangs"), ("fine", "")])
-    trainer = train(
-        model,
-        tmp_path,
-        reward=lambda prompts, **_: [7.0 if "fine" in str(prompt) else 1000.0 for prompt in prompts],
-        dataset=problems([("fine", "")]),
-        eval_dataset=rows,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_k=[2],
-        per_device_eval_batch_size=4,
-        tool_timeout=TIMEOUT,
-        prepare=plays(lambda text, asked: [written("", ("act", {"fate": "hangs"}))] if "hangs" in text else ["no"]),
-        more={"tools": [act]},
-    )
-    (log,) = (one for one in trainer.state.log_history if "eval_reward" in one)
-    assert log["eval_reward"] == 7 and log["eval_failed"] == 0.5 and log["eval_tools/call_frequency"] == 0.5
-
-
 # ---------------------------------------------------------------------- what the policy writes
 
 
@@ -496,17 +401,14 @@ def test_what_the_policy_writes_ends_no_run(model, tmp_path):
     assert first == [parsed(deep), parsed("", ("act", {"fate": "\ud800"}))]
 
 
-def test_a_tool_that_changes_its_arguments_does_not_change_the_message():
+def test_calls_of_a_message():
+    """A tool that changes its arguments does not change the message; some templates write a name before the answer."""
     calls = ToolCalls(TIMEOUT)
-    made = [{"type": "function", "function": {"name": "sort", "arguments": {"values": [3, 1, 2]}}}]
-    ((messages, _),) = calls.run([calls.answer(made, {"sort": lambda values: values.sort() or values})])
-    assert messages == answered(("sort", "[1, 2, 3]"))
-    assert made[0]["function"]["arguments"] == {"values": [3, 1, 2]}
-
-
-def test_names_that_cannot_be_written():
-    """Of a call; some templates write it before the answer."""
-    calls = ToolCalls(TIMEOUT)
-    made = [{"type": "function", "function": {"name": "\ud800", "arguments": {}}}]
-    ((messages, failed),) = calls.run([calls.answer(made, {})])
-    assert messages == answered(("?", error("Tool ? not found."))) and failed == 1
+    for name, message, failures in (
+        ("sort", answered(("sort", "[1, 2, 3]")), 0),
+        ("\ud800", answered(("?", error("Tool ? not found."))), 1),
+    ):
+        made = [{"type": "function", "function": {"name": name, "arguments": {"values": [3, 1, 2]}}}]
+        found = calls.run([calls.answer(made, {"sort": lambda values: values.sort() or values})])
+        assert found == [(message, failures)]
+        assert made[0]["function"]["arguments"] == {"values": [3, 1, 2]}

@@ -99,6 +99,18 @@ def test_the_rest_of_a_stream_is_logged_with_the_step_that_it_joins(tiny_model, 
     assert abs(trl["policy_loss"]) > 1e-3 and ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
+def test_the_model_that_is_given_is_the_reference(tiny_model, tmp_path):
+    """Not the model that its config names; in its dtype, whatever `model_init_kwargs` says, and without dropout."""
+    given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16")
+    with torch.no_grad():
+        given.lm_head.weight.neg_()
+    before = parameters(given)
+    settings = {"loaded": given, "beta": 0.1, "learning_rate": 0.0, "model_init_kwargs": {"dtype": "float32"}}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert trainer.state.log_history[0]["kl"] == 0.0 and not trainer.ref_model.training
+    assert all(torch.equal(value, before[name]) for name, value in trainer.ref_model.named_parameters())
+
+
 def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_path):
     torch.manual_seed(1)
     adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -258,3 +270,56 @@ def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(tiny_model, t
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
     with pytest.raises(RuntimeError, match="DeepSpeed applied a gradient that is not finite"):
         trainer._get_grad_norm(trainer.model, math.nan)
+
+
+class Evaluates(TrainerCallback):
+    def __init__(self, event):
+        setattr(self, event, lambda *_, **__: (self.trainer.evaluate(), None)[1])
+
+
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
+def test_evaluations_within_a_step(tiny_model, tmp_path, event):
+    """The figures of the step are logged, and those of the datasets by their names; each dataset is read by itself."""
+    callback, seen = Evaluates(event), []
+
+    def reward(prompts, **_):
+        seen.append({*prompts})
+        return [float(len(one)) + row % 2 for row, one in enumerate(prompts)]
+
+    easy, hard = prompts(4), prompts(64).select(range(20, 24))
+    trainer = run(
+        DASHTrainer,
+        tiny_model,
+        tmp_path,
+        reward=reward,
+        callbacks=[callback],
+        prepare=lambda trainer: setattr(callback, "trainer", trainer),
+        eval_dataset={"easy": easy, "hard": hard},
+        max_steps=2,
+        per_device_eval_batch_size=16,
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+    )
+    log = trainer.state.log_history
+    assert [one["step"] for one in log if {"reward", "grad_norm"} <= one.keys()] == [1, 2]
+    assert not any("eval_reward" in one for one in log)
+    assert [one["eval_easy_reward"] for one in log if "eval_easy_reward" in one] == [len("0 + 0 = ") + 0.5] * 2
+    assert [one["eval_hard_reward"] for one in log if "eval_hard_reward" in one] == [len("20 + 60 = ") + 0.5] * 2
+    for dataset in (easy, hard):
+        assert "test_reward" in trainer.evaluate(dataset, metric_key_prefix="test")
+        assert seen[-1] == {*dataset["prompt"]}
+
+
+def test_what_cannot_be_saved_is_refused_before_the_first_step(tiny_model, tmp_path):
+    for name, change in (
+        (
+            "model.generation_config",
+            lambda trainer: trainer.model.generation_config.update(temperature=0.6, do_sample=False),
+        ),
+        ("model.config", lambda trainer: setattr(trainer.model.config, "own", print)),
+        ("processing_class", lambda trainer: trainer.processing_class.init_kwargs.update(own=print)),
+        ("args", lambda trainer: setattr(trainer.args, "own", lambda: None)),
+    ):
+        reward = ScriptedReward()
+        found = refusal(run, DASHTrainer, tiny_model, tmp_path, reward=reward, prepare=change)
+        assert f"{name} cannot be saved in output_dir='{tmp_path}'" in found and not reward.calls

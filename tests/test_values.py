@@ -18,18 +18,8 @@ from transformers import (
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
-from tests.tiny import VOCABULARY, log_probs, on_varlen, run, said, save_tiny_model
+from tests.tiny import log_probs, on_varlen, run, said, save_tiny_model
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "head_dim": 8,
-}
 MODELS = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
 
 
@@ -39,7 +29,8 @@ def model(request, tiny_model, tmp_path_factory):
         attention = "eager" if "eager" in request.param else "sdpa"
         return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention)
     model_class, config = MODELS[request.param]
-    path = save_tiny_model(tmp_path_factory.mktemp(request.param), model_class, config(**SHAPE))
+    config = config.from_pretrained(tiny_model, head_dim=8)  # as Qwen2's
+    path = save_tiny_model(tmp_path_factory.mktemp(request.param), model_class, config)
     return AutoModelForCausalLM.from_pretrained(path)
 
 

@@ -25,6 +25,7 @@ from dash_trl.sampling import (
     obstacle,
     tensor_checksum,
     weights_checksum,
+    weights_version,
 )
 from tests.fake_server import Fake, factory
 
@@ -52,6 +53,26 @@ def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not():
         assert weights_checksum([q.t(), k]) == whole, dtype  # a view that is not contiguous
         q.view(torch.int8)[0, 0] ^= 1
         assert weights_checksum([q, k]) != whole, dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_another_version_after_each_change(dtype):
+    flat = torch.randn(36).to(dtype)
+    layer = nn.Linear(5, 6).to(dtype)
+    layer.weight.data, layer.bias.data = flat[1:31].view(6, 5), torch.zeros(6, dtype=dtype)
+    changes = [
+        lambda: layer.load_state_dict({"weight": flat[2:32].view(6, 5).clone(), "bias": flat[:6].clone()}),
+        lambda: layer.weight.data[5, 4].add_(1),
+        lambda: layer.bias.data.neg_(),
+        lambda: setattr(layer.bias, "data", torch.ones(6, dtype=dtype)),
+        lambda: torch._foreach_add_([layer.bias.detach()], 1),  # as optimizers step
+    ]
+    found = [weights_version(layer.parameters())]
+    for change in changes:
+        change()
+        assert weights_version(layer.parameters()) not in found
+        found.append(weights_version(layer.parameters()))
+    assert weights_version(layer.parameters()) == found[-1]
 
 
 def test_workers_together_hold_what_one_holds():

@@ -194,8 +194,7 @@ def trained(trainer: Any) -> list[tuple[str, torch.Tensor]]:
 
 def zero3_adapter(place: Place) -> None:
     without_compiled_ops()
-    peft_config = LoraConfig(r=4, target_modules="all-linear")
-    more = {"peft_config": peft_config}
+    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
     say("zero3_adapter", two_steps(place.model, place.output, vllm_server_urls=place.urls, more=more)[1])
 
 

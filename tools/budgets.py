@@ -28,7 +28,7 @@ LAYOUT = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-# Ceiling → the table of budgets.toml, and the folders whose numbers it bounds. The package's folders begin with its name.
+# Ceiling → the table of budgets.toml, and the folders at the top whose numbers it bounds.
 SUMS = {
     "package": ("tokens", ("dash_trl",)),
     "package docstrings": ("docstrings", ("dash_trl",)),
@@ -86,7 +86,8 @@ def main() -> None:
 
     if args.files:
         for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-            print(f"{path.relative_to(ROOT)!s:60} {'%7d %7d' % size(path.read_text())}")
+            code, words = size(path.read_text())
+            print(f"{path.relative_to(ROOT)!s:60} {code:7d} {words:7d}")
         return
     now, text = counted(), BUDGETS.read_text()
     budgets = tomllib.loads(text)

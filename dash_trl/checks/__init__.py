@@ -10,7 +10,14 @@ from dash_trl.checks.arguments import (
     check_rounding,
     check_subclass,
 )
-from dash_trl.checks.models import check_model, check_tied_adapter, check_tokenizer, context_of
+from dash_trl.checks.models import (
+    check_model,
+    check_saving,
+    check_tied_adapter,
+    check_tokenizer,
+    check_trainable,
+    context_of,
+)
 from dash_trl.checks.prompts import (
     check_first_step,
     check_prompt_ids,

@@ -41,8 +41,8 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
         )
     if unknown := sorted(others.keys() - signature(GRPOTrainer).parameters.keys()):
         raise ValueError(
-            f"DASHTrainer has no argument {', '.join(unknown)}. It has those of trl.GRPOTrainer. Figures of your own, as "
-            "compute_metrics returns them for models with labels, are logged by reward functions, with log_metric."
+            f"DASHTrainer has no argument {', '.join(unknown)}. It has those of trl.GRPOTrainer. Log figures of your "
+            "own in a reward function, with log_metric: there are no labels for a compute_metrics."
         )
     own_rollouts, environments = others.get("rollout_func") is not None, others.get("environment_factory") is not None
     if own_rollouts and (others.get("tools") or environments):

@@ -1,10 +1,14 @@
 """Checks that the model exists, is a causal language model, and can be trained."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from dash_trl.config import DASHConfig
 
@@ -18,11 +22,9 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     Args:
         model: a name, a directory, or a model.
         args: the configuration.
-        peft_config: as given to `DASHTrainer`. If it is given, the model need not have trainable parameters, because
-            the adapter has them.
+        peft_config: as given to `DASHTrainer`.
     Raises:
-        ValueError: if the model does not exist, is not a causal language model, has no trainable parameter, or has
-            virtual tokens.
+        ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens.
     """
     adapter = peft_config or getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
@@ -45,6 +47,11 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
         kind: Any = getattr(transformers, name, None)
     else:
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                f"The model is compiled: a {type(model).__name__}. Its weights have other names, so it could not be "
+                "saved and loaded. Pass the model itself, and set torch_compile=True."
+            )
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
         kind, name = type(text_model), type(text_model).__name__
@@ -54,13 +61,21 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "
             "causal language model (transformers.AutoModelForCausalLM). For vision-language models use trl.GRPOTrainer."
         )
-    if not isinstance(model, str) and peft_config is None and not any(one.requires_grad for one in model.parameters()):
+
+
+def check_trainable(model: Any) -> None:
+    """Raises a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
+
+    Args:
+        model: the model that the trainer has built, with its adapter.
+    """
+    if not any(one.requires_grad for one in model.parameters()):
         raise ValueError(
-            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Load an "
-            "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
-            "model.requires_grad_()."
+            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Set "
+            "inference_mode=False in a peft_config that was read from a saved adapter, load an adapter with "
+            "PeftModel.from_pretrained(..., is_trainable=True), or call model.requires_grad_()."
         )
-    if not isinstance(model, str) and any(one._post_accumulate_grad_hooks for one in model.parameters()):
+    if any(one._post_accumulate_grad_hooks for one in model.parameters()):
         raise ValueError(
             "A parameter of the model has a hook of register_post_accumulate_grad_hook, as optimizers have that make a "
             "step in each backward pass. But an optimizer step has any number of passes. Remove the hook."
@@ -94,6 +109,32 @@ def check_tokenizer(tokenizer: Any) -> None:
             f"The {type(tokenizer).__name__} has no eos_token, so no completion could end. Set one that the model "
             "writes, e.g. tokenizer.eos_token = '<|im_end|>', and pass the tokenizer as processing_class."
         )
+
+
+def check_saving(trainer: Any) -> None:
+    """Checks that a checkpoint can be saved, by saving everything but the weights.
+
+    Args:
+        trainer: the trainer.
+    Raises:
+        ValueError: if something cannot be saved. A checkpoint, or the model after a whole run, would fail, too.
+    """
+    model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+    savers = {
+        "model.config": model.config.save_pretrained,
+        "model.generation_config": model.generation_config.save_pretrained,
+        "processing_class": trainer.processing_class.save_pretrained,
+        "args": lambda folder: torch.save(args, Path(folder, TRAINING_ARGS_NAME)),
+    }
+    for name, save in savers.items() if args.should_save else ():
+        try:
+            with TemporaryDirectory(dir=args.output_dir) as folder:
+                save(folder)
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot be saved in output_dir={args.output_dir!r}, so checkpoints and the model could not be "
+                f"either: {error} Change it before training."
+            ) from error
 
 
 def check_tied_adapter(model: Any) -> None:

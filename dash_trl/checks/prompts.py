@@ -6,7 +6,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from trl.trainer.utils import remove_none_values
 
-from dash_trl.checks.models import context_of
 from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
 
@@ -88,8 +87,8 @@ def plain_prompt(prompt: Any, place: str) -> Any:
         )
     if isinstance(plain, list) and plain[-1]["role"] == "assistant":
         raise ValueError(
-            f"{place} has the prompt {prompt!r}, which ends with a message of the assistant. The chat template closes it, "
-            "so another answer would begin. If the model should continue it, make the prompt a text: "
+            f"{place} has the prompt {prompt!r}, which ends with a message of the assistant. The chat template closes "
+            "it, so another answer would begin. If the model should continue it, make the prompt a text: "
             "tokenizer.apply_chat_template(prompt, tokenize=False, continue_final_message=True)."
         )
     return plain
@@ -114,52 +113,58 @@ def _plain_message(message: Any) -> dict[str, Any] | None:
     return remove_none_values({**message, "content": content}) if isinstance(content, str) else None
 
 
-def check_prompt_ids(prompt_ids: list[list[int]], tokenizer: Any, config: Any, ends: Collection[int]) -> None:
-    """Checks that each prompt leaves room for a completion in the model's context, begins once, and does not end.
+def check_prompt_ids(
+    prompt_ids: list[list[int]],
+    tokenizer: Any,
+    ends: Collection[int],
+    *,
+    context: int | None = None,
+    vocabulary: int | None = None,
+) -> None:
+    """Checks that the model has each prompt's tokens and room for a completion, and that prompts begin once and go on.
 
     Args:
         prompt_ids: token ids of the prompts.
         tokenizer: the tokenizer.
-        config: the model's configuration.
         ends: ids of the tokens that end a completion.
+        context: largest number of tokens of prompt and completion together; None = unknown.
+        vocabulary: number of the model's embeddings; None = unknown.
     Raises:
-        ValueError: if a prompt fills the context, has a token that the model lacks, begins with `bos_token` twice
-            because a text from a chat template already has the token that the tokenizer adds, or ends with an end token.
+        ValueError: if a prompt fills the context, has a token that the model lacks, ends with an end token, or begins
+            with `bos_token` twice, because a text from a chat template already has the token that the tokenizer adds.
     """
-    context, bos = context_of(config), tokenizer.bos_token_id
     if context is not None and (longest := max(map(len, prompt_ids))) >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
             "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
         )
-    check_tokens(prompt_ids, config, "A prompt")
-    for ids in prompt_ids:
-        if bos is not None and ids[:2] == [bos, bos]:
-            raise ValueError(
-                f"A prompt begins with the token {bos} (bos_token) twice: its text has one, and the tokenizer adds one. "
-                "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
-            )
-        if len(ids) > 1 and ids[-1] in ends:  # a single token may be the beginning of any text
-            raise ValueError(
-                f"A prompt ends with the token {ids[-1]} ({tokenizer.decode(ids[-1:])!r}, eos_token), so the model would "
-                "continue after the end of a text. Remove the token from the text or the chat template, or load the "
-                "tokenizer with add_eos_token=False."
-            )
+    check_tokens(prompt_ids, vocabulary, "A prompt")
+    bos = tokenizer.bos_token_id
+    if bos is not None and any(ids[:2] == [bos, bos] for ids in prompt_ids):
+        raise ValueError(
+            f"A prompt begins with the token {bos} (bos_token) twice: its text has one, and the tokenizer adds one. "
+            "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
+        )
+    # For some models, the token with which a text begins ends it, too.
+    if any(len(ids) > 1 and ids[-1] in ends for ids in prompt_ids):
+        raise ValueError(
+            f"A prompt ends with an end token ({ends}; eos_token), so the model would continue after an end. Remove it "
+            "from the text or from the chat template, or load the tokenizer with add_eos_token=False."
+        )
 
 
-def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
-    """Raises a `ValueError` if a row of token ids has one that the model's embeddings lack.
+def check_tokens(rows: Iterable[Sequence[int]], vocabulary: int | None, name: str) -> None:
+    """Raises a `ValueError` if a row has a token that is not in the model's vocabulary.
 
     Args:
         rows: lists of token ids.
-        config: the model's configuration.
+        vocabulary: number of the model's embeddings; None = unknown.
         name: what has the token, for the error.
     """
-    size = config.get_text_config().vocab_size
-    if (largest := max(max(ids) for ids in rows)) >= size:
+    if vocabulary is not None and (largest := max(max(ids, default=0) for ids in rows)) >= vocabulary:
         raise ValueError(
-            f"{name} has the token {largest}, but the model's embeddings have {size} tokens. Use the model's own "
-            "tokenizer. If you have added tokens to it, call model.resize_token_embeddings(len(tokenizer))."
+            f"{name} has the token {largest}, but the model has {vocabulary} embeddings. Use the model's tokenizer. If "
+            "you have added tokens to it, call model.resize_token_embeddings(len(tokenizer))."
         )
 
 
@@ -188,7 +193,7 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
                 f"rollout_func returned {len(output[name])} {name} for {len(prompts)} prompts, or an empty one: return "
                 "at least one token for each prompt, such as the end-of-sequence token."
             )
-        check_tokens(output[name], trainer.model.config, f"One of rollout_func's {name}")
+        check_tokens(output[name], trainer.model.config.get_text_config().vocab_size, f"rollout_func's {name}")
     log_probs, loss = output["logprobs"], trainer.args.loss_type
     correct = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     if log_probs is None and (loss in OFF_POLICY_LOSSES or correct):

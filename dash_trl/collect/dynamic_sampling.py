@@ -34,18 +34,19 @@ class DynamicSampling:
     Attributes:
         groups: as above.
         room: number of groups of a window on all ranks.
+        share: running average of the share of groups with signal. A checkpoint saves it.
     """
 
     def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
         self.room = groups * ranks  # groups of the window, on all ranks
         self.groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
-        self._share = 1.0  # running average of the share of groups with signal
+        self.share = 1.0
 
     def first(self) -> int:
         """Return the number of groups that each rank samples in the first round of the next window."""
         if not self._ahead:
             return self.groups
-        return min(math.ceil(self.groups / max(self._share, 1e-6)), self.groups * self._most)
+        return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self._most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
         """Return the number of groups that each rank samples in the next round; 0 if there is no further round.
@@ -68,7 +69,7 @@ class DynamicSampling:
             signal: as in `next`, for all rounds of the window.
         """
         sampled, found = _counted(signal)
-        self._share += SMOOTHING * (found / sampled - self._share)
+        self.share += SMOOTHING * (found / sampled - self.share)
 
     def metrics(self, signal: Sequence[Tensor]) -> dict[str, float]:
         """Return the logged figures of a complete window. Numbers of groups are divided by `room`.

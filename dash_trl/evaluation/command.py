@@ -201,7 +201,8 @@ class EvaluationArguments(Task):
                 f"--dataset_config main), a local path, or {TOY}."
             )
         length = self.max_completion_length or (TOY_LENGTH if name == TOY else MAX_COMPLETION_LENGTH)
-        return replace(self, dataset_name=name, max_completion_length=length)
+        folder = os.path.abspath(self.output_dir)  # a reward function may change the current folder
+        return replace(self, dataset_name=name, max_completion_length=length, output_dir=folder)
 
 
 def command_parser(arguments: type, command: str, description: str | None) -> HfArgumentParser:

@@ -24,6 +24,7 @@ from dash_trl.rewards import (
     unpack,
     watch,
 )
+from dash_trl.workers import EventLoop
 
 PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a program in the sandbox may take a minute
 
@@ -49,6 +50,7 @@ class Reward(AbstractContextManager["Reward"]):
         self._is_lent = isinstance(function, RewardRunner)
         self._function = watch(found[0], getattr(found[0], "__name__", type(found[0]).__name__))
         self._failures = FailureWatch([self._function], [self._function.name])
+        self._loop = EventLoop()  # not this thread's: a notebook runs one there
         self._team = RewardTeam([one for one in found if isinstance(one, RunnerReward)])
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -78,7 +80,7 @@ class Reward(AbstractContextManager["Reward"]):
             **dict.fromkeys(("log_extra", "log_metric"), lambda *_: None),  # an evaluation logs no notes
         )
         # An async function of TRL's form returns a coroutine.
-        rewards = asyncio.run(rewards) if asyncio.iscoroutine(rewards) else rewards
+        rewards = self._loop.run(rewards) if asyncio.iscoroutine(rewards) else rewards
         raise_mistakes([self._function])
         self._failures.unscore(  # warns of failures
             torch.tensor([[math.nan if one is None else one] for one in rewards]), torch.clone, counts=False
@@ -86,6 +88,7 @@ class Reward(AbstractContextManager["Reward"]):
         return rewards
 
     def __exit__(self, *exception: object) -> None:
+        self._loop.close()
         if isinstance(self._function, RunnerReward) and not self._is_lent:
             self._function.runner.close()
 

@@ -22,9 +22,9 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dash_trl.checks import plain_prompt
+from dash_trl.checks import check_prompt_ids, plain_prompt
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint
-from dash_trl.seams import with_settings
+from dash_trl.seams import decoded, with_settings
 from dash_trl.serve import visible_gpus, vllm_servers
 from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
@@ -134,17 +134,14 @@ class Sampler(ABC):
         encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
         plain = [plain_prompt(one, f"Row {row}") for row, one in enumerate(prompts)]
         ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in plain]
+        check_prompt_ids(ids, self.tokenizer, self.end_tokens)
         drawn = self._draw(ids, num_samples, temperature, max_completion_length, seed)
         return (
             (
                 index,
                 [
-                    SampledCompletion(
-                        self.tokenizer.decode(row, skip_special_tokens=True),
-                        row,
-                        truncated=not row or row[-1] not in self.end_tokens,
-                    )
-                    for row in rows
+                    SampledCompletion(text, row, truncated=not row or row[-1] not in self.end_tokens)
+                    for text, row in zip(decoded(self.tokenizer, [""], [], rows), rows, strict=True)
                 ],
             )
             for index, rows in drawn

@@ -48,10 +48,7 @@ def filter_metrics(
     *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
-        "filter/kept_rows": rows[0] / sum(rows),
-        "filter/dropped_constant": rows[1] / sum(rows),
-        "filter/dropped_threshold": rows[2] / sum(rows),
-        "filter/dropped_unscored": rows[3] / sum(rows),
+        **{name: count / sum(rows) for name, count in zip(("filter/kept_rows", *DROPPED), rows, strict=True)},
         "filter/kept_tokens": kept_tokens / max(all_tokens, 1),
         "advantage/abs_mean": kept_advantage / rows[0] if rows[0] else float("nan"),
     }

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +109,10 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
         values: the numbers x_i.
         weight: the number w, from 0 to below 1. A larger w smooths more.
     """
-
-    def add(total: float, value: float) -> float:
-        return weight * total + value
-
-    return [
-        total / norm for total, norm in zip(accumulate(values, add), accumulate([1.0] * len(values), add), strict=True)
-    ]
+    total = norm = 0.0
+    averages = []
+    for value in values:
+        total = weight * total + value
+        norm = weight * norm + 1
+        averages.append(total / norm)
+    return averages

@@ -181,7 +181,7 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
-        """Returns one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
+        """Return one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
         tables, cells = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages), []
         for row, (boundaries, _) in enumerate(self.last):
             ids, own, credit = (table[row][rollouts.completion_mask[row].bool()] for table in tables)
@@ -196,7 +196,7 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]]]:
-        """Returns the result of `_requests`, and one list of values for each request. Known values are not computed."""
+        """Return the result of `_requests`, and one list of values for each request. Known values are not computed."""
         requests = trainer.ranks.agree(self._requests, rollouts, asked)
         # What is known is not used for a row without boundaries: no V is needed there.
         known = [self._early.get(_key(request)) if request.boundaries else None for request in requests]
@@ -207,12 +207,7 @@ class ProcessRewardCallback(DASHCallback):
         return requests, [next(found) if values is None else values for values in known]
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
-        """Returns one request for each row of this rank. A request has boundaries only if `asked` is True for its row.
-
-        Args:
-            rollouts: the rows of this rank.
-            asked: [B] bool, True = V of the row is needed.
-        """
+        """Return one request for each row of this rank, with boundaries if `asked` [B] is True for the row."""
         requests: list[ValueRequest] = []
         loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
@@ -232,7 +227,7 @@ class ProcessRewardCallback(DASHCallback):
         return requests
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """Returns [N, T]: the advantages that the chosen credit estimator computes."""
+        """Return [N, T]: the advantages that the chosen credit estimator computes."""
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, floats=True, N=rows, T=tokens)
@@ -240,12 +235,12 @@ class ProcessRewardCallback(DASHCallback):
 
 
 def _key(request: ValueRequest) -> tuple[Any, ...]:
-    """Returns what the values of a completion depend on; the same prompt may have other answers in another row."""
+    """Return what the values of a completion depend on; the same prompt may have other answers in another row."""
     return request.prompt_ids, request.completion_ids, request.answers, request.own
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """Returns the accepted answers of a dataset row.
+    """Return the accepted answers of a dataset row.
 
     If a text contains `####`, as the solutions of GSM8K do, the answer is the text after the last `####`. None and NaN
     are missing cells of a table and are left out.
@@ -268,20 +263,12 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """Returns rows of different lengths as one padded tensor [B, K].
-
-    The dtype is int64 if `padding` is an int, and float32 if it is a float, because MPS can gather only these two.
-    """
+    """Return rows of different lengths as one tensor [B, K], int64 or float32 as `padding`: MPS gathers only these."""
     dtype = torch.tensor(padding).dtype
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
 
 
 def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """Returns for each boundary the number of tokens before it that the policy wrote; padding (−1) stays −1.
-
-    Args:
-        boundaries: [B, K] int, token positions in the completion, padded with −1.
-        own: [B, T] bool, True = the policy wrote the token.
-    """
+    """Return for each boundary [B, K] the number of tokens before it that the policy wrote; padding (−1) stays −1."""
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)

@@ -264,14 +264,14 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards) -> Tensor:
-    """Returns `advantages` [N, T] or [N, 1] for valued rows, A_outcome for the others, and 0 for padding."""
+    """Return `advantages` [N, T] or [N, 1] for valued rows, A_outcome for the others, and 0 for padding."""
     outcome = rewards.outcome_advantages.unsqueeze(1)
     credit = torch.where(rewards.valued.unsqueeze(1), advantages, outcome).expand(rewards.mask.shape)
     return credit.masked_fill(~rewards.mask, 0)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Returns [N, T]: w_p·r_t, plus the outcome on the last token of each row."""
+    """Return [N, T]: w_p·r_t, plus the outcome on the last token of each row."""
     row, token = _last_token(rewards)
     combined = settings.process_weight * rewards.process
     combined[row, token] += rewards.outcome.nan_to_num()[row]
@@ -279,21 +279,21 @@ def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def _td_errors(rewards: Rewards) -> Tensor:
-    """Returns [N, T]: δ_t = r_t + V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
+    """Return [N, T]: δ_t = r_t + V_{t+1} − V_t, where r is the outcome on the last token; V is 0 after it."""
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
     return _combined(rewards, CreditSettings(process_weight=0.0)) + after - values
 
 
 def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """Returns the indices of the rows that have tokens, and the position of the last token of each."""
+    """Return the indices of the rows that have tokens, and the position of the last token of each."""
     lengths = rewards.mask.sum(dim=1)
     row = lengths.nonzero().squeeze(1)
     return row, lengths[row] - 1
 
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
-    """Returns [N, T]: G_t = v_t + d_t·G_{t+1}, where v are the values and d are the discounts, [N, T] each."""
+    """Return [N, T]: G_t = v_t + d_t·G_{t+1}, where v are the values and d are the discounts, [N, T] each."""
     sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: contiguous at each t
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(sums[t + 1], discounts[t])
@@ -310,15 +310,9 @@ def _groups(values: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """Computes the mean and the unbiased standard deviation over all numbers of a group, repeated for each row.
+    """Return mean and unbiased standard deviation of `values` at the `places` of each group's valued rows, [N, 1] each.
 
-    Args:
-        values: [N, T].
-        places: [N, T] bool, True = the number counts. Rows that are not valued never count.
-        rewards: the input of the estimator. Only its `group_size` and `valued` are used.
-    Returns:
-        [N, 1] each: the mean and the standard deviation. The standard deviation of fewer than two numbers is unknown;
-        infinity is returned, so what is divided by it becomes 0.
+    The standard deviation of fewer than two numbers is infinity, so what is divided by it becomes 0.
     """
     used = _groups(places & rewards.valued.unsqueeze(1), rewards)
     grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
@@ -330,15 +324,7 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, T
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
-    """Computes r·n/(n−1) − b for one source of rewards; see `prime_rloo`.
-
-    Args:
-        values: [N, T], the rewards r of the source.
-        places: [N, T] bool, True = a token of the source.
-        rewards: the input of the estimator.
-    Returns:
-        [N, T]; 0 where `places` is False, and in rows that are not valued.
-    """
+    """Compute r·n/(n−1) − b for rewards r at the `places` of a source, else 0, [N, T]; see `prime_rloo`."""
     places = places & rewards.valued.unsqueeze(1)
     means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
     counted = _groups(places.any(dim=1).to(values.dtype), rewards)
@@ -350,10 +336,7 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
-    """Computes (x − mean) / √(σ² + 1e-8), with mean and σ² over the tokens of the valued rows of all ranks.
-
-    If the valued rows have fewer than two tokens, the values are returned unchanged.
-    """
+    """Compute (x − mean) / √(σ² + 1e-8) over all ranks' tokens of valued rows; fewer than two stay as they are."""
     places = rewards.mask & rewards.valued.unsqueeze(1)
     count, mean, variance = moments([(values[places], 1)], rewards.sum_over_ranks)
     if count < 2:

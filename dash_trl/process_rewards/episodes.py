@@ -47,7 +47,7 @@ class Episodes:
     length: int
 
     def slices(self) -> list[slice]:
-        """Returns one slice of tokens per episode, and one for the final answer.
+        """Return one slice of tokens per episode, and one for the final answer.
 
         The n + 1 slices cover the completion without gaps. If no final answer was found, the last slice has only the
         special tokens at the end of the completion, such as the end-of-sequence token, and is empty without them.
@@ -154,7 +154,7 @@ class Segmenter:
             self._marker = re.compile(rf"(?<!\w)(?:{words})")
 
     def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
-        """Returns the episodes of one completion.
+        """Return the episodes of one completion.
 
         Args:
             token_ids: token ids of the completion, without padding. They may end with the end-of-sequence token.
@@ -173,14 +173,7 @@ class Segmenter:
         return Episodes((0, *boundaries[1:]), len(token_ids))
 
     def _of_turn(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
-        """Returns the boundaries of a turn as token positions in the turn.
-
-        The first boundary is 0, the last is the end of the turn or the beginning of the final answer.
-
-        Args:
-            token_ids: token ids of the turn.
-            is_last: True = this is the policy's last turn, in which the final answer is searched.
-        """
+        """Return the boundaries of a turn from 0 to its end or, in the policy's last turn, to the final answer."""
         written = len(token_ids)
         while written and token_ids[written - 1] in self._special:
             written -= 1
@@ -227,13 +220,7 @@ class Segmenter:
 
 
 def _turns(own: Sequence[int]) -> list[slice]:
-    """Returns the turns of the policy as slices of tokens.
-
-    If the completion ends with the answer of a tool, an empty slice follows for the turn that the policy did not write.
-
-    Args:
-        own: one number per token, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
-    """
+    """Return the turns of the policy as slices of tokens; after a tool's last answer, an empty one follows."""
     turns = [slice(*run.span()) for run in re.finditer(b"\x01+", bytes(own))]
     if not turns or turns[-1].stop < len(own):
         turns.append(slice(len(own), len(own)))
@@ -241,7 +228,7 @@ def _turns(own: Sequence[int]) -> list[slice]:
 
 
 def line_starts(text: str) -> list[int]:
-    """Returns the character positions at which lines begin.
+    """Return the character positions at which lines begin.
 
     With `Segmenter(markers=line_starts)`, each line becomes an episode.
     """

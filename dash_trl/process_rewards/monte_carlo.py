@@ -98,17 +98,10 @@ class MonteCarloValue:
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
 
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
-        """Cuts the prefixes of all ranks into calls.
+        """Cut all ranks' prefixes into calls; return the prefixes of each call, and those that this rank continues.
 
-        The number of prefixes in a call is a multiple of the number of ranks. If needed, the last prefix of a call is
-        repeated. Prefixes with a similar `room` share a call, because a call takes as long as its longest row. Prefixes
-        whose `room` is 0 have calls of their own, in which nothing is sampled.
-
-        Args:
-            prefixes: the same list on every rank.
-            trainer: the `DASHTrainer`.
-        Returns:
-            For each call, a list of all its prefixes, and a list of the prefixes that this rank continues.
+        Each call has a multiple of the ranks; its last prefix is repeated if needed. Prefixes with a similar `room`
+        share a call, because a call takes as long as its longest row. Nothing is sampled for those whose `room` is 0.
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
@@ -123,13 +116,7 @@ class MonteCarloValue:
         return calls
 
     def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
-        """Returns the token ids of one continuation of each row. It may be longer than the `room` of the row.
-
-        Args:
-            rows: prefixes, each K times.
-            longest: the largest `room` in the call. 0: nothing is sampled.
-            trainer: the `DASHTrainer`.
-        """
+        """Return the token ids of one continuation of each row, which may be longer than the row's `room`."""
         if not longest:
             return [[] for _ in rows]
         ids = [[*row.request.prompt_ids, *row.request.completion_ids[: row.boundary]] for row in rows]
@@ -140,23 +127,20 @@ class MonteCarloValue:
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
-    """Returns how many tokens may follow a boundary within `max_completion_length` and the model's context."""
+    """Return how many tokens may follow a boundary within `max_completion_length` and the model's context."""
     contexts = [length for length in (context_of(trainer.model.config), trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """Computes the rewards of completions with the trainer's reward functions, as TRL does for the trainer's rollouts.
+    """Compute the rewards of this rank's completions as TRL does; return [N, F] of all ranks, NaN = not applicable.
 
     Args:
         trainer: the `DASHTrainer`.
-        rows: the prefix of each completion of this rank.
-        completion_ids: token ids of each completion of this rank: the prefix without the prompt, and a continuation.
+        rows: the prefix of each completion.
+        completion_ids: token ids of each completion: the prefix without the prompt, and a continuation.
         group_size: K, the number of adjacent completions that continue the same prefix.
-    Returns:
-        [N, F], the rewards by F functions for the N completions of all ranks. NaN = the function does not apply. A row
-        in which all F rewards are NaN is unscored.
     """
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]

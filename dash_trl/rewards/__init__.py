@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         FailureWatch,
         WatchedReward,
         distinct,
-        failed_rows,
+        failure_of,
         raise_mistakes,
         unscored,
         watch,

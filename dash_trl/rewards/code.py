@@ -136,7 +136,7 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
 
 
 def _split(text: str) -> tuple[str, str, list[str]]:
-    """Returns the text before the first fence, the language of that fence, and the fenced blocks of Python.
+    """Return the text before the first fence, the language of that fence, and the fenced blocks of Python.
 
     A fence begins a line and has at least three characters. The closing fence has at least as many characters as the
     opening fence. A block without a closing fence ends with the text. The text is read line by line, because a regular
@@ -168,7 +168,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 
 
 def _defines(program: str, name: str | None) -> bool:
-    """Returns whether the program defines this name at its top level. None = any function or class."""
+    """Return whether the program defines this name at its top level. None = any function or class."""
     known = r"\w+" if name is None else re.escape(name)
     # `y = f(1)` defines no function: if the name is not known, a block that only uses the function has such lines.
     defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b" + (rf"|^[ \t]*{known}[ ]*=[^=]" if name else "")

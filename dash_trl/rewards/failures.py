@@ -20,16 +20,26 @@ logger = logging.getLogger(__name__)
 BROKEN_AFTER = 10
 
 
-def has_failed(reward: float | None) -> bool:
-    """Returns whether a reward means that its function failed.
+Outcome = float | BaseException | None  # of a function for a row; None = the function does not apply
 
-    Args:
-        reward: the reward of one completion. None = the function does not apply.
 
-    Returns:
-        True for NaN and ±inf.
+def has_failed(outcome: Outcome) -> bool:
+    """Return whether an outcome is an exception, NaN or ±inf."""
+    return isinstance(outcome, BaseException) or outcome is not None and not math.isfinite(outcome)
+
+
+def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
+    """Describe the failures among outcomes for a message, after "it"; also return the exception of the first of them.
+
+    Without a failure, the function failed on another rank.
     """
-    return reward is not None and not math.isfinite(reward)
+    failures = list(filter(has_failed, outcomes))
+    if not failures:
+        return "failed on another rank", None
+    first = failures[0]
+    error = first if isinstance(first, BaseException) else None
+    why = f"returned {first}" if error is None else described(error)
+    return f"failed on {len(failures)} of {len(outcomes)} completions; on the first of them it {why}", error
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
@@ -47,17 +57,14 @@ def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
 
 
 class WatchedReward:
-    """Calls a reward function, and records whether and how the last call failed.
+    """Calls a reward function, and keeps the outcomes of the last call.
 
     Args:
         func: a reward function of TRL's form.
         name: the function's name in TRL's metrics.
 
     Attributes:
-        failed: list with one bool per row of the last call, True = the function failed on the row.
-        raised: list with one bool per row of the last call, True = the function raised an exception.
-        failure: text that describes the failure of the last call; empty if the call did not fail.
-        error: the first exception of the last call; None = there was no exception.
+        outcomes: one per row of the last call; an exception = the function raised it.
         mistake: exception that ends the run, for example because the function did not return a list of rewards. None =
             the run continues. `raise_mistakes` raises it later, when all ranks can stop together: if one rank raised it
             within TRL's method, the other ranks would wait for that rank in the next collective.
@@ -66,14 +73,11 @@ class WatchedReward:
     def __init__(self, func: Callable[..., Any], name: str):
         self.func = func
         self.name = self.__name__ = name
-        self.failed: list[bool] = []
-        self.raised: list[bool] = []
-        self.failure = ""
-        self.error: BaseException | None = None
+        self.outcomes: list[Outcome] = []
         self.mistake: Exception | None = None
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
-        """Calls the function with a batch.
+        """Call the function with a batch.
 
         Args:
             kwargs: the batch as TRL passes it, with `completions`.
@@ -81,58 +85,47 @@ class WatchedReward:
         Returns:
             A list with one reward per row; None = the function does not apply, or has failed.
         """
-        rows = len(kwargs["completions"])
         try:
             output = self.func(**kwargs)
         except Exception as error:  # a user's function may raise anything
-            return self._unscore(error, rows)
-        return self._observe(output, rows)
+            output = error
+        return self._read(output, len(kwargs["completions"]))
 
-    def _observe(self, output: Any, rows: int) -> list[float | None]:
-        self.error, self.failure, self.mistake, self.raised = None, "", None, [False] * rows
-        try:
-            rewards = [None if value is None else float(value) for value in output]
-            wrong = "" if len(rewards) == rows else f"{len(rewards)} rewards for {rows} completions"
-        except (TypeError, ValueError, OverflowError) as error:
-            self.error, wrong = error, f"{output!r:.200}, not a list of numbers ({error})"
-        except Exception as error:  # a generator, or the `__float__` of a value, may raise anything
-            return self._unscore(error, rows)
+    def _read(self, output: Any, rows: int) -> list[float | None]:
+        """Read what the function returned, or the exception that it raised."""
+        mistake, wrong, error = None, "", None
+        outcomes: list[Outcome] = [output] * rows
+        if not isinstance(output, Exception):
+            try:
+                outcomes = [None if value is None else float(value) for value in output]
+                wrong = "" if len(outcomes) == rows else f"{len(outcomes)} rewards for {rows} completions"
+            except (TypeError, ValueError, OverflowError) as caught:
+                error, wrong = caught, f"{output!r:.200}, not a list of numbers ({caught})"
+            except Exception as caught:  # a generator, or the `__float__` of a value, may raise anything
+                outcomes = [caught] * rows
         if wrong:
-            self.failed = [True] * rows
-            self.mistake = ValueError(
+            mistake = ValueError(
                 f"The reward function '{self.name}' returned {wrong}. Return exactly one float (or None for 'not "
                 "applicable') per completion."
             )
-            return [None] * rows
-        self.failed = [has_failed(value) for value in rewards]
-        if any(self.failed):
-            self.failure = f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions"
-        return [None if has_failed(value) else value for value in rewards]
+            mistake.__cause__ = error
+            outcomes = [mistake] * rows
+        return self._keep(outcomes, mistake)
 
-    def _unscore(self, error: BaseException, rows: int) -> list[float | None]:
-        self.error, self.mistake, self.failed, self.raised = error, None, [True] * rows, [True] * rows
-        self.failure = f"{described(error)} on a call with {rows} completions"
-        return [None] * rows
+    def _keep(self, outcomes: list[Outcome], mistake: Exception | None = None) -> list[float | None]:
+        self.outcomes, self.mistake = outcomes, mistake
+        return [None if isinstance(one, BaseException) or has_failed(one) else one for one in outcomes]
 
 
 class WatchedAsyncReward(WatchedReward):
     """`WatchedReward` for a coroutine function, which TRL runs concurrently with other coroutine functions."""
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
-        """Awaits the function with a batch.
-
-        Args:
-            kwargs: the batch as TRL passes it, with `completions`.
-
-        Returns:
-            A list with one reward per row; None = the function does not apply, or has failed.
-        """
-        rows = len(kwargs["completions"])
         try:
             output = await self.func(**kwargs)
         except Exception as error:
-            return self._unscore(error, rows)
-        return self._observe(output, rows)
+            output = error
+        return self._read(output, len(kwargs["completions"]))
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -170,32 +163,11 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
         funcs: reward functions. Functions other than `WatchedReward` are skipped.
 
     Raises:
-        Exception: the mistake, with the function's own exception as its cause.
+        Exception: the mistake.
     """
     for func in funcs:
         if isinstance(func, WatchedReward) and func.mistake is not None:
-            raise func.mistake from (None if func.error is func.mistake else func.error)
-
-
-def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns on which rows of all ranks the last calls failed.
-
-    Args:
-        funcs: F watched functions or reward models. A reward model has failed on a row if its reward is NaN or ±inf.
-        rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-        gather: function that concatenates the rows of all ranks.
-
-    Returns:
-        Two [N, F] bool tensors. In the first, True = the function failed on the row; in the second, True = the function
-        raised an exception on the row.
-    """
-    watched = [i for i, func in enumerate(funcs) if isinstance(func, WatchedReward)]
-    # Correct for reward models. The columns of watched functions are replaced below.
-    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)
-    if watched:
-        local = torch.tensor([*(funcs[i].failed for i in watched), *(funcs[i].raised for i in watched)])
-        failed[:, watched], raised[:, watched] = gather(local.T.contiguous().to(rewards.device)).chunk(2, dim=1)
-    return failed, raised
+            raise func.mistake
 
 
 class FailureWatch:
@@ -219,7 +191,7 @@ class FailureWatch:
         self.failed: dict[str, float] = {}
         self._first = True
         self._warned: set[str] = set()
-        self._in_a_row = torch.zeros(len(self._funcs))  # [F], number of batches in a row with failures and no score
+        self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Unscores the failed rows of a batch.
@@ -237,42 +209,45 @@ class FailureWatch:
             RuntimeError: on all ranks, if a function is broken. The cause is the function's last exception, if there is
                 one.
         """
-        failed, raised = failed_rows(self._funcs, rewards, gather)
-        shares = dict(zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True))
-        for i, (name, share) in enumerate(shares.items()):
+        watched = [i for i, func in enumerate(self._funcs) if isinstance(func, WatchedReward)]
+        # Correct for reward models. The columns of watched functions are replaced below.
+        failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)
+        if watched:
+            columns = [self._funcs[i].outcomes for i in watched]
+            local = [[has_failed(one) for one in column] for column in columns]
+            local += [[isinstance(one, BaseException) for one in column] for column in columns]
+            both = gather(torch.tensor(local).T.contiguous().to(rewards.device))
+            failed[:, watched], raised[:, watched] = both.chunk(2, dim=1)
+        failures, scores = failed.cpu(), rewards.isfinite().any(dim=0).tolist()
+        shares, only_raised = failures.double().mean(dim=0).tolist(), raised.all(dim=0).tolist()
+        for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
+            func = self._funcs[i]
+            said, error = failure_of(func.outcomes if isinstance(func, WatchedReward) else rewards[:, i].tolist())
             if share and name not in self._warned:
                 self._warned.add(name)
-                failure, error = self._last_failure(i, rewards)
                 logger.warning(
-                    f"The reward function '{name}' {failure}. These completions ({share:.1%} of the batch) are "
+                    f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "
                     "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
                     f"watch rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
-        if counts:
-            self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
-            fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
-            self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
-            broken = {
-                "of the first batch": raised.all(dim=0).cpu() & self._first,
-                f"that it applied to in {BROKEN_AFTER} batches in a row": self._in_a_row == BROKEN_AFTER,
-            }
-            self._first = False
-            for where, functions in broken.items():
-                for i in functions.nonzero().flatten().tolist():
-                    failure, error = self._last_failure(i, rewards)
-                    raise RuntimeError(
-                        f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: "
-                        f"it {failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."
-                    ) from error
+            if not counts:
+                continue
+            if share or name in self.failed:
+                self.failed[name] = share
+            self._in_a_row[i] = 0 if scores[i] else self._in_a_row[i] + (share > 0)
+            where = ""
+            if self._first and only_raised[i]:
+                where = "of the first batch"
+            elif self._in_a_row[i] == BROKEN_AFTER:
+                where = f"that it applied to in {BROKEN_AFTER} batches in a row"
+            if where:
+                raise RuntimeError(
+                    f"The reward function '{name}' failed on every completion {where}. Its last failure: it {said}. "
+                    "Training cannot learn from it: correct it, or remove it from reward_funcs."
+                ) from error
+        self._first &= not counts
         return unscored(rewards, failed)
-
-    def _last_failure(self, i: int, rewards: Tensor) -> tuple[str, BaseException | None]:
-        """Return what the last failure of function `i` was, and its exception if this rank has one."""
-        func = self._funcs[i]
-        if isinstance(func, WatchedReward):
-            return func.failure or "failed on another rank", func.error
-        return f"returned {_named(rewards[:, i].tolist())}", None
 
 
 def described(error: BaseException) -> str:
@@ -288,8 +263,3 @@ def described(error: BaseException) -> str:
         return f"raised {type(error).__name__}: {error}"
     except Exception:  # its own `__str__` fails
         return f"raised {type(error).__name__}, whose message cannot be printed"
-
-
-def _named(rewards: Sequence[float | None]) -> str:
-    """Lists the rewards that mean a failure, each once."""
-    return ", ".join(sorted({str(value) for value in rewards if has_failed(value)}))

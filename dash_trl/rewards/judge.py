@@ -322,7 +322,7 @@ class JudgeReward:
         return self._grades.index(judgement.score) / (len(self._grades) - 1), message, judgement.explanation
 
     def _client(self) -> openai.AsyncOpenAI:
-        """Returns the client of the running event loop; creates it at the first call."""
+        """Return the client of the running event loop; creates it at the first call."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             # No proxy for loopback addresses, because a proxy would connect to 127.0.0.1 on its own machine. No
@@ -356,7 +356,7 @@ class JudgeReward:
 
 
 def answer_text(completion: Any) -> Any:
-    """Returns the text of a chat completion, and checks its fields, because the client does not check them.
+    """Return the text of a chat completion, and check its fields, because the client does not check them.
 
     Args:
         completion: a response of the server.

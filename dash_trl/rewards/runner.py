@@ -91,7 +91,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self.own: list[RunnerReward] = []
         for one in functions:
             if not is_reward_model(one):
-                one = RunnerReward(form_of(one), self, len(self.own))
+                one = RunnerReward(form_of(one), self)
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
@@ -127,7 +127,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return request
 
     def backend_of(self, form: RewardForm | None) -> Backend:
-        """Returns the backend that makes the calls of a function.
+        """Return the backend that makes the calls of a function.
 
         Args:
             form: the form of a function of this runner. None = the backend of `post_process_scores`.
@@ -172,17 +172,17 @@ class RewardTeam:
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
         group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt. None = each row is a group.
+            prompt. By default, each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] | None = None):
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self._group_size, self._ranks = group_size, ranks
         self._functions = list(dict.fromkeys(functions))
-        self._index = {(one.runner, one.number): index for index, one in enumerate(self._functions)}
-        self._calls = [self._number(one) for one in functions]
+        self._index = {one: index for index, one in enumerate(self._functions)}
+        self._calls = list(functions)
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
-        self._left: list[int] = []  # indices of the functions that TRL has not called with this batch yet
+        self._left: list[RunnerReward] = []  # the functions that TRL has not called with this batch yet
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
@@ -241,7 +241,7 @@ class RewardTeam:
             [R, F] float32. NaN = the function does not apply. If a function failed on a row, all F rewards of the row
             are NaN.
         """
-        columns = [request.outcomes[self._number(one)] for one in functions]
+        columns = [request.outcomes[self._index[one]] for one in functions]
         scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
         values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
@@ -256,11 +256,8 @@ class RewardTeam:
         """
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
-    def _number(self, one: RunnerReward) -> int:
-        return self._index[one.runner, one.number]
-
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
-        """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
+        """Return the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
 
         Args:
             one: the function that TRL calls.
@@ -269,24 +266,24 @@ class RewardTeam:
         Returns:
             [N] outcomes: one `Score` or exception per row.
         """
-        if (one.runner, one.number) not in self._index:  # the trainer does not use this function
+        if one not in self._index:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
-        request, number = self._request, self._number(one)
-        if request is None or self._completions is not batch["completions"] or number not in self._left:
+        request = self._request
+        if request is None or self._completions is not batch["completions"] or one not in self._left:
             rows = _rows(batch)
-            size = self._next_group_size or (1 if self._group_size is None else self._group_size())
+            size = self._next_group_size or self._group_size()
             request = self.begin(len(rows), size)
             self.hand_over(request, batch["completions"])
             self.start(request, 0, rows)
         request.wait()
-        self._left.remove(number)
+        self._left.remove(one)
         if not self._left:
             self._request = self._completions = None
-        return request.outcomes[number]
+        return request.outcomes[self._index[one]]
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
+    """Return the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
     count = len(batch["completions"])
     columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
     columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
@@ -318,7 +315,7 @@ def unpack(reward_funcs: Any, **settings: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """Returns whether a reward is a model, which TRL calls on the main thread.
+    """Return whether a reward is a model, which TRL calls on the main thread.
 
     Args:
         function: one of `reward_funcs`.

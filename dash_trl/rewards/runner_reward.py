@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dash_trl.rewards.failures import WatchedReward, described, has_failed
+from dash_trl.rewards.failures import WatchedReward
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
@@ -21,15 +21,14 @@ class RunnerReward(WatchedReward):
     Args:
         form: the reward function, with a description of how it is called.
         runner: the `RewardRunner` that the function belongs to.
-        number: index of the function among the runner's functions.
 
     Attributes:
         score: what the runner calls for one row.
     """
 
-    def __init__(self, form: RewardForm, runner: Any, number: int):
+    def __init__(self, form: RewardForm, runner: Any):
         super().__init__(form.function, form.name)
-        self.form, self.runner, self.number = form, runner, number
+        self.form, self.runner = form, runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
@@ -54,7 +53,7 @@ class RunnerReward(WatchedReward):
             try:
                 arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
-                self._put(request, index, row, [error])
+                self._put(request, index, row, error)
                 continue
             call = Call(self.score, arguments, timeout=self.runner.timeout)
             calls.append(request.add(call, partial(self._row_ended, request, index, row)))
@@ -62,15 +61,12 @@ class RunnerReward(WatchedReward):
             self.runner.backend_of(self.form).submit(calls)
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
-        self._put(request, index, row, [call.value if call.error is None else call.error])
+        self._put(request, index, row, call.value if call.error is None else call.error)
 
-    def _put(self, request: Request, index: int, first: int, outcomes: Sequence[Any]) -> None:
-        """Stores outcomes of adjacent rows. Finishes each group that now has all outcomes of this function.
-
-        If the object of the function has a method `post_process_scores`, a group is finished after a call of that
-        method with the group's scores.
-        """
-        for group in request.put(index, first, outcomes):
+    def _put(self, request: Request, index: int, row: int, outcome: Score | BaseException) -> None:
+        """Store an outcome. The last one of a group finishes it, after `post_process_scores` if the object has that."""
+        if request.put(index, row, outcome):
+            group = row // request.group_size
             if self.form.post_process is None or request.cancelled:
                 request.complete(group)
             else:
@@ -81,12 +77,11 @@ class RunnerReward(WatchedReward):
         scores = [math.nan if (score := score_of(column[row])) is None else score for row in rows]
 
         def ended(call: Call) -> None:
-            for row, value in zip(rows, call.value or [math.nan] * len(rows), strict=True):
-                old = column[row]
+            for row, before, after in zip(rows, scores, call.value or scores, strict=True):
                 if call.error is not None:
                     column[row] = call.error
-                elif not math.isnan(value) or isinstance(old, Score) and old.value is not None:
-                    column[row] = Score(value, old.notes if isinstance(old, Score) else {})
+                elif not math.isnan(before) or not math.isnan(after):
+                    column[row] = Score(after, old.notes if isinstance(old := column[row], Score) else {})
             request.complete(group)
 
         arguments = {"function": self.form.post_process, "scores": scores}
@@ -96,7 +91,7 @@ class RunnerReward(WatchedReward):
     # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        """Returns the rewards of a batch and writes the function's notes to TRL's logs.
+        """Return the rewards of a batch and write the function's notes to TRL's logs.
 
         Args:
             log_extra: TRL's function that logs a column of the table of completions.
@@ -109,24 +104,9 @@ class RunnerReward(WatchedReward):
         try:
             outcomes = self.runner.team.outcomes(self, batch)
         except Exception as error:  # a backend failed, for example a cluster does not answer
-            rewards = self._unscore(error, len(batch["completions"]))
-            self.mistake = error
-            return rewards
-        rewards = self._observe_each(outcomes)
+            return self._keep([error] * len(batch["completions"]), error)
         self._log(outcomes, log_extra, log_metric)
-        return rewards
-
-    def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
-        self.raised = [isinstance(one, BaseException) for one in outcomes]
-        values = [score_of(one) for one in outcomes]
-        self.failed = [has_failed(value) for value in values]
-        self.mistake, self.failure = None, ""
-        self.error = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if any(self.failed):
-            first = outcomes[self.failed.index(True)]
-            why = described(first) if isinstance(first, BaseException) else f"returned {first.value}"
-            self.failure = f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}"
-        return [None if has_failed(value) else value for value in values]
+        return self._keep([one if isinstance(one, BaseException) else one.value for one in outcomes])
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
         """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
@@ -142,7 +122,7 @@ class RunnerReward(WatchedReward):
 
 
 def score_of(outcome: Score | BaseException) -> float | None:
-    """Returns an outcome as a number.
+    """Return an outcome as a number.
 
     Args:
         outcome: a score or an exception.

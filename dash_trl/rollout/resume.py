@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from dash_trl.rollout.window import Part
+
+# Options on which the rows of a window depend.
+OF_ROWS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
+    *("max_completion_length", "mask_truncated_completions", "bf16", "fp16", "cast_lm_head_to_fp32"),
+    *("reward_weights", "scale_rewards", "multi_objective_aggregation", "advantage_estimator"),
+    *("gradient_filter_threshold", "filter_denominator"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,8 @@ class Shapes:
         processes: number of ranks.
         prompts: number of rows of the training set; `None` for a stream.
         shuffle_seed: seed of the order of the prompts; `None` if they are not shuffled.
-        beta_above_0: True = a window has reference log-probs.
-        vllm_importance_sampling: True = a window has importance-sampling ratios.
-        sampler_is_old: True = the old log-probs of a window are the sampler's.
         queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
+        rows: settings on which the rows of a window depend, as texts. Between two windows, they may change.
     """
 
     processes: int
@@ -43,10 +49,8 @@ class Shapes:
     num_iterations: int
     num_generations: int
     shuffle_seed: int | None
-    beta_above_0: bool
-    vllm_importance_sampling: bool
-    sampler_is_old: bool
     queues_prompts: bool
+    rows: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -55,8 +59,7 @@ class Shapes:
         *,
         processes: int,
         prompts: int | None,
-        corrected: bool,
-        sampler_is_old: bool,
+        rules: dict[str, str],
         samples_ahead: bool,
     ) -> Shapes:
         """Read the shapes from the settings of a run.
@@ -65,20 +68,22 @@ class Shapes:
             args: a `DASHConfig`.
             processes: number of ranks.
             prompts: number of rows of the training set; `None` for a stream.
-            corrected: True = a window has importance-sampling ratios.
-            sampler_is_old: True = the old log-probs of a window are the sampler's.
+            rules: other settings on which the rows of a window depend, as texts.
             samples_ahead: True = windows are sampled before training needs them.
         """
-        own = {
+        own: dict[str, Any] = {
             "processes": processes,
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
-            "beta_above_0": args.beta != 0.0,
-            "vllm_importance_sampling": corrected,
-            "sampler_is_old": sampler_is_old,
             "queues_prompts": args.samples_dynamically or (samples_ahead and prompts is None),
+            "rows": {name: str(getattr(args, name)) for name in OF_ROWS} | rules,
         }
-        return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
+        return cls(**own, **{one.name: getattr(args, one.name) for one in fields(cls) if one.name not in own})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the value of each setting by name."""
+        values = asdict(self)
+        return values | values.pop("rows")
 
     @property
     def window_batches(self) -> int:
@@ -139,7 +144,7 @@ class SavedRun:
 
     def save(self, path: str) -> None:
         """Write this rank's file of a checkpoint."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
         window = None if self.window is None else self.window.state_dict()
         torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
 
@@ -191,12 +196,10 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
         ValueError: a file is missing or differs on some rank.
     """
     saved = next((one for one in found if one is not None), None)
-    if saved is None or saved.shapes.processes != processes:
-        return saved
-    if missing := [f"generation_window_{rank}.pt" for rank, one in enumerate(found) if one != saved]:
+    if saved is not None and saved.shapes.processes == processes and any(one != saved for one in found):
         raise ValueError(
-            f"In {checkpoint}, {', '.join(missing)} is missing, or of another step than the others. Resume from "
-            "another checkpoint, or delete every generation_window_*.pt of this one to go on with a new window."
+            f"In {checkpoint}, a generation_window_*.pt is missing, or of another step than the others. Resume from "
+            "another checkpoint, or delete all of them to go on with a new window."
         )
     return saved
 
@@ -223,11 +226,13 @@ def why_a_new_window(
     if saved is None:
         reason = f"{checkpoint} has no generation window"
         fits &= not now.queues_prompts or start == (0, 0)
-    elif saved.shapes == now:
-        return None
     else:
-        then, old = saved.shapes, asdict(saved.shapes)
-        changed = [f"{name}={old[name]} (now {value})" for name, value in asdict(now).items() if value != old[name]]
+        then, old = saved.shapes, saved.shapes.settings()
+        new = {name: value for name, value in now.settings().items() if value != old.get(name, value)}
+        between = saved.step % then.window_batches == 0  # then no row that is left depends on `rows`
+        if not new or (between and new.keys() <= now.rows.keys()):
+            return None
+        changed = [f"{name}={old[name]} (now {value})" for name, value in new.items()]
         used = then.prompts_used(saved.position[1])
         left = -saved.position[1] % then.window_batches
         reason = (

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dash_trl.sampling.checksum import tensor_checksum
-from dash_trl.sampling.server import Server
+from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot, WeightMismatch
 
 NAME = "default"  # name of the adapter that TRL trains
@@ -103,7 +103,7 @@ class AdapterWeights(FileWeights):
         (folder / "adapter_config.json").write_text(json.dumps(said))
         return checksum
 
-    async def _load(self, server: Server, snapshot: Snapshot, held: str) -> None:
+    async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
         if held != server.given:  # a first load, a restart, or weights of another run
             base = await server.weight_checksum()
             if base not in (None, self.base):

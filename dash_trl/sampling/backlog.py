@@ -10,6 +10,7 @@ Several batches of jobs may be in progress. The batch with the lowest `order` go
 for run before jobs whose results it needs later. Within a batch, jobs that have failed before go first.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -26,12 +27,13 @@ class Job:
         tokens: number of tokens that the job adds to a server's load.
         sequences: number of sequences that the job samples.
         prompt_ids: token ids of the prompt.
-        sampling: sampling parameters, see `Server.complete`.
+        sampling: sampling parameters, see `VLLMServer.complete`.
         order: priority of the job's batch; the lowest goes first.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.
         versions: the weight version at two times: when the job was given to the server that completed it, and when it
             was done.
+        began: when it was submitted, in seconds on any clock.
     """
 
     tokens: int
@@ -42,6 +44,7 @@ class Job:
     number: int = 0
     failed_on: list[str] = field(default_factory=list)
     versions: tuple[int, int] = (0, 0)
+    began: float = 0.0
 
     @property
     def place(self) -> tuple[int, bool, int]:
@@ -62,12 +65,9 @@ class Backlog:
         self.running: dict[Job, str] = {}  # job → URL of its server
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Add jobs to the waiting jobs.
-
-        Args:
-            jobs: new jobs.
-        """
-        self.waiting = sorted([*self.waiting, *jobs], key=attrgetter("place"))
+        """Add jobs to the waiting jobs."""
+        for job in jobs:
+            insort(self.waiting, job, key=attrgetter("place"))
 
     def assign(self) -> list[tuple[Job, str]]:
         """Assign waiting jobs to servers, in the order of `Job.place`, until no server has room.
@@ -127,13 +127,9 @@ class Backlog:
         job.failed_on.append(url)
         self.add([job])
 
-    def drop(self, jobs: Iterable[Job]) -> None:
-        """Remove jobs whose results are no longer needed.
-
-        Args:
-            jobs: jobs in any state.
-        """
-        jobs = set(jobs)
-        self.waiting = [job for job in self.waiting if job not in jobs]
-        for job in jobs & self.running.keys():
+    def drop(self, job: Job) -> None:
+        """Remove a job whose result is no longer needed."""
+        if job in self.running:
             self.fleet.abandoned(self.running.pop(job), job)
+        elif job in self.waiting:
+            self.waiting.remove(job)

@@ -33,6 +33,25 @@ def tensor_checksum(tensor: Tensor) -> int:
     return total % MODULUS
 
 
+def weights_version(parameters: Iterable[Tensor]) -> list[int]:
+    """Compute a value that tells whether any weights have changed since an earlier call, in whatever way.
+
+    PyTorch's own version counters miss changes of `parameter.data`. So each tensor's bits are added up, as integers of
+    8 bytes, in one pass over the weights.
+
+    Args:
+        parameters: all parameters of the model. If they are sharded, this rank's shards count.
+    """
+    sums = []
+    for one in parameters:
+        share = getattr(one, "ds_tensor", one).detach()  # under ZeRO-3, the parameter itself is empty
+        share = share.to_local() if hasattr(share, "to_local") else share
+        raw = share.flatten().clone().view(torch.uint8)  # a copy, since it begins at a multiple of 8 bytes
+        end = len(raw) // 8 * 8
+        sums += [raw[:end].view(torch.int64).sum(), raw[end:].sum()]
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist()
+
+
 def weights_checksum(tensors: Iterable[Tensor]) -> int:
     """Compute the checksum of a model.
 

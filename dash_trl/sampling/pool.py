@@ -7,10 +7,10 @@ The path of a job::
                         └────────────────────────┘
     submit_chains: coroutines that request one job after the other
 
-A job is one request to a server. Several batches of jobs may be in progress at once; `backlog.Backlog` and
-`health.Fleet` decide which job goes where. While jobs are in progress, only the event loop's thread changes the
-backlog, the fleet and the pool's other state. The results of a batch go through a queue to the thread that collects
-them.
+A job is one request to a server. A task waits for it; the task of a chain waits for one job after the other. Several
+batches may be in progress at once; `backlog.Backlog` and `health.Fleet` decide which job goes where. While jobs are in
+progress, only the event loop's thread changes the backlog, the fleet and the pool's other state. The results of a batch
+go through a queue to the thread that collects them.
 """
 
 import asyncio
@@ -19,16 +19,17 @@ import math
 import queue
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
-from dash_trl.sampling.server import Completion, Server, ServerError, ServerGone
+from dash_trl.sampling.server import Completion, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.workers import EventLoop
@@ -50,16 +51,7 @@ class PoolError(RuntimeError):
 Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
 
 
-class Ask(Protocol):
-    """Function with which a `Chain` requests completions."""
-
-    async def __call__(self, ids: list[int], max_tokens: int) -> Completion:
-        """Sample one continuation of a prompt.
-
-        Args:
-            ids: token ids of the prompt.
-            max_tokens: limit of sampled tokens.
-        """
+Ask = Callable[[list[int], int], Awaitable[Completion]]  # (prompt ids, limit of sampled tokens) → a continuation
 
 
 @dataclass(eq=False)
@@ -69,12 +61,12 @@ class Chain:
     Attributes:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
         versions: the weight version at two times: when the first request was given to its server, and when the last
-            request was completed. Both are −1 until a request is completed.
+            request was completed. Known when the chain has ended.
         sequences: always 1, because a chain samples one row; `Job` has the same attribute.
     """
 
     run: Callable[[Ask], Awaitable[None]]
-    versions: tuple[int, int] = (-1, -1)
+    versions: tuple[int, int] = (0, 0)
     sequences: int = 1
 
 
@@ -85,22 +77,23 @@ class Batch:
 
     Args:
         jobs: jobs or chains, numbered from 0.
-        began: start time in seconds, on the event loop's clock.
         seen: called once with each result, on the thread that calls `read`.
 
     Attributes:
-        finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
-            batch fails.
-        results: results read so far, in the order of the jobs; None = not read yet.
+        tasks: one for each job or chain.
+        finished: queue of the numbers of jobs that have ended.
     """
 
-    def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
+    def __init__(self, jobs: Sequence[Job | Chain], seen: Seen | None):
         self.jobs = jobs
-        self.began = began
-        self.finished: Any = queue.SimpleQueue()
-        self.results: list[Any] = [None] * len(jobs)
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._left = len(jobs)  # number of jobs that `read` has not read
         self._seen = seen
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
+
+    def ended(self, number: int, _: asyncio.Task[Any]) -> None:
+        self.finished.put(number)
 
     def next_result(self) -> tuple[int, Any]:
         """Wait for the next result.
@@ -109,12 +102,10 @@ class Batch:
             (number of a job, its result).
 
         Raises:
-            Exception: the error that ended the batch.
+            Exception: the error of a job.
         """
-        finished = self.finished.get()
-        if isinstance(finished, BaseException):
-            raise finished
-        return finished
+        number = self.finished.get()
+        return number, self.tasks[number].result()
 
     def read(self, *, wait: bool = False) -> None:
         """Read the results that have come since the last call, and call `seen` for each.
@@ -125,10 +116,10 @@ class Batch:
         Raises:
             Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
         """
-        while None in self.results and self._error is None and (wait or not self.finished.empty()):
+        while self._left and self._error is None and (wait or not self.finished.empty()):
             try:
                 number, result = self.next_result()
-                self.results[number] = result
+                self._left -= 1
                 if self._seen is not None:
                     self._seen(number, result)
             except Exception as error:
@@ -167,20 +158,20 @@ class ServerPool:
         self.fleet = Fleet(self.urls, ranks)
         self.backlog = Backlog(self.fleet)
         self.retried = 0
-        self._batches: dict[Job, Batch] = {}  # unfinished job → its batch
-        self._requests: dict[Job, asyncio.Task[Any]] = {}  # running job → its request
-        self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
+        self._batches: set[Batch] = set()
+        self._answers: dict[Job, asyncio.Future[list[Completion]]] = {}  # unfinished job → its result to be
+        self._requests: dict[Job, asyncio.Task[list[Completion]]] = {}  # running job → its request
         self._last_answers = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
         self._sending = False  # whether a weight sync to all servers is in progress
-        self._sent = self._usable = -math.inf  # when the last weight sync ended; when a server was last usable
-        self.refit: Callable[[Server], Awaitable[int | None]] | None = None
+        self._usable = -math.inf  # when a server was last usable, or given weights
+        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
         self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
-        self._servers: dict[str, Server] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
+        self._servers: dict[str, VLLMServer] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
@@ -223,7 +214,7 @@ class ServerPool:
         Args:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
-            sampling: sampling parameters, see `Server.complete`.
+            sampling: sampling parameters, see `VLLMServer.complete`.
 
         Returns:
             The jobs, in the order of the prompts.
@@ -248,7 +239,7 @@ class ServerPool:
         """
         for job in jobs:
             job.order = order
-        return self._loop.run(self._submit(jobs, seen))
+        return self._start(jobs, map(self._complete, jobs), seen)
 
     def collect(self, batch: Batch) -> list[Any]:
         """Wait for a batch.
@@ -265,8 +256,8 @@ class ServerPool:
         try:
             batch.read(wait=True)
         finally:  # drop the unfinished jobs after an error or an interrupt
-            self._loop.run(self._forget(batch))
-        return batch.results
+            self._forget(batch)
+        return [task.result() for task in batch.tasks]
 
     def submit_chains(
         self, chains: Sequence[Chain], sampling: dict[str, Any], *, order: int, seen: Seen | None = None
@@ -279,42 +270,50 @@ class ServerPool:
             order: priority of the batch, as in `submit`.
             seen: see `Batch`.
         """
+        runs = (self._follow(chain, number, sampling, order) for number, chain in enumerate(chains))
+        return self._start(chains, runs, seen)
 
-        async def start() -> Batch:
-            batch = Batch(chains, time.monotonic(), seen)
-            runs = [self._follow(batch, number, chain, sampling, order) for number, chain in enumerate(chains)]
-            self._chains[batch] = list(map(asyncio.ensure_future, runs))
-            return batch
+    def _start(self, jobs: Sequence[Job | Chain], runs: Iterable[Coroutine[Any, Any, Any]], seen: Seen | None) -> Batch:
+        """Start the coroutines of jobs or chains."""
+        batch = Batch(jobs, seen)
+        self._batches.add(batch)
 
-        return self._loop.run(start())
+        async def start() -> None:
+            await self._check_idle()
+            for number, run in enumerate(runs):
+                batch.tasks.append(asyncio.ensure_future(run))
+                batch.tasks[number].add_done_callback(partial(batch.ended, number))
 
-    async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
-        """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
+        self._loop.run(start())
+        return batch
+
+    async def _follow(self, chain: Chain, number: int, sampling: dict[str, Any], order: int) -> list[Completion]:
+        """Run one chain, whose requests are jobs of their own."""
+        versions: list[int] = []
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
             (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number
-            answers = asyncio.Queue[Any]()
-            await self._submit([job], None, answers)
-            try:
-                finished = await answers.get()
-            finally:
-                self._drop([job])
-            if isinstance(finished, BaseException):
-                raise finished
-            _, (completion,) = finished
-            oldest, newest = job.versions
-            chain.versions = oldest if chain.versions[0] < 0 else chain.versions[0], newest
+            await self._check_idle()
+            (completion,) = await self._complete(job)
+            versions.extend(job.versions)
             return completion
 
-        try:
-            await chain.run(ask)
-        except Exception as error:
-            self._fail({batch}, error)
-        else:
-            if chain.versions[0] < 0:  # the chain made no request
-                chain.versions = self.fleet.version, self.fleet.version
-            batch.finished.put_nowait((number, []))
+        await chain.run(ask)
+        versions = versions or [self.fleet.version]  # without a request
+        chain.versions = versions[0], versions[-1]
+        return []
+
+    def _forget(self, batch: Batch) -> None:
+        """Cancel what is unfinished of a batch."""
+
+        async def forget() -> None:
+            for task in batch.tasks:
+                task.cancel()
+            await asyncio.gather(*batch.tasks, return_exceptions=True)
+
+        self._batches.discard(batch)
+        self._loop.run(forget())
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """Run jobs and yield their results in order of completion.
@@ -335,15 +334,12 @@ class ServerPool:
             for _ in jobs:
                 yield batch.next_result()
         finally:
-            self._loop.run(self._forget(batch))
+            self._forget(batch)
 
     def cancel(self) -> None:
         """Cancel all batches and their requests on the servers. Call it when nobody needs the results any more."""
-
-        async def cancel() -> None:
-            self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
-
-        self._loop.run(cancel())
+        for batch in tuple(self._batches):
+            self._forget(batch)
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """Run jobs and wait for them. These jobs go before all submitted batches, because the trainer waits for them.
@@ -360,38 +356,41 @@ class ServerPool:
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
-    async def _submit(self, jobs: list[Job], seen: Seen | None, answers: asyncio.Queue[Any] | None = None) -> Batch:
-        """Add jobs to the backlog, on the event loop; check idle servers first, unless a weight sync is in progress."""
-        batch = Batch(jobs, time.monotonic(), seen)
-        if answers is not None:  # of a chain, which waits for them on the event loop
-            batch.finished = answers
-        self.fleet.suspect_idle(batch.began)
-        suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
+    async def _check_idle(self) -> None:
+        """Check idle servers, unless weights are being sent."""
+        now = time.monotonic()
+        self.fleet.suspect_idle(now)
+        suspects = [url for url in self.fleet.to_probe(now) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
-        self._batches.update(dict.fromkeys(jobs, batch))
-        self.backlog.add(jobs)
+
+    async def _complete(self, job: Job) -> list[Completion]:
+        """Wait until a server has completed a job."""
+        job.began = time.monotonic()
+        answer = self._answers[job] = asyncio.get_running_loop().create_future()
+        self.backlog.add([job])
         self._wake.set()
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
-        return batch
+        try:
+            return await answer
+        finally:
+            self._drop(job)
 
     # ------------------------------------------------------------------------------- the work, on the loop's thread
 
     async def _work(self) -> None:
         """Assign jobs and take in their results until no job is left."""
-        try:
-            while self._batches:
-                try:
-                    self._assign()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(TICK):
-                            await self._wake.wait()
-                    self._collect_answers()
-                except Exception as error:  # for example in a server check; the error concerns all batches
-                    self._fail(set(self._batches.values()), error)
-        finally:  # once this task ends, no caller may go on waiting for results
-            self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
+        while self._answers:
+            try:
+                self._assign()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK):
+                        await self._wake.wait()
+                self._collect_answers()
+            except Exception as error:  # for example in a server check; the error concerns all jobs
+                for job in tuple(self._answers):
+                    self._fail(job, error)
 
     def _wake_up(self, _: asyncio.Task[Any]) -> None:
         self._wake.set()
@@ -412,10 +411,9 @@ class ServerPool:
         self._fail_waiting()
 
     def _collect_answers(self) -> None:
-        """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
+        """Take back jobs of servers that died or do not answer, and take in the results of other servers.
 
-        During a weight sync, no results are taken in, because a server on which the sync fails may go on sampling with
-        wrong weights. At the end of the sync such a server counts as dead, and its results are dropped.
+        Not during a weight sync: a server that fails it may sample with wrong weights, and is dead at its end.
         """
         if self._sending:
             return
@@ -423,16 +421,15 @@ class ServerPool:
         if lost:
             logger.warning(f"{len(lost)} requests of servers that are considered dead go to other servers.")
         for job in lost:
-            if job in self._requests:  # otherwise its batch has failed in the meantime
-                self._requests.pop(job).cancel()
-                self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
-        for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
-            if job in self._requests:
+            self._requests.pop(job).cancel()
+            self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
+        for job, task in tuple(self._requests.items()):
+            if task.done():
                 del self._requests[job]
                 self._end_request(job, task)
         earliest = time.monotonic() - self.request_timeout
-        for job, url in list(self.backlog.running.items()):
-            if self._last_answers[url] < earliest and job in self._requests:
+        for job, url in tuple(self.backlog.running.items()):
+            if self._last_answers[url] < earliest:
                 self._requests.pop(job).cancel()
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
 
@@ -442,11 +439,13 @@ class ServerPool:
         if error is None:
             self._last_answers[self.backlog.running[job]] = time.monotonic()
             self.backlog.served(job)
-            self._batches.pop(job).finished.put_nowait((job.number, task.result()))
+            answer = self._answers.pop(job)
+            if not answer.done():  # cancelled
+                answer.set_result(task.result())
         elif isinstance(error, ServerError):
             self._failed(job, error)
         else:
-            self._fail({self._batches[job]}, error)
+            self._fail(job, error)
 
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""
@@ -456,53 +455,37 @@ class ServerPool:
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Count a failure of a job; after `ATTEMPTS` failures, end its batch with an error.
-
-        The loss of the job's server counts as a failure, because the job may be the cause.
-        """
+        """End a job after `ATTEMPTS` failures. The loss of its server counts, because the job may be the cause."""
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
-            self._fail({self._batches[job]}, PoolError(what))
+            self._fail(job, PoolError(what))
 
     def _fail_waiting(self) -> None:
-        """Fail the batches for which no server has been usable for `server_timeout` seconds.
-
-        The time before the start of the batch and before the end of the last weight sync does not count.
-        """
+        """Fail the jobs for which no server has been usable for `server_timeout` seconds, apart from weight syncs."""
         now = time.monotonic()
-        if self.fleet.has_current():
+        if self._sending or self.fleet.has_current():
             self._usable = now
-        if self._sending or self.backlog.running:
+        if self.backlog.running:
             return
-        for batch in set(self._batches.values()):
-            if now - max(batch.began, self._sent, self._usable) >= self.server_timeout:
+        for job in tuple(self._answers):
+            if now - max(job.began, self._usable) >= self.server_timeout:
                 what = self.message(f"No vLLM server could be used for {self.server_timeout:g} s")
-                self._fail({batch}, PoolError(what))
+                self._fail(job, PoolError(what))
 
-    def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
-        """End batches with an error."""
-        for batch in batches:
-            batch.finished.put_nowait(error)
-            self._drop_batch(batch)
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """End a job with an error."""
+        answer = self._answers[job]
+        self._drop(job)
+        if not answer.done():  # cancelled
+            answer.set_exception(error)
 
-    async def _forget(self, batch: Batch) -> None:
-        self._drop_batch(batch)
-
-    def _drop_batch(self, batch: Batch) -> None:
-        """Cancel a batch's chains and drop its jobs."""
-        for task in self._chains.pop(batch, ()):
-            if task is not asyncio.current_task():
-                task.cancel()
-        self._drop([job for job in batch.jobs if isinstance(job, Job)])
-
-    def _drop(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs and cancel their requests."""
-        self.backlog.drop(jobs)
-        for job in jobs:
-            self._batches.pop(job, None)
-            if job in self._requests:
-                self._requests.pop(job).cancel()
+    def _drop(self, job: Job) -> None:
+        """Forget a job, and cancel its request."""
+        self.backlog.drop(job)
+        self._answers.pop(job, None)
+        if job in self._requests:
+            self._requests.pop(job).cancel()
 
     # ----------------------------------------------------------------------------------------------------- weights
 
@@ -526,7 +509,7 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def ask_all(self, ask: Callable[[Server], Awaitable[Any]]) -> dict[str, Any]:
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
         """Call an async function with all servers in parallel, and raise if one fails.
 
         Args:
@@ -587,24 +570,22 @@ class ServerPool:
         """
 
         async def end() -> None:
-            self._sending, self._sent = False, time.monotonic()
+            self._sending = False
+            now = self._usable = time.monotonic()
             for url, error in errors.items():
                 if error is None:
-                    self.fleet.refitted(url, version, self._sent)
+                    self.fleet.refitted(url, version, now)
                 else:
                     logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
-                    self.fleet.refit_failed(url, error, self._sent)
+                    self.fleet.refit_failed(url, error, now)
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
-            self.fleet.suspect_idle(self._sent)
+            self.fleet.suspect_idle(now)
             self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 
     def _start_checks(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Start a check of each of these servers that is not being checked yet; return the checks of all of them.
-
-        The error of any check that has ended is raised.
-        """
+        """Start the checks of servers that are not being checked; return all. Raise the error of one that ended."""
         for url in [url for url, task in self._checks.items() if task.done()]:
             self._checks.pop(url).result()
         for url in urls:

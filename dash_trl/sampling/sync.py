@@ -24,7 +24,8 @@ from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
-from dash_trl.sampling.server import ServedModel, Server, model_shape
+from dash_trl.sampling.server import ServedModel, model_shape
+from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -148,8 +149,7 @@ class WeightSync:
         """Gather the weights on all ranks, and send them from the main process.
 
         Returns:
-            URL → error, for each server that did not load the weights that it was sent; the same on all ranks. Servers
-            that the main process considers dead are sent nothing.
+            URL → error of each server that was sent the weights and did not load them; the same on all ranks.
         """
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
@@ -172,7 +172,7 @@ class WeightSync:
             self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
 
-    async def _refit(self, server: Server) -> int | None:
+    async def _refit(self, server: VLLMServer) -> int | None:
         """Give a server the current weights outside a weight sync; see `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
@@ -198,7 +198,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         sync.send()
         return
 
-    async def verify(server: Server) -> int:
+    async def verify(server: VLLMServer) -> int:
         """Check a server that came back. After a restart it holds its own checkpoint, which is the right one here."""
         held.verify(await server.weight_checksum(), server.url)
         return held.version

@@ -24,12 +24,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.backlog import Job
-from dash_trl.sampling.checksum import weights_checksum
+from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
-from dash_trl.sampling.server import Completion, ServedModel, Server
+from dash_trl.sampling.server import Completion, ServedModel
 from dash_trl.sampling.sync import WeightSync, check_servers
+from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
 from dash_trl.update import NO_LOG_PROB
 
@@ -47,10 +48,9 @@ class ExactMerges(VLLMGeneration):
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the merged model. A copy of the base weights exists until all are yielded.
+        """Yield the parameters of the merged model; meanwhile there is a copy of the base weights.
 
-        Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
-        modules for the adapter "ref" have other names, which vLLM does not know, and are left out.
+        `modules_to_save` have the model's own names. vLLM does not know TRL's copies for the adapter "ref".
         """
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
@@ -125,10 +125,7 @@ class ServerGeneration(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
-        self._window: int | None = None  # window whose rows the next call of `generate` returns
-        self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
-        self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
-        self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
+        self._expected: tuple[Any, ...] | None = None  # arguments of `expect`, for the next call of `generate`
         self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
@@ -158,14 +155,14 @@ class ServerGeneration(ExactMerges):
             ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
             its own. A log-prob that vLLM does not know is `None`, as in TRL.
         """
-        window, self._window = self._window, None
+        expected, self._expected = self._expected, None
         done: Sequence[Job | Chain]
-        if window is None:  # the call comes from an evaluation or a callback
+        if expected is None:  # the call comes from an evaluation or a callback
             done = jobs = self._jobs(prompts, num_generations)
             groups = self.ranks.agree(self.pool.run, jobs)
         else:
             with self.timed("rollouts"):
-                done, groups = self.ranks.agree(self._of_window, window, num_generations)
+                done, groups = self.ranks.agree(self._of_window, *expected, num_generations)
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[version] for version in job.versions] for job in done for _ in range(job.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
@@ -193,7 +190,7 @@ class ServerGeneration(ExactMerges):
                 `Chain.run` keeps its own completions: `generate` returns no completions for these windows, and `seen`
                 gets no token ids.
         """
-        self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
+        self._expected = window, prompts, seen, chains
 
     def show_finished(self) -> None:
         """Call `seen` for the finished jobs and chains of later windows, without waiting."""
@@ -216,10 +213,17 @@ class ServerGeneration(ExactMerges):
 
     def forget_windows(self) -> None:
         """Cancel all submitted windows. Call it when they are no longer needed."""
-        self._window, self._to_submit, self._to_run, self._seen, self._in_flight = None, {}, {}, None, {}
+        self._expected, self._in_flight = None, {}
         self.pool.cancel()
 
-    def _of_window(self, window: int, num_generations: int) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
+    def _of_window(
+        self,
+        window: int,
+        prompts: dict[int, list[list[int]]],
+        seen: Seen | None,
+        chains: Mapping[int, Sequence[Run]],
+        num_generations: int,
+    ) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
         """Submit the announced windows, then wait for one window.
 
         All windows are submitted first, so that the servers stay busy while the last rows of the window are sampled.
@@ -228,28 +232,16 @@ class ServerGeneration(ExactMerges):
         def order(number: int) -> int:
             return URGENT if number == window else number
 
-        for number, rows in self._to_submit.items():
+        for number, rows in prompts.items():
             jobs = self._jobs(rows, num_generations)
-            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=self._seen_rows(number, jobs))
-        for number, runs in self._to_run.items():
-            chains = [Chain(run) for run in runs]
+            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=_seen_rows(seen, number, jobs))
+        for number, runs in chains.items():
+            of_rows = [Chain(run) for run in runs]
             self._in_flight[number] = self.pool.submit_chains(
-                chains, self._sampling(), order=order(number), seen=self._seen_rows(number, chains)
+                of_rows, self._sampling(), order=order(number), seen=_seen_rows(seen, number, of_rows)
             )
-        self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
-
-    def _seen_rows(self, window: int, jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None] | None:
-        """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
-        if self._seen is None:
-            return None
-        seen, first = self._seen, list(accumulate((job.sequences for job in jobs), initial=0))
-
-        def seen_job(number: int, completions: list[Completion]) -> None:
-            seen(window, first[number], [completion.token_ids for completion in completions])
-
-        return seen_job
 
     def _jobs(self, prompts: list[list[int]], num_generations: int) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
@@ -263,10 +255,9 @@ class ServerGeneration(ExactMerges):
         return self.pool.completions(groups, self._sampling())
 
     def _room(self, prompts: list[list[int]]) -> list[int | None]:
-        """Return a token limit for each prompt after which less than `max_completion_length` fits into the context.
+        """Return a token limit for each prompt that leaves less than `max_completion_length` in the context, else None.
 
-        Such prompts are long, or of the later turns of an evaluation with tools. None: the prompt has no limit of its
-        own, because the completion fits, or because the prompt alone is too long, which the server reports.
+        A prompt that is too long by itself has none, either: the server reports it.
         """
         most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
         left = [most if self.context is None else self.context - len(ids) for ids in prompts]
@@ -316,6 +307,7 @@ class ServerGeneration(ExactMerges):
             perturbation = ScaledLayers(self.model, self._plain_name)
         else:
             self.pool.use_adapter()
+            self._base = self._base_version()
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
             gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
@@ -370,18 +362,20 @@ class ServerGeneration(ExactMerges):
         return served
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.
-
-        The matrices are unsharded and have the names of a checkpoint.
-        """
+        """Record the optimizer step of the next weight version; iterate over the adapter's unsharded matrices."""
+        if self._base != self._base_version():
+            raise ValueError(
+                "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
+                "them without --enable-lora, so that they get the merged weights."
+            )
         self._steps[self.pool.fleet.version + 1] = self.step()
         return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
 
-    def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded value of each parameter of the adapter, or of the base model, one at a time.
+    def _base_version(self) -> list[int]:
+        return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
-        Under ZeRO-3 this is a collective.
-        """
+    def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and unsharded value of each parameter of adapter or base model. A collective under ZeRO-3."""
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
             is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
@@ -390,10 +384,7 @@ class ServerGeneration(ExactMerges):
                     yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; return an iterator over all parameters.
-
-        The parameters are unsharded, and adapters are merged into them.
-        """
+        """Record the optimizer step of the next weight version; iterate over the unsharded, merged parameters."""
         self._steps[self.pool.fleet.version + 1] = self.step()
         # TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its
         # own parameters unsharded.
@@ -408,11 +399,18 @@ class ServerGeneration(ExactMerges):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
-async def _waits_for_weights(server: Server) -> None:
-    """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
+def _seen_rows(
+    seen: Seen | None, window: int, jobs: Sequence[Job | Chain]
+) -> Callable[[int, list[Completion]], None] | None:
+    """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
+    if seen is None:
+        return None
+    first = list(accumulate((job.sequences for job in jobs), initial=0))
+    return lambda number, completions: seen(window, first[number], [one.token_ids for one in completions])
 
-    A server that waits samples no test token, because the test fails on a server that a killed run has left paused.
-    """
+
+async def _waits_for_weights(server: VLLMServer) -> None:
+    """`ServerPool.refit` before the first weight sync. A killed run may have left the server paused: no test token."""
 
 
 def install(trainer: Any) -> None:

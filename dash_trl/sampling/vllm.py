@@ -12,7 +12,7 @@ import torch
 
 from dash_trl.sampling.checksum import combine_workers
 from dash_trl.sampling.key import key_file, key_header
-from dash_trl.sampling.server import Completion, ServedModel, Server, ServerError, ServerGone
+from dash_trl.sampling.server import Completion, ServedModel, ServerError, ServerGone
 from dash_trl.sampling.urls import API_KEY
 from dash_trl.sampling.vllm_plugin import ADAPTER
 
@@ -24,13 +24,19 @@ CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as 
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-class VLLMServer(Server):
+class VLLMServer:
     """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
+
+    All methods raise `ServerError` or `ValueError`.
 
     Args:
         url: address of the server.
         session: HTTP session of the event loop that awaits these methods.
         timeout: seconds for one answer, unless a method has its own timeout.
+
+    Attributes:
+        uses_adapter: True = requests use the LoRA adapter that the server was given, and not the model itself.
+        given: the version tag that this client set last; None: it has given the server no weights.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
@@ -45,11 +51,20 @@ class VLLMServer(Server):
     async def complete(
         self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
     ) -> list[Completion]:
+        """Sample `n` continuations of one prompt.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+            n: number of continuations.
+            sampling: sampling parameters, under vLLM's names (as in the body of `/v1/completions`).
+            timeout: seconds; None: the client's own limit.
+        """
         choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
         with _readable(choices):
             return list(map(_completion, sorted(choices, key=itemgetter("index"))))
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:
+        """Compute log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
         choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})
         with _readable(choices):
             entries = choices[0]["prompt_logprobs"]
@@ -73,9 +88,11 @@ class VLLMServer(Server):
     # ------------------------------------------------------------------------------------------ health and weights
 
     async def probe(self) -> None:
+        """Raise unless the server reports that it is healthy."""
         await self._request("GET", "/health", timeout=PROBE_SECONDS)
 
     async def describe(self) -> ServedModel:
+        """Return what the server says of its model. Raise a `ValueError` if the server cannot be used in training."""
         config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
         workers = await self._rpc("dash_weight_report")
         with _readable((config, workers)):
@@ -98,21 +115,33 @@ class VLLMServer(Server):
         return described
 
     async def weight_checksum(self) -> int | None:
+        """Return the checksum of all weights that the server holds; None if it cannot be compared."""
         workers = await self._rpc("dash_weight_report")
         with _readable(workers):
             comparable = all(worker["comparable"] for worker in workers)
             return combine_workers([worker["checksums"] for worker in workers]) if comparable else None
 
     async def weight_tag(self) -> str:
+        """Return the version tag that the server was given last, see `Snapshot`."""
         return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
 
     async def load_weights(self, path: str, tag: str) -> int | None:
+        """Load a checkpoint in place. Requests in flight wait and continue with the new weights.
+
+        Args:
+            path: checkpoint directory; the server sees it under this path.
+            tag: version tag of the new weights.
+
+        Returns:
+            `weight_checksum` after loading.
+        """
         async with self._paused():
             await self._rpc("reload_weights", weights_path=path)
             await self._end_weight_update(tag)
             return await self.weight_checksum()
 
     async def load_adapter(self, path: str, tag: str) -> int:
+        """Load a LoRA adapter (PEFT's format) like `load_weights`; return its checksum as the workers hold it."""
         async with self._paused():
             workers = await self._rpc("dash_load_adapter", path=path)
             await self._end_weight_update(tag)
@@ -121,6 +150,7 @@ class VLLMServer(Server):
                 return checksum
 
     async def resume(self) -> None:
+        """Resume sampling, which a weight update has paused."""
         await self._request("POST", "/resume", timeout=CONTROL_SECONDS)
 
     @asynccontextmanager
@@ -133,11 +163,7 @@ class VLLMServer(Server):
             await self.resume()
 
     async def _end_weight_update(self, tag: str) -> None:
-        """Reset the prefix cache and set the server's version tag, after a weight update and before `resume`.
-
-        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too, and vLLM
-        computes it again with the new weights.
-        """
+        """Reset the prefix cache, which holds prefixes of the old weights, also of requests in flight; set the tag."""
         # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
         # of `--kv-offloading-size`.
         options = {"reset_running_requests": "true", "reset_external": "true"}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.pool import ServerPool
-from dash_trl.sampling.server import Server
+from dash_trl.sampling.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class FileWeights:
         self.run.mkdir(parents=True)
         weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
 
-    async def refit(self, server: Server, snapshot: Snapshot) -> int:
+    async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int:
         """Let a server load a version, unless it holds it already. Warn if another run has given it weights meanwhile.
 
         Only the tag is compared, not the checksum. The tag is enough to tell whether the server has loaded this
@@ -189,7 +189,7 @@ class FileWeights:
             await self._load(server, snapshot, tag)
         return snapshot.version
 
-    async def _load(self, server: Server, snapshot: Snapshot, held: str) -> None:
+    async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
         """Let a server load a version in place of the version with the tag `held`, and verify what it then holds."""
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
 

@@ -56,7 +56,7 @@ class ProcessTool:
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:
-        """Returns a function that stands for the tool, because TRL and Transformers accept only functions.
+        """Return a function that stands for the tool, because TRL and Transformers accept only functions.
 
         `ToolCalls` finds this tool by the attribute `process_tool` of the function, and calls it in a worker process.
         """
@@ -165,7 +165,7 @@ class ToolCalls:
 
 
 def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Returns what a tool answers, as text. `__str__` of a value may take long, too, and runs within the time limit."""
+    """Return what a tool answers, as text. `__str__` of a value may take long, too, and runs within the time limit."""
     return _written(tool(**arguments))
 
 
@@ -174,7 +174,7 @@ async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _outcome(call: Call) -> tuple[Any, bool]:
-    """Returns the content of a message, and whether the call failed. Raises the errors of `HANGS`."""
+    """Return the content of a message, and whether the call failed. Raises the errors of `HANGS`."""
     if isinstance(call.error, HANGS):
         raise call.error
     return (_written(call.value), False) if call.error is None else _failure(call.error)
@@ -185,7 +185,7 @@ def _failure(error: BaseException) -> tuple[str, bool]:
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:
-    """Returns a value as text, or as text blocks for the chat template, without characters that tokenizers refuse."""
+    """Return a value as text, or as text blocks for the chat template, without characters that tokenizers refuse."""
     if (
         isinstance(value, list)
         and value

@@ -205,7 +205,7 @@ class Conversations:
         return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Returns the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
+        """Return the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.run([self._reward(one) for one in missing])

@@ -35,7 +35,7 @@ class Environments:
         self._take_back()
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
-        """Returns the name of an example's environment: the column `environment`; None if environments have no names.
+        """Return the name of an example's environment: the column `environment`; None if environments have no names.
 
         Raises:
             ValueError: if there is no environment of this name.
@@ -81,24 +81,24 @@ class Environments:
             pool.clear()
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""
+        """Return the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""
         several = None not in self.factories
         return {name: value for name, value in example.items() if not (several and name == "environment")}
 
 
 def methods_of(instance: Any) -> list[Callable[..., Any]]:
-    """Returns the tools of an environment: its public methods except `reset` and `get_reward`."""
+    """Return the tools of an environment: its public methods except `reset` and `get_reward`."""
     names = (name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction))
     return [getattr(instance, name) for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
 
 
 def owns_reward(kind: type) -> bool:
-    """Returns whether a class of environments gives rewards: by TRL's rule, if its `get_reward` is a plain method."""
+    """Return whether a class of environments gives rewards: by TRL's rule, if its `get_reward` is a plain method."""
     return inspect.isfunction(getattr(kind, "get_reward", None))
 
 
 def observed(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """Returns a prompt with an observation of `reset` (a text, text blocks or None) appended to its last message."""
+    """Return a prompt with an observation of `reset` (a text, text blocks or None) appended to its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

@@ -26,7 +26,7 @@ ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
 def split_of(problem: str) -> str:
-    """Returns the split of a problem, "train" or "test"; the same in all processes, on all machines, for all seeds."""
+    """Return the split of a problem, "train" or "test"; the same in all processes, on all machines, for all seeds."""
     return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 

@@ -11,18 +11,20 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from dash_trl._cache import cache_folder
-from dash_trl.toy.problems import LARGEST_TOTAL, OPERANDS, problems_of
+from dash_trl.toy.problems import LARGEST_TOTAL, problems_of
 from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
 FORMAT_VERSION = 3  # part of the cached model's name: increase it when a change of the code changes the model
@@ -45,7 +47,6 @@ class WarmUp:
             attention kernels need 32, 64, 96, …
         num_layers: number of layers of the Qwen2 model.
         num_heads: number of attention heads of the Qwen2 model.
-        operands: how many numbers a problem may have; each problem draws one of these counts.
         seed: seed of the weights and the solutions.
     """
 
@@ -58,7 +59,6 @@ class WarmUp:
     hidden_size: int = 96
     num_layers: int = 4
     num_heads: int = 3
-    operands: tuple[int, ...] = OPERANDS
     seed: int = 0
 
 
@@ -69,10 +69,9 @@ ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """Returns a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
+    """Return a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
 
-    A slip is any wrong number with equal probability. So the slips are uniform noise on every sum, which reinforcement
-    learning can reduce for all sums at once. Slips by 1 or 2 would have to be unlearned sum by sum.
+    A slip is any wrong number: uniform noise on every sum, which reinforcement learning can reduce for all at once.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     total, lines = int(first), []
@@ -98,8 +97,7 @@ class Lessons:
     Args:
         name: the beginning of the cached model's name.
         tokenizer: function that makes the model's tokenizer.
-        problems: function of a random generator and the settings, which yields problems of the training split without
-            end.
+        problems: function of a random generator, which yields problems of the training split without end.
         solution: function of a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. It returns the
             text of the solution, or a list of messages of the assistant and of tools.
         tools: JSON schemas of the tools that these messages call.
@@ -107,23 +105,18 @@ class Lessons:
 
     name: str
     tokenizer: Callable[[], Qwen2Tokenizer]
-    problems: Callable[[random.Random, WarmUp], Iterator[str]]
+    problems: Callable[[random.Random], Iterator[str]]
     solution: Callable[[str, random.Random, float, float], Solution]
     tools: Sequence[dict[str, Any]] = ()
 
 
-ARITHMETIC = Lessons(
-    "arithmetic",
-    arithmetic_tokenizer,
-    lambda generator, settings: problems_of("train", generator, settings.operands),
-    _trace,
-)
+ARITHMETIC = Lessons("arithmetic", arithmetic_tokenizer, partial(problems_of, "train"), _trace)
 
 
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
-    """Returns token ids of a prompt with its solution, and labels: -100 for tokens that the model does not write."""
+    """Return token ids of a prompt with its solution, and labels: -100 for tokens that the model does not write."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
@@ -143,32 +136,30 @@ def _batch(
     settings: WarmUp,
     *,
     clean: bool,
-    lessons: Lessons = ARITHMETIC,
+    lessons: Lessons,
 ) -> dict[str, torch.Tensor]:
-    """Returns `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
+    """Return `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
     rates = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
-    rows, labels = zip(
-        *(
-            _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
-            for problem in islice(problems, settings.batch_size)
-        ),
-        strict=True,
-    )
-    width = max(map(len, rows))
+    pairs = [
+        _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
+        for problem in islice(problems, settings.batch_size)
+    ]
+
+    def padded(rows: Iterable[list[int]], value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
     return {
-        "input_ids": torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
-        "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels]),
+        "input_ids": padded((ids for ids, _ in pairs), tokenizer.pad_token_id),
+        "attention_mask": padded(([1] * len(ids) for ids, _ in pairs), 0),
+        "labels": padded((labels for _, labels in pairs), -100),
     }
 
 
-def _warm_up(
-    tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons = ARITHMETIC
-) -> Qwen2ForCausalLM:
+def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons) -> Qwen2ForCausalLM:
     """Trains a model on solutions with slips; leaves torch's global random state unchanged."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
-    problems = lessons.problems(generator, settings)
+    problems = lessons.problems(generator)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -219,7 +210,7 @@ def toy_model(
     progress: bool = True,
     lessons: Lessons = ARITHMETIC,
 ) -> str:
-    """Returns the directory of the toy model and its tokenizer. The first call trains the model and caches it.
+    """Return the directory of the toy model and its tokenizer. The first call trains the model and caches it.
 
     Args:
         cache_dir: directory of the cache. None = `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
@@ -239,7 +230,7 @@ def toy_model(
 def cached_model(
     name: str, settings: Mapping[str, Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
 ) -> str:
-    """Returns the directory of a model that is made once and then cached.
+    """Return the directory of a model that is made once and then cached.
 
     The model is written to a temporary directory, which is then renamed. So an interrupted call leaves no incomplete
     model, and the next call deletes the temporary directory. If several processes call it at once, one makes the model
@@ -269,7 +260,7 @@ def cached_model(
 
 
 def toy_defaults() -> dict[str, Any]:
-    """Returns the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
+    """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
 
     The run uses float32, on the GPU if the machine has one. The learning rate decays: near the end of a run with a
     constant rate, the model would forget one sum while it learns another. A rate of 3e-4 also makes it forget.

@@ -1,17 +1,14 @@
 """A `Call` is one call of a function, and the future of its outcome. A `Backend` makes calls.
 
-A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete. It is the
-only way in which this package waits for several calls.
+A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete.
 """
 
-import math
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 
@@ -36,7 +33,6 @@ class Call(Future[Any]):
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
         super().__init__()
         self.function, self.arguments, self.timeout = function, arguments, timeout
-        self.began = math.inf  # when its last attempt begins, in the time of its backend's loop
 
     @property
     def error(self) -> BaseException | None:
@@ -82,9 +78,7 @@ class Request:
     def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
         self.cancelled, self.group_size, self.uid = False, group_size, uuid.uuid4()
-        starts = range(0, rows, group_size)
-        self._rows_left = [[min(group_size, rows - start) for start in starts] for _ in range(functions)]
-        self._functions_left = [functions] * len(starts)
+        self._functions_left = [functions] * len(range(0, rows, group_size))
         self._calls: dict[Call, None] = {}  # the calls that have not ended, in order
         self._lock = threading.Lock()
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -113,26 +107,22 @@ class Request:
         call.add_done_callback(done)  # type: ignore[arg-type]
         return call
 
-    def put(self, function: int, first: int, outcomes: Sequence[Any]) -> list[int]:
-        """Store outcomes of a function for consecutive rows. Any thread may call this, but only once for each row.
+    def put(self, function: int, row: int, outcome: Any) -> bool:
+        """Store the outcome of a function for a row. Any thread may call this, but only once for each row.
 
         Args:
             function: number of the function.
-            first: number of the first row.
-            outcomes: outcomes of the rows from `first` on.
+            row: number of the row.
+            outcome: the outcome, which is not None.
 
         Returns:
-            Numbers of the groups for which the function now has all outcomes. The caller must call `complete` for each
-            of them, now or later.
+            Whether the function now has all outcomes of the row's group. Then the caller must call `complete` for the
+            group, now or later.
         """
-        left, done = self._rows_left[function], []
+        outcomes = self.outcomes[function]
         with self._lock:
-            self.outcomes[function][first : first + len(outcomes)] = outcomes
-            for row in range(first, first + len(outcomes)):
-                left[row // self.group_size] -= 1
-                if not left[row // self.group_size]:
-                    done.append(row // self.group_size)
-        return done
+            outcomes[row] = outcome
+            return all(outcomes[other] is not None for other in self.rows_of(row // self.group_size))
 
     def complete(self, group: int) -> None:
         """Record that one more function is done with a group. After the last function, the group is complete.
@@ -191,13 +181,12 @@ def call_all(
     Returns:
         The ended calls, in the order of `arguments`.
     """
-    request = Request(1, len(arguments), max(1, len(arguments)))
-
-    def done(row: int, _: Call) -> None:
-        for group in request.put(0, row, [None]):
-            request.complete(group)
-
-    calls = [request.add(Call(function, one, timeout=timeout), partial(done, row)) for row, one in enumerate(arguments)]
+    calls = [Call(function, one, timeout=timeout) for one in arguments]
     submit(calls)
-    request.wait()
+    try:
+        wait(calls)
+    except BaseException:
+        for call in reversed(calls):  # the last first: a call that ends would make room for a later one
+            call.cancel()
+        raise
     return calls

@@ -9,7 +9,6 @@ The path of a call::
 import asyncio
 import os
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,6 +37,27 @@ def value_of(outcome: Outcome) -> Any:
     if error is not None:
         raise error
     return value
+
+
+async def in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
+    """Wait for an outcome and return it. If it takes longer than `seconds`, raise `error`."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await outcome
+    except TimeoutError:
+        if limit.expired():
+            raise error from None
+        raise
+
+
+async def unless_lost(outcome: Awaitable[Any], seconds: float) -> Any:
+    """Wait for the outcome of a worker that keeps to timeouts itself, and give it up `LOST_SECONDS` after them."""
+    seconds += LOST_SECONDS
+    return await in_time(outcome, seconds, GivenUp(f"no outcome has come within {seconds:.0f} s"))
+
+
+def overdue(call: Call) -> Overdue:
+    return Overdue(f"took more than {call.timeout:g} s")
 
 
 class EventLoop:
@@ -104,17 +124,6 @@ class EventLoop:
                 self.start(end()).result(seconds)
 
 
-class _Queue:
-    """The calls of a backend on one event loop. After `close`, an old loop may go on for some time beside a new one."""
-
-    def __init__(self, places: int):
-        self.waiting, self.tasks, self.places = deque[Call](), dict[Call, asyncio.Task[None]](), places
-
-    def give_up(self, call: Call) -> None:
-        if call in self.tasks:
-            self.tasks[call].cancel()
-
-
 class Backend:
     """Makes calls: at most a number of them at once, at a pace, and again after errors that may pass.
 
@@ -159,10 +168,10 @@ class Backend:
         with self._lock:
             if self._loop is None or self._process != os.getpid():
                 self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._queue, self._next_start = _Queue(self._count), 0.0
-                self._loop.run(self._open())
+                self._places, self._next_start = asyncio.Semaphore(self._count), 0.0
+                self._open()
             self._calls.update(calls)
-            self._loop.start(self._begin(calls, self._queue))
+            self._loop.start(self._begin(calls, self._places))
 
     def close(self) -> None:
         """End all calls with `GivenUp`, and all threads and processes. A later `submit` starts anew."""
@@ -173,70 +182,38 @@ class Backend:
                 call.finish(error=GivenUp("the runner was closed"))
             loop.close(self._stop)
 
-    async def _begin(self, calls: Sequence[Call], queue: "_Queue") -> None:
-        """Begin a task for each free place, at most one per call."""
-        queue.waiting.extend(calls)
+    async def _begin(self, calls: Sequence[Call], places: asyncio.Semaphore) -> None:
+        """Begin a task for each call. After `close`, an old loop with its places may go on beside a new one."""
         loop = asyncio.get_running_loop()
         for call in calls:
-            call.add_done_callback(partial(self._call_ended, loop, queue))  # type: ignore[arg-type]  # for any future
-        for _ in range(min(queue.places, len(calls))):
-            queue.places -= 1
-            loop.create_task(self._serve(queue))
+            task = loop.create_task(self._serve(call, places))
+            call.add_done_callback(partial(self._call_ended, loop, task))  # type: ignore[arg-type]  # for any future
 
-    def _call_ended(self, loop: asyncio.AbstractEventLoop, queue: "_Queue", call: Call) -> None:
+    def _call_ended(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None], call: Call) -> None:
         self._calls.discard(call)
         if call.cancelled():
-            loop.call_soon_threadsafe(queue.give_up, call)
+            loop.call_soon_threadsafe(task.cancel)
 
-    async def _serve(self, queue: "_Queue") -> None:
-        """Make waiting calls, one after the other. Never raises a call's error: SystemExit would end the loop."""
-        while queue.waiting:
-            call = queue.waiting.popleft()
-            if call.done():
-                continue
-            task = queue.tasks[call] = asyncio.current_task()  # type: ignore[assignment]
-            try:
-                call.finish(await self._make(call))
-            except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
-                call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
-            del queue.tasks[call]
-            while task.cancelling():  # type: ignore[union-attr]  # Python 3.11.0 takes later timeouts for a `give_up`
-                task.uncancel()  # type: ignore[union-attr]
-        queue.places += 1
+    async def _serve(self, call: Call, places: asyncio.Semaphore) -> None:
+        """Make a call when there is a place. Never raises the call's error: SystemExit would end the loop."""
+        try:
+            async with places:
+                if not call.done():
+                    call.finish(await self._make(call))
+        except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
+            call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
-        loop = asyncio.get_running_loop()
-        call.began = max(loop.time(), self._next_start)
-        self._next_start = call.began + self._distance
         if self._distance:
-            await asyncio.sleep(call.began - loop.time())
+            now = asyncio.get_running_loop().time()
+            start = max(now, self._next_start)
+            self._next_start = start + self._distance
+            await asyncio.sleep(start - now)
         return await self._made(call)
 
-    async def _in_time(self, call: Call, outcome: Awaitable[Any]) -> Any:
-        """Wait for what a call gives, at most for its timeout, and return it."""
-        try:
-            async with asyncio.timeout(call.timeout):
-                return await outcome
-        except TimeoutError:
-            raise Overdue(f"took more than {call.timeout:g} s") from None
-
-    def _give_up_lost(self, queue: _Queue, ahead: int) -> None:
-        """Give up the calls of workers, which keep to timeouts themselves, if no outcome has come for long. Look again.
-
-        Args:
-            queue: the calls.
-            ahead: number of calls that a worker may make before one that has begun.
-        """
-        loop = asyncio.get_running_loop()
-        for call, task in queue.tasks.items():
-            if loop.time() - call.began > LOST_SECONDS + (1 + ahead) * call.timeout:
-                call.finish(error=GivenUp(f"no outcome has come {loop.time() - call.began:.0f} s after its start"))
-                task.cancel()
-        loop.call_later(1, self._give_up_lost, queue, ahead)
-
-    async def _open(self) -> None:
-        """Prepare the backend for its first call, and for its first call after `close`. Runs on the loop."""
+    def _open(self) -> None:
+        """Prepare the backend for its first call, and for its first call after `close`."""
 
     async def _stop(self) -> None:
         """End what the backend has started. Runs on the loop."""
@@ -253,7 +230,7 @@ class AsyncCalls(Backend):
     have begun there end at their timeouts, and later calls run on a new loop. For the arguments, see `Backend`.
     """
 
-    async def _open(self) -> None:
+    def _open(self) -> None:
         self._users = EventLoop()
 
     async def _stop(self) -> None:
@@ -262,7 +239,8 @@ class AsyncCalls(Backend):
     async def _made(self, call: Call) -> Any:
         loop = self._users
         try:
-            return value_of(await self._in_time(call, asyncio.wrap_future(loop.start(_outcome_of(call)))))
+            outcome = asyncio.wrap_future(loop.start(_outcome_of(call)))
+            return value_of(await in_time(outcome, call.timeout, overdue(call)))
         except Overdue:
             _, blocked = await asyncio.wait([asyncio.wrap_future(loop.start(asyncio.sleep(0)))], timeout=ANSWER_SECONDS)
             if blocked:

@@ -34,7 +34,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend
+from dash_trl.workers.loops import Backend, unless_lost
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -159,10 +159,9 @@ class ProcessCalls(Backend):
         self.functions, self._workers = list(functions), count
         self._started_with = pack(functions), prepare
 
-    async def _open(self) -> None:
+    def _open(self) -> None:
         self._pool: ProcessPool | None = None
-        self._futures: set[Future[bytes]] = set()
-        self._give_up_lost(self._queue, CALLS_AHEAD)
+        self._futures: set[Future[tuple[bytes, str]]] = set()
 
     async def _stop(self) -> None:
         pool, self._pool = self._pool, None
@@ -187,7 +186,8 @@ class ProcessCalls(Backend):
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            outcome = await asyncio.wrap_future(future)
+            # The worker may make other calls first.
+            outcome = await unless_lost(asyncio.wrap_future(future), (1 + CALLS_AHEAD) * call.timeout)
         except TimeoutError:
             raise TimeoutError(f"took more than {call.timeout:g} s") from None
         except ProcessExpired as error:
@@ -200,15 +200,11 @@ class ProcessCalls(Backend):
             for one in self._futures.copy():  # pebble forgets the calls that are still in its queue
                 one.cancel()
             raise WorkerDied("the workers do not start, or one was killed while it waited; see the log") from None
-        return _read(outcome)
+        return _read(*outcome)
 
 
-def _read(outcome: bytes) -> Any:
-    """Return the value of a pickled outcome, or raise its error.
-
-    An error that cannot be read here becomes a `RuntimeError` with its text.
-    """
-    payload, text = pickle.loads(outcome)
+def _read(payload: bytes, text: str) -> Any:
+    """Return the value of a call, or raise its error: a `RuntimeError` with its text if it cannot be read here."""
     try:
         value = pickle.loads(payload)
     except BaseException as error:  # also SystemExit
@@ -243,17 +239,17 @@ def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> 
         prepare()
 
 
-def _call(packed: bytes) -> bytes:
-    """Make a call in a worker, and return its pickled outcome. Never raises an error, whatever the function does."""
+def _call(packed: bytes) -> tuple[bytes, str]:
+    """Make a call in a worker; return its pickled value or error, and the error's text. Never raises an error."""
     try:
         if isinstance(_functions, BaseException):
             raise _functions
         number, arguments = pickle.loads(packed)
-        return pickle.dumps((cloudpickle.dumps(_functions[number](**arguments)), ""))
+        return cloudpickle.dumps(_functions[number](**arguments)), ""
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
         payload = b""
         with suppress(BaseException):  # some errors accept no notes, or cannot be pickled
             error.add_note(f"In its worker:\n{''.join(traceback.format_tb(error.__traceback__))[-TRACEBACK_CHARS:]}")
             payload = cloudpickle.dumps(error)
-        return pickle.dumps((payload, text[:TEXT_CHARS]))
+        return payload, text[:TEXT_CHARS]

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dash_trl.workers.calls import Call, call_all
-from dash_trl.workers.loops import Backend, value_of
+from dash_trl.workers.calls import Call, GivenUp, call_all
+from dash_trl.workers.loops import Backend, unless_lost, value_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -50,15 +50,12 @@ class RayCalls(Backend):
         self._task = ray.remote(max_retries=RETRIES)(_make)
         self._packed = [ray.put(packed)]  # in a list, because Ray would fetch an argument for each task
 
-    async def _open(self) -> None:
-        self._give_up_lost(self._queue, 0)
-
     async def _made(self, call: Call) -> Any:
         number = self._functions.index(call.function)
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
-            outcome = await task
-        except asyncio.CancelledError:
+            outcome = await unless_lost(task, call.timeout)
+        except (asyncio.CancelledError, GivenUp):
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
@@ -67,10 +64,7 @@ class RayCalls(Backend):
 
 
 def _connect() -> None:
-    """Connect to the cluster at `RAY_ADDRESS`, unless this process is connected to a cluster.
-
-    Ray's own search for a cluster is not used, because it would also find a cluster of another user of this machine.
-    """
+    """Connect to the cluster at `RAY_ADDRESS`. Ray's own search would also find a cluster of another user."""
     import ray
 
     if ray.is_initialized():
@@ -86,10 +80,7 @@ def _connect() -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens at the address, because Ray itself would wait for many minutes.
-
-    An address without a port, such as "auto", is not checked.
-    """
+    """Raise `ConnectionError` if nothing listens at HOST:PORT, because Ray itself would wait for many minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         try:
@@ -114,17 +105,7 @@ def _workers(packed: Any) -> ProcessCalls:
 def _make(
     packed: list[Any], number: int, arguments: dict[str, Any], timeout: float
 ) -> tuple[Any, BaseException | None]:
-    """Make a call. This is the function of a Ray task.
-
-    Args:
-        packed: list whose only item is Ray's reference to the packed functions.
-        number: index of the function.
-        arguments: the arguments of the call.
-        timeout: seconds for the call.
-
-    Returns:
-        The value and the error of the call.
-    """
+    """Make a call in a Ray task; return its value and error. `packed` has Ray's reference to the packed functions."""
     workers = _workers(packed[0])
     (call,) = call_all(workers.submit, workers.functions[number], [arguments], timeout=timeout)
     return call.value, call.error

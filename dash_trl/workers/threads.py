@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp
-from dash_trl.workers.loops import Backend, Outcome, value_of
+from dash_trl.workers.loops import Backend, Outcome, in_time, overdue, value_of
 
 MOST_HANGING = 256  # while this many calls hang, further calls end with `GivenUp`: each of them would hold a thread
 Box = queue.SimpleQueue[tuple[Call, asyncio.Future[Outcome]] | None]  # a thread takes its calls from it; None = the end
@@ -22,7 +22,7 @@ Box = queue.SimpleQueue[tuple[Call, asyncio.Future[Outcome]] | None]  # a thread
 class ThreadCalls(Backend):
     """`Backend` that makes calls on threads. Threads start when they are needed. For its arguments, see `Backend`."""
 
-    async def _open(self) -> None:
+    def _open(self) -> None:
         self._free: list[Box] = []  # boxes of idle threads
         self._hanging = 0  # number of calls that continue although nobody waits for them
 
@@ -45,7 +45,7 @@ class ThreadCalls(Backend):
             self._free.append(box)
         self._free.pop().put((call, ended))
         try:
-            return value_of(await self._in_time(call, ended))
+            return value_of(await in_time(ended, call.timeout, overdue(call)))
         finally:
             self._hanging += ended.cancelled()
 

@@ -56,8 +56,8 @@ mkdir -p "$LOGS"
 resume=()
 last=$(find "$OUTPUT" -path '*/checkpoint-*/trainer_state.json' | sort -V | tail -n 1) # last file of a checkpoint
 if [ -n "$last" ]; then
-  resume=(--resume_from_checkpoint "${last%/*}")
-  echo "Resuming from ${last%/*}"
+  resume=(--resume_from_checkpoint "${last%/*/*}")
+  echo "Resuming in ${last%/*/*}"
 fi
 
 on_nodes() { # ROLE NODE… -- COMMAND: one task per node; if one fails, Slurm ends the others
