@@ -528,7 +528,7 @@ def test_random_runs(kind, tiny_model, tmp_path):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round of cases")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
