@@ -139,7 +139,7 @@ OPTIONS: dict = dict(
             "final_logit_softcapping": 4.0,
         },
     ),
-    rope=("default", "linear", "dynamic", "longrope", "yarn", "llama3"),
+    rope=("default", "linear", "yarn", "llama3", "dynamic", "longrope"),
     context=(512, 16),
     attention=("sdpa", "eager"),
     dtype=(torch.float32,),
@@ -332,6 +332,7 @@ def kind(name: str, **options: Any) -> Any:
     **ANY_ORDER,
     reward_pipeline=(False,),
     max_num_gen_batches=(1,),
+    rope=OPTIONS["rope"][: 4 if RANKS > 1 else 6],  # the last two depend on the width, in TRL on each rank's own
     dtype=(torch.float64,),  # rounding grows with each step, with luspo from 1e-6 to 1.3e-4 of the update in 11 steps
     functions=FUNCTIONS[:2],  # TRL counts a failure as "not applicable"
     advantage_estimator=("grpo",),
@@ -527,7 +528,7 @@ def test_random_runs(kind, tiny_model, tmp_path):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1, help="of the first round of cases")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
     torch.set_num_threads(1)
