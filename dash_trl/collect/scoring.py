@@ -9,6 +9,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class Rewards:
     ) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
-        Pass each row of a generation batch exactly once, in any order. Do nothing if the batch was not announced.
+        Pass each row of a generation batch exactly once, in any order. Do nothing if rewards do not start early.
 
         Args:
             number: number of the generation batch.
@@ -185,7 +186,7 @@ class Rewards:
         if number in self._early:
             request, examples = self._early[number]
             own = examples[first : first + len(completion_ids)]
-            self.team.start(request, first, reward_rows(own, prompts, completions, completion_ids))
+            self.team.start(request, first, reward_rows(own, prompts, deepcopy(completions), completion_ids))
 
     def forget(self) -> None:
         """Cancel the rewards of all generation batches that were announced, but have not begun."""

@@ -6,16 +6,14 @@
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Sequence
-from copy import deepcopy
-from functools import partial
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
-from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
+from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler, Work
 from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, on_servers
 from dash_trl.log_probs import LogProbs
@@ -116,9 +114,6 @@ class _Batches:
         self._rows: dict[int, list[Conversation]] = {}
         self._taken: set[int] = set()
 
-    def __getitem__(self, number: int) -> list[Conversation]:
-        return self._rows[number]
-
     def add(self, prompts: Prompts) -> list[Conversation]:
         rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
         return rows
@@ -211,40 +206,46 @@ class TurnsOnServers(OnServers):
     Args:
         host: see `OnServers`.
         rewards: see `OnServers`.
-        pool: see `OnServers`.
+        servers: see `OnServers`.
         conversations: runs tools and environments.
     """
 
-    def __init__(self, host: Host, rewards: Rewards, pool: Any, conversations: Conversations):
-        super().__init__(host, rewards, pool)
+    def __init__(self, host: Host, rewards: Rewards, servers: Any, conversations: Conversations):
+        super().__init__(host, rewards, servers)
         self._conversations, self._batches = conversations, _Batches(conversations, knows_log_probs=True)
         self.needs_token_ids = conversations.environments is None
 
     def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         self._batches.begin()
-        chains = {}
-        for one in new:
-            rows = self._batches.add(one)
-            prompt_ids = one.ids if one.tokenized else [None] * len(rows)
-            chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
-        self._pool.expect(prompts.number, {}, None if self._on_rows is None else self._pass_on, chains=chains)
-        with self._timed("generate"):
-            # Waits until all turns of the window's rows are sampled.
-            self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
+        sampled = super().sample(prompts, new)
         self._batches.taken(prompts.number)
-        return self._batches.sampled(prompts.number, self._pool.policy_version)
+        return sampled
 
-    async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
-        """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
+    def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
+        rows, sampling = self._batches.add(prompts), self._servers.sampling()
+        for number, row in enumerate(rows):
+            yield self._lead(number, row, prompts.ids[number] if prompts.tokenized else None, order, sampling)
+
+    async def _lead(
+        self, number: int, row: Conversation, prompt_ids: list[int] | None, order: int, sampling: dict[str, Any]
+    ) -> Work:
+        """Sample all turns of a row, each by a job."""
+        versions: list[int] = []
         goes_on = await self._conversations.begin(row, prompt_ids)
         while goes_on and row.turns is not None:
-            turn = await ask(row.turns.context, row.turns.room)
+            (job,) = self._pool.completions([(row.turns.context, 1, row.turns.room)], sampling, order=order)
+            job.number = number
+            (turn,) = await self._pool.complete(job, check=True)
+            versions += job.versions
             goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
+        return number, [row], versions
 
-    def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
-        row = self._batches[number][first]
-        assert self._on_rows is not None and row.turns is not None, "the row has ended, and `on_rows` asks for it"
-        self._on_rows(number, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
+    def _seen(self, prompts: Prompts, work: Work) -> None:
+        first, (row,), _ = work
+        self._rewards.start(prompts.number, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
+
+    def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
+        return self._batches.sampled(prompts.number, versions)
 
     def forget(self) -> None:
         super().forget()  # first, because it ends the conversations that are running
