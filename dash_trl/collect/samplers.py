@@ -57,7 +57,7 @@ class Sampler:
         raise NotImplementedError
 
     def sample_ahead(self) -> None:
-        """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
+        """Sample windows ahead if this process samples. Called after `sample`, while rewards are awaited."""
 
     def start_rewards_of_sampled(self) -> None:
         """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows."""
@@ -108,19 +108,18 @@ class InProcess(Sampler):
     def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs):
         super().__init__(host, rewards)
         self._log_probs = log_probs
-        self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
+        self._next: list[Prompts] = []  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
     def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._known |= {one.number: one for one in new}
-        self._known.pop(prompts.number, None)
+        self._next = [one for one in new if one is not prompts]
         ahead = self._sampled.pop(prompts.number, None)
         return self._sample(prompts) if ahead is None else ahead
 
     def sample_ahead(self) -> None:
-        """Sample the known windows with the current weights, and begin their rewards at once."""
-        for number in sorted(self._known):
-            self._sampled[number] = self._sample(self._known.pop(number))
+        """Sample the next windows with the current weights, and begin their rewards at once."""
+        for one in self._next:
+            self._sampled[one.number] = self._sample(one)
 
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -142,7 +141,6 @@ class InProcess(Sampler):
         return sampled
 
     def forget(self) -> None:
-        self._known.clear()
         self._sampled.clear()
 
 
@@ -165,7 +163,7 @@ class OnServers(Sampler):
         with self._timed("generate"):
             sync_weights(self._host)
             for one in new:  # all at once, so that the servers stay busy while the last rows of `prompts` are sampled
-                works = self._works(one, URGENT if one.number == prompts.number else one.number)
+                works = self._works(one, URGENT if one is prompts else one.number)
                 self._submitted[one.number] = self._pool.submit(works, partial(self._seen, one))
             with self._timed("wait_for_rollouts"):  # while this waits, the pool calls `_seen` on this thread
                 work = self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number))
@@ -207,9 +205,9 @@ class OnServers(Sampler):
 
     def log(self) -> None:
         """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
-        healthy, *counts = self._servers.metrics()
-        retried, queued = self._host.ranks.sum(torch.tensor(counts)).tolist()
-        self._host.recorder.log({"servers/healthy": healthy, "async/queued_groups": queued})
+        pool = self._pool
+        retried, queued = self._host.ranks.sum(torch.tensor([pool.retried, len(pool.backlog.waiting)])).tolist()
+        self._host.recorder.log({"servers/healthy": len(pool.fleet.current()), "async/queued_groups": queued})
         self._host.recorder.total("servers/retried_requests", retried)
 
     def forget(self) -> None:

@@ -33,16 +33,15 @@ class Rounds:
     def __init__(self, host: Host, conversations: Conversations):
         self._host, self._ranks, self._conversations = host, host.ranks, conversations
 
-    def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
+    def sample(self, rows: Sequence[tuple[Conversation, list[int] | None]]) -> None:
         """Sample all turns of rows.
 
         Args:
-            rows: the rows.
-            prompt_ids: token ids of each prompt. `None` in place of the ids: the prompt is tokenized after the row's
-                environment is reset.
+            rows: the rows, each with the token ids of its prompt. `None` in place of the ids: the prompt is tokenized
+                after the row's environment is reset.
         """
-        begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
-        self._sample_rounds(self._with_another_turn(rows, begin), first=True)
+        begin = [self._conversations.begin(*one) for one in rows]
+        self._sample_rounds(self._with_another_turn([row for row, _ in rows], begin), first=True)
 
     def go_on(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
@@ -103,40 +102,44 @@ class Rounds:
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
 
 
-class _Batches:
-    """Keeps the rows of each generation batch until their rewards have come.
+class _Turns(Sampler):
+    """Mixin for rows with several turns. It keeps the rows of each generation batch until their rewards have come.
 
     Until then, reward functions may use the environments of the rows, so no other row may use these environments.
+
+    Args:
+        host: see `Sampler`.
+        rewards: see `Sampler`.
+        source: `log_probs` of `InProcess`, or `servers` of `OnServers`.
+        conversations: runs tools and environments.
     """
 
-    def __init__(self, conversations: Conversations, *, knows_log_probs: bool):
-        self._conversations, self._knows_log_probs = conversations, knows_log_probs
-        self._rows: dict[int, list[Conversation]] = {}
-        self._taken: set[int] = set()
+    def __init__(self, host: Host, rewards: Rewards, source: Any, conversations: Conversations):
+        super().__init__(host, rewards, source)  # type: ignore[call-arg]  # of the class beside this one
+        self._conversations = conversations
+        self._rows: dict[int, list[Conversation]] = {}  # generation batch → its rows
+        self._taken: list[Conversation] = []  # rows that reward functions may use
+        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
 
-    def add(self, prompts: Prompts) -> list[Conversation]:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+        self._conversations.give_back(self._taken)  # by now, the rewards of the last generation batch have come
+        self._taken = []
+        sampled = super().sample(prompts, new)
+        self._taken = self._rows.pop(prompts.number)
+        self._conversations.score(self._taken)
+        return sampled
+
+    def _new_rows(self, prompts: Prompts) -> list[tuple[Conversation, list[int] | None]]:
+        """Make the rows of a generation batch; return each with the token ids of its prompt, if they are known."""
         rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
-        return rows
+        prompt_ids = prompts.ids if prompts.tokenized else [None] * len(rows)
+        return list(zip(rows, prompt_ids, strict=True))
 
-    def begin(self) -> None:
-        """Give back the environments of all generation batches for which `taken` was called.
-
-        Called when the next generation batch begins: by then the rewards of these batches have come.
-        """
-        for number in self._taken:
-            self._conversations.give_back(self._rows.pop(number))
-        self._taken.clear()
-
-    def sampled(self, number: int, versions: Tensor) -> Sampled:
-        """Return the rows of a generation batch. Call it only when all of them have ended.
-
-        Args:
-            number: number of the generation batch.
-            versions: [B, 2], policy versions of the rows.
-        """
+    def _of_rows(self, number: int, versions: Tensor) -> Sampled:
+        """Return the rows of a generation batch, all of which have ended."""
         rows = self._rows[number]
         turns = [row.turns for row in rows if row.turns is not None]
-        known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
+        known = self._host.args.use_vllm or any(one.log_probs is not None for one in turns)
         return Sampled(
             prompt_ids=[one.prompt_ids for one in turns],
             completion_ids=[one.completion_ids for one in turns],
@@ -154,77 +157,30 @@ class _Batches:
             ),
         )
 
-    def taken(self, number: int) -> None:
-        """Give the rows of a generation batch and their environments to the reward functions, which are called next."""
-        rows = self._rows[number]
-        self._taken.add(number)
-        self._conversations.score(rows)
-
     def forget(self) -> None:
-        for rows in self._rows.values():
+        super().forget()  # first, because it ends the conversations that are running
+        for rows in (self._taken, *self._rows.values()):
             self._conversations.give_back(rows)
+        self._taken = []
         self._rows.clear()
-        self._taken.clear()
 
 
-class TurnsInProcess(InProcess):
-    """Samples rows with several turns in this process.
-
-    Args:
-        host: see `InProcess`.
-        rewards: see `InProcess`.
-        log_probs: see `InProcess`.
-        conversations: runs tools and environments.
-    """
-
-    def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs, conversations: Conversations):
-        super().__init__(host, rewards, log_probs)
-        self._rounds = Rounds(host, conversations)
-        self._batches = _Batches(conversations, knows_log_probs=host.args.use_vllm)
-        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
-
-    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._batches.begin()
-        sampled = super().sample(prompts, new)
-        self._batches.taken(prompts.number)
-        return sampled
+class TurnsInProcess(_Turns, InProcess):
+    """Samples rows with several turns in this process."""
 
     def _sample(self, prompts: Prompts) -> Sampled:
-        rows = self._batches.add(prompts)
         with self._timed("generate"):
-            self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        return self._finished(prompts.number, self._batches.sampled(prompts.number, self._versions(len(rows))))
-
-    def forget(self) -> None:
-        super().forget()
-        self._batches.forget()
+            Rounds(self._host, self._conversations).sample(self._new_rows(prompts))
+        return self._finished(prompts.number, self._of_rows(prompts.number, self._versions(len(prompts.examples))))
 
 
-class TurnsOnServers(OnServers):
-    """Samples rows with several turns on vLLM servers.
-
-    Args:
-        host: see `OnServers`.
-        rewards: see `OnServers`.
-        servers: see `OnServers`.
-        conversations: runs tools and environments.
-    """
-
-    def __init__(self, host: Host, rewards: Rewards, servers: Any, conversations: Conversations):
-        super().__init__(host, rewards, servers)
-        self._conversations, self._batches = conversations, _Batches(conversations, knows_log_probs=True)
-        self.needs_token_ids = conversations.environments is None
-
-    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._batches.begin()
-        sampled = super().sample(prompts, new)
-        self._batches.taken(prompts.number)
-        return sampled
+class TurnsOnServers(_Turns, OnServers):
+    """Samples rows with several turns on vLLM servers."""
 
     def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        rows, sampling = self._batches.add(prompts), self._servers.sampling()
-        for number, row in enumerate(rows):
-            yield self._lead(number, row, prompts.ids[number] if prompts.tokenized else None, order, sampling)
+        sampling = self._servers.sampling()
+        for number, row in enumerate(self._new_rows(prompts)):
+            yield self._lead(number, *row, order, sampling)
 
     async def _lead(
         self, number: int, row: Conversation, prompt_ids: list[int] | None, order: int, sampling: dict[str, Any]
@@ -245,11 +201,7 @@ class TurnsOnServers(OnServers):
         self._rewards.start(prompts.number, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
 
     def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
-        return self._batches.sampled(prompts.number, versions)
-
-    def forget(self) -> None:
-        super().forget()  # first, because it ends the conversations that are running
-        self._batches.forget()
+        return self._of_rows(prompts.number, versions)
 
 
 def new_sampler(
@@ -272,9 +224,9 @@ def new_sampler(
     if host.rollout_func is not None:
         return ByFunction(host, rewards)
     if on_servers(host):
-        if conversations is not None:
-            return TurnsOnServers(host, rewards, pool, conversations)
-        return OnServers(host, rewards, pool)
-    if conversations is not None:
-        return TurnsInProcess(host, rewards, log_probs, conversations)
-    return InProcess(host, rewards, log_probs)
+        if conversations is None:
+            return OnServers(host, rewards, pool)
+        return TurnsOnServers(host, rewards, pool, conversations)
+    if conversations is None:
+        return InProcess(host, rewards, log_probs)
+    return TurnsInProcess(host, rewards, log_probs, conversations)

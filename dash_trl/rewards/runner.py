@@ -171,12 +171,10 @@ class RewardTeam:
         functions: the functions, in the order in which TRL calls them with a batch. If a function is listed twice, each
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
-        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt. By default, each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
-        self._group_size, self._ranks = group_size, ranks
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1):
+        self._ranks = ranks
         self._functions = list(dict.fromkeys(functions))
         self._index = {one: index for index, one in enumerate(self._functions)}
         self._calls = list(functions)
@@ -186,14 +184,13 @@ class RewardTeam:
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
-    def join(self, group_size: int | None = None) -> None:
+    def join(self, group_size: int = 1) -> None:
         """Attaches the runners to this team again, because another trainer may have attached them to its own team.
 
         Args:
-            group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
-                that the team's `group_size` returns.
+            group_size: number of adjacent rows in the next batch that are completions of one prompt.
         """
-        self._next_group_size = group_size
+        self._group_size = group_size
         for runner in {one.runner for one in self._functions}:
             runner.team, runner.ranks = self, self._ranks
 
@@ -271,8 +268,7 @@ class RewardTeam:
         request = self._request
         if request is None or self._completions is not batch["completions"] or one not in self._left:
             rows = _rows(batch)
-            size = self._next_group_size or self._group_size()
-            request = self.begin(len(rows), size)
+            request = self.begin(len(rows), self._group_size)
             self.hand_over(request, batch["completions"])
             self.start(request, 0, rows)
         request.wait()

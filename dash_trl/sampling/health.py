@@ -110,8 +110,7 @@ class Fleet:
         Returns:
             URL of the server; None if the job has to wait.
         """
-        # Servers that held the current weights when last checked. Suspects are left out below, until they are checked.
-        current = [server for server in self.servers.values() if server.version == self.version]
+        current = self.current()
         current = [server for server in current if server.url not in avoid] or current
         ready = [
             server
@@ -140,9 +139,9 @@ class Fleet:
         """Return the URLs of servers that need the current weights or are loading them."""
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
-    def has_current(self) -> bool:
-        """Return whether a server held the current weights when it was last checked."""
-        return any(server.version == self.version for server in self.servers.values())
+    def current(self) -> list[ServerStatus]:
+        """Return the servers that held the current weights when they were last checked; no dead server does."""
+        return [server for server in self.servers.values() if server.version == self.version]
 
     def describe(self) -> str:
         """Describe the state and the last error of each server, one line each."""

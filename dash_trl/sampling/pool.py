@@ -400,7 +400,7 @@ class ServerPool:
     def _fail_waiting(self) -> None:
         """Fail the jobs for which no server has been usable for `server_timeout` seconds, apart from weight syncs."""
         now = time.monotonic()
-        if self._sending or self.fleet.has_current():
+        if self._sending or self.fleet.current():
             self._usable = now
         if self.backlog.running:
             return

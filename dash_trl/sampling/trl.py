@@ -24,7 +24,6 @@ from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.backlog import URGENT, Job
 from dash_trl.sampling.checksum import weights_checksum, weights_version
-from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.server import ServedModel
@@ -154,20 +153,6 @@ class ServerGeneration(ExactMerges):
         """Return the optimizer steps that made the first and the last of these weight versions; []: the current one."""
         versions = versions or [self.pool.fleet.version]
         return [self._steps[versions[0]], self._steps[versions[-1]]]
-
-    def metrics(self) -> tuple[int, int, int]:
-        """Return this rank's figures for the log.
-
-        Returns:
-            Number of usable servers, number of requests retried so far, number of jobs that wait for a server.
-        """
-        fleet = self.pool.fleet
-        usable = [
-            server
-            for server in fleet.servers.values()
-            if server.state != State.DEAD and server.version == fleet.version
-        ]
-        return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
 
     def jobs(self, prompts: list[list[int]], num_generations: int, order: int = URGENT) -> list[Job]:
         """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them.
