@@ -238,8 +238,7 @@ class Collector:
             # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
             rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
-            self._recorder.log(self._dynamic.metrics(signal))
-            self._dynamic.note(signal)  # for the first round of the next window
+            self._recorder.log(self._dynamic.note(signal))
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
