@@ -157,7 +157,7 @@ class Collector:
             with self._recorder.timed("generate"):
                 tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
         prompts = Prompts(next(self._numbers), examples, tokenized)
-        self._rewards.announce(prompts.number, examples)
+        self._rewards.announce(prompts)
         return prompts
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:

@@ -131,13 +131,13 @@ class InProcess(Sampler):
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
         )
-        return self._finished(prompts.number, sampled)
+        return self._finished(prompts, sampled)
 
-    def _finished(self, number: int, sampled: Sampled) -> Sampled:
+    def _finished(self, prompts: Prompts, sampled: Sampled) -> Sampled:
         """Add log-probs if they are needed, and begin the rewards of the rows."""
         if sampled.log_probs is None and one_ahead(self._host):
             sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
-        self._rewards.start(number, 0, sampled.prompts, sampled.completion_ids, sampled.completions)
+        self._rewards.start(prompts, 0, sampled.prompts, sampled.completion_ids, sampled.completions)
         return sampled
 
     def forget(self) -> None:
@@ -187,7 +187,7 @@ class OnServers(Sampler):
         own, ids = slice(first, first + len(rows)), [row.token_ids for row in rows]
         completions = decoded(self._host.processing_class, prompts.prompts[own], prompts.ids[own], ids)
         self._completions[prompts.number][own] = completions
-        self._rewards.start(prompts.number, first, prompts.prompts[own], ids, completions)
+        self._rewards.start(prompts, first, prompts.prompts[own], ids, completions)
 
     def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
         return Sampled(

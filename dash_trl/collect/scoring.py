@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.collect.decode import Sampled
+from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.host import Host, rows_come_early
 from dash_trl.rewards import (
     ROW,
@@ -145,38 +145,35 @@ class Rewards:
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
         self.start_early = self.run_in_background and rows_come_early(host)
-        # number of a generation batch → the request of its rewards, and its rows of the dataset
-        self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}
+        self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
         self._failures = FailureWatch(functions, names)
 
-    def announce(self, number: int, examples: Sequence[Mapping[str, Any]]) -> None:
+    def announce(self, prompts: Prompts) -> None:
         """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
 
         Args:
-            number: number of the generation batch; see `Prompts.number`.
-            examples: B rows of the dataset.
+            prompts: the prompts of the generation batch.
         """
         if self.start_early:
-            self._early[number] = self.team.begin(len(examples), self.host.args.num_generations), examples
+            self._early[prompts.number] = self.team.begin(len(prompts.examples), self.host.args.num_generations)
 
     def start(
-        self, number: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
+        self, prompts: Prompts, first: int, texts: list[Any], completion_ids: list[list[int]], completions: list[Any]
     ) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
         Pass each row of a generation batch exactly once, in any order. Do nothing if rewards do not start early.
 
         Args:
-            number: number of the generation batch.
+            prompts: the prompts of the generation batch.
             first: index of the first row within the batch.
-            prompts: the prompts of the rows.
+            texts: the prompts of the rows, including the text that environments added.
             completion_ids: the token ids of the rows' completions.
             completions: the decoded completions of the rows.
         """
-        if number in self._early:
-            request, examples = self._early[number]
-            own = examples[first : first + len(completion_ids)]
-            self.team.start(request, first, reward_rows(own, prompts, deepcopy(completions), completion_ids))
+        if (request := self._early.get(prompts.number)) is not None:
+            own = prompts.examples[first : first + len(completion_ids)]
+            self.team.start(request, first, reward_rows(own, texts, deepcopy(completions), completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
@@ -190,16 +187,11 @@ class Rewards:
             rollouts: the B rows.
             by_group: True = the rewards are awaited group by group, False = together.
         """
-        request, _ = self._early.pop(number, (None, ()))
+        request = self._early.pop(number, None)
         if request is None and (self.run_in_background or by_group):
-
-            def started() -> Request:
-                request = self.team.begin(len(rollouts), self.host.args.num_generations)
-                rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
-                self.team.start(request, 0, rows)
-                return request
-
-            request = self._ranks.agree(started)
+            request = self.team.begin(len(rollouts), self.host.args.num_generations)
+            rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
+            self._ranks.agree(self.team.start, request, 0, rows)
         return GenerationBatch(self, sampled, rollouts, request)
 
     def of_all(

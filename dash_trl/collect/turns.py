@@ -171,7 +171,7 @@ class TurnsInProcess(_Turns, InProcess):
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             Rounds(self._host, self._conversations).sample(self._new_rows(prompts))
-        return self._finished(prompts.number, self._of_rows(prompts.number, self._versions(len(prompts.examples))))
+        return self._finished(prompts, self._of_rows(prompts.number, self._versions(len(prompts.examples))))
 
 
 class TurnsOnServers(_Turns, OnServers):
@@ -198,7 +198,7 @@ class TurnsOnServers(_Turns, OnServers):
 
     def _seen(self, prompts: Prompts, work: Work) -> None:
         first, (row,), _ = work
-        self._rewards.start(prompts.number, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
+        self._rewards.start(prompts, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
 
     def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
         return self._of_rows(prompts.number, versions)

@@ -228,20 +228,19 @@ def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return _or_outcome(_discounted(_td_errors(rewards), (~rewards.ends).double()), rewards)
 
 
-_WEIGHT = frozenset({"process_weight"})
-_IN_GROUP = Estimator(per_group=True)
-# Each credit estimator, the settings that it uses, and its flags if `dash_trl.update` has no estimator of this name.
-for _credit, _settings, _flags in (
-    (grpo_process, _WEIGHT | {"scale_floor"}, _IN_GROUP),
-    (deepseek_process, _WEIGHT, _IN_GROUP),
-    (prime_rloo, _WEIGHT, Estimator()),  # it whitens over the batch
-    (gae, frozenset({"lam"}), _IN_GROUP),
-    (vineppo, frozenset[str](), _IN_GROUP),
-    (grpo, frozenset[str](), _IN_GROUP),
-    (reinforce, _WEIGHT, _IN_GROUP),
+# Each credit estimator, and the settings that it uses.
+for _credit, _settings in (
+    (grpo_process, {"process_weight", "scale_floor"}),
+    (deepseek_process, {"process_weight"}),
+    (prime_rloo, {"process_weight"}),
+    (gae, {"lam"}),
+    (vineppo, set[str]()),
+    (grpo, set[str]()),
+    (reinforce, {"process_weight"}),
 ):
-    _known = ESTIMATORS.get(_credit.__name__, _flags)
-    ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=_settings)
+    # `dash_trl.update` may have an estimator of this name. `prime_rloo` whitens over the batch.
+    _known = ESTIMATORS.get(_credit.__name__, Estimator(per_group=_credit is not prime_rloo))
+    ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=frozenset(_settings))
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:

@@ -13,6 +13,7 @@ If a check fails in `PATIENCE` windows in a row, a warning explains the reason a
 
 import logging
 import math
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Diagnostics:
     """
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "alone": 0}
+        self._failures = Counter[str]()  # name of a check → number of windows in a row in which it has failed
 
     def check(self, figures: Figures, *, estimator: str) -> None:
         """Runs the checks on one window.

@@ -175,8 +175,7 @@ class RewardTeam:
 
     def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1):
         self._ranks = ranks
-        self._functions = list(dict.fromkeys(functions))
-        self._index = {one: index for index, one in enumerate(self._functions)}
+        self._index = {one: index for index, one in enumerate(dict.fromkeys(functions))}
         self._calls = list(functions)
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
@@ -191,7 +190,7 @@ class RewardTeam:
             group_size: number of adjacent rows in the next batch that are completions of one prompt.
         """
         self._group_size = group_size
-        for runner in {one.runner for one in self._functions}:
+        for runner in {one.runner for one in self._index}:
             runner.team, runner.ranks = self, self._ranks
 
     def begin(self, rows: int, group_size: int) -> Request:
@@ -206,7 +205,7 @@ class RewardTeam:
         Returns:
             The request.
         """
-        request = Request(len(self._functions), rows, group_size)
+        request = Request(len(self._index), rows, group_size)
         self._begun.add(request)
         return request
 
@@ -223,7 +222,7 @@ class RewardTeam:
             first: index of the first row within the request; the rows are adjacent.
             rows: see `RewardRunner.submit`.
         """
-        for index, one in enumerate(self._functions):
+        for one, index in self._index.items():
             one.start(request, index, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:

@@ -229,7 +229,6 @@ class Fleet:
             server.state = State.HEALTHY
         else:
             self._die(server, now)
-            self.suspect_idle(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """Record that a server did not answer a probe or did not load the weights.
@@ -242,7 +241,6 @@ class Fleet:
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
-        self.suspect_idle(now)
 
     def new_version(self, version: int, now: float) -> None:
         """Record that there are new weights. No server may be given a job until it holds them.
@@ -270,5 +268,7 @@ class Fleet:
                 server.state, server.rest_until = State.SUSPECT, now
 
     def _die(self, server: ServerStatus, now: float) -> None:
+        """Record that a server is dead. Idle servers may get its jobs, so they become suspects."""
         server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
         server.failures = 0
+        self.suspect_idle(now)

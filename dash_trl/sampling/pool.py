@@ -146,10 +146,12 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
+        def dead() -> list[str]:
+            return [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
+
         async def missing_servers() -> list[str]:
-            dead = [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
-            await asyncio.gather(*map(self._check, dead))
-            return [url for url in dead if self.fleet.servers[url].state == State.DEAD]
+            await asyncio.gather(*map(self._check, dead()))
+            return dead()
 
         deadline = time.monotonic() + self.server_timeout
         while missing := self._loop.run(missing_servers()):
@@ -359,29 +361,24 @@ class ServerPool:
         for job in lost:
             self._requests.pop(job).cancel()
             self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
-        for job, task in tuple(self._requests.items()):
-            if task.done():
-                del self._requests[job]
-                self._end_request(job, task)
+        for job in [job for job, task in self._requests.items() if task.done()]:
+            task = self._requests.pop(job)
+            error = task.exception()
+            if error is None:
+                self._last_answers[self.backlog.running[job]] = time.monotonic()
+                self.backlog.served(job)
+                answer = self._answers.pop(job)
+                if not answer.done():  # cancelled
+                    answer.set_result(task.result())
+            elif isinstance(error, ServerError):
+                self._failed(job, error)
+            else:
+                self._fail(job, error)
         earliest = time.monotonic() - self.request_timeout
         for job, url in tuple(self.backlog.running.items()):
             if self._last_answers[url] < earliest:
                 self._requests.pop(job).cancel()
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
-
-    def _end_request(self, job: Job, task: asyncio.Task[Any]) -> None:
-        """Take in the result or the error of a finished request."""
-        error = task.exception()
-        if error is None:
-            self._last_answers[self.backlog.running[job]] = time.monotonic()
-            self.backlog.served(job)
-            answer = self._answers.pop(job)
-            if not answer.done():  # cancelled
-                answer.set_result(task.result())
-        elif isinstance(error, ServerError):
-            self._failed(job, error)
-        else:
-            self._fail(job, error)
 
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""

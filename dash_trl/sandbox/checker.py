@@ -358,8 +358,10 @@ def same_word(found: str, expected: str) -> bool:
 # functions of numpy that `compare_shapes` replaces if the tests name them → their module
 COMPARE = {
     **dict.fromkeys(("allclose", "isclose", "array_equiv"), "numpy"),
-    **dict.fromkeys(("assert_allclose", "assert_array_equal", "assert_almost_equal"), "numpy.testing"),
-    "assert_array_almost_equal": "numpy.testing",
+    **dict.fromkeys(
+        ("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
+        "numpy.testing",
+    ),
 }
 
 
