@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations import TrackioCallback
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
+from trl.extras.profiling import profiling_context
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
@@ -296,7 +297,8 @@ def sampling_changes(model: Any, generation_config: Any) -> list[str]:
 def sync_weights(trainer: Any) -> None:
     """Send vLLM the current weights if vLLM has other weights, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
-        trainer.vllm_generation.sync_weights()
+        with profiling_context(trainer, "sync_weights"):
+            trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
 
 

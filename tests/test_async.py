@@ -314,14 +314,11 @@ def test_equal_neighbours_are_groups_of_their_own(sampler):
     assert groups == [([1, 2], 2), ([3], 4), ([3], 4), ([4], 3)]
 
 
-@pytest.mark.parametrize("in_training", [False, True])
-def test_a_completion_fits_into_the_context(sampler, in_training):
+def test_a_completion_fits_into_the_context(sampler):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
 
     def limits(*lengths: int, **kwargs: Any) -> dict[int, int]:
         rows = [[0] * length for length in lengths]
-        if in_training:
-            sampler.expect(0, {0: rows})
         return {len(one["prompt"]): one["max_tokens"] for one in requests_of(sampler, rows, 1, **kwargs)}
 
     assert limits(12, 15, 20) == {12: 8, 15: 5, 20: 8}
@@ -341,7 +338,7 @@ SAMPLING = {"max_tokens": 8}
 
 
 def submit(pool: ServerPool, count: int) -> Any:
-    return pool.submit(pool.completions([([i, 5], 1) for i in range(count)], SAMPLING), order=0)
+    return pool.submit(map(pool.complete, pool.completions([([i, 5], 1) for i in range(count)], SAMPLING)))
 
 
 def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):

@@ -43,10 +43,10 @@ def test_a_suspect_rests_and_is_looked_at_before_it_gets_a_prompt():
 def test_between_batches_a_server_may_have_become_another():
     fleet = ready(A)
     fleet.suspect_idle(5.0)
-    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and fleet.has_current()
+    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and fleet.current()
     fleet.answered(A)
     fleet.refit_failed(A, "it has other weights", 6.0)
-    assert fleet.servers[A].state == "dead" and not fleet.has_current()
+    assert fleet.servers[A].state == "dead" and not fleet.current()
     assert "http://a is dead; last error: it has other weights" in fleet.describe()
 
 

@@ -236,16 +236,15 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(model, pool):
     assert len({tuple(row) for row in completions[:4]}) > 1  # four samples, not one four times
     assert all(generated_tokens(url) > 1000 for url in pool.pool.urls)  # both servers work
 
-    async def turns(ask: Any) -> None:  # a row of several turns
+    async def turns() -> None:  # a row of several turns
         ids = rows[0]
         for _ in range(2):
-            reply = await ask(ids, 8)
+            (reply,) = await pool.pool.complete(*pool.jobs([ids], 1), check=True)
             replies.append((ids, reply.token_ids, [[value] for value in reply.log_probs]))
             ids = [*ids, *reply.token_ids]
 
     replies: list[tuple] = []
-    pool.expect(0, {}, chains={0: [turns] * 4})
-    pool.generate([], None, 4)
+    pool.pool.collect(pool.pool.submit(turns() for _ in range(4)))
     assert len(replies) == 8 and largest_difference(model, *zip(*replies, strict=True)) <= 1e-4
 
 
@@ -258,8 +257,8 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     rows = [*[short] * 2, *[12 * short] * 2]
     before = {url: generated_tokens(url) for url in vllm_servers.urls}
     slow_tokens.touch()
-    pool.expect(0, {0: [], 1: rows})
-    assert pool.generate([], None, 2) == ([], [], [], [])  # of a window without rows: nothing to wait for
+    jobs = pool.jobs(rows, 2)
+    batch = pool.pool.submit(map(pool.pool.complete, jobs))
 
     def both_groups_have_begun() -> bool:
         in_work = list(pool.pool.backlog.running.values())
@@ -270,9 +269,9 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     pool.step = lambda: 7
     pool.sync_weights()
     slow_tokens.unlink()
-    pool.expect(1, {})
-    _, completions, log_probs, _ = pool.generate(rows, None, 2)
-    assert pool.policy_version.tolist() == [[0, 7]] * 4
+    sampled = [row for group in pool.pool.collect(batch) for row in group]
+    completions, log_probs = [row.token_ids for row in sampled], [[[one] for one in row.log_probs] for row in sampled]
+    assert [pool.steps(job.versions) for job in jobs] == [[0, 7]] * 2
     for row in zip(rows, completions, log_probs, strict=True):
         of_old, of_new = (differences(weights, *row) <= 1e-4 for weights in (old, model))
         begins, ends = of_old.cumprod(0).sum(), of_new.flip(0).cumprod(0).sum()  # tokens of either without a gap

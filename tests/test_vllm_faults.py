@@ -108,7 +108,7 @@ def test_a_good_server_answers_what_a_bad_one_fails(fakes, monkeypatch):
     for fault in ("500", "hangs", "breaks off"):
         bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
         pool = ready(bad, good, server_timeout=600.0, request_timeout=60.0)
-        batch = pool.submit(asked(pool, 12, 4), order=0)
+        batch = pool.submit(map(pool.complete, asked(pool, 12, 4)))
         if fault == "hangs":
             wait_until(lambda bad=bad, good=good: (bad.asked["/v1/completions"], len(good.served)) == (7, 7))
             settle(pool)
@@ -185,7 +185,7 @@ def test_a_look_at_who_had_no_work_waits_until_weights_are_sent(fakes):
     pool.refit = refit
     pool.new_version(1)
     pool.fleet.failed(away.url, None, "it was away", now=0.0)  # a look is due
-    batch = pool.submit(asked(pool, 2, 1), order=0)
+    batch = pool.submit(map(pool.complete, asked(pool, 2, 1)))
     settle(pool)
     pool.on_each(lambda server: server.weight_tag())  # a look that had begun would come before
     assert looks == [] and [fake.asked["/health"] for fake in (idle, away)] == [1, 1]
@@ -379,7 +379,7 @@ def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes,
         return pool.fleet.version - (len(order) < 3)  # twice it ends up with old weights
 
     pool.refit = refit
-    batch = pool.submit(asked(pool, 4, 1), order=0)
+    batch = pool.submit(map(pool.complete, asked(pool, 4, 1)))
     hurry(pool, clock)
     assert pool.collect(batch) == expected(4, 1)
     assert len(order) == 3 and len(fake.served) == 4 + 3  # a trial of one token each, before a server is trusted

@@ -157,7 +157,7 @@ class Collector:
             with self._recorder.timed("generate"):
                 tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
         prompts = Prompts(next(self._numbers), examples, tokenized)
-        self._rewards.announce(prompts.number, examples)
+        self._rewards.announce(prompts)
         return prompts
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
@@ -226,9 +226,9 @@ class Collector:
                 prompts = self._announce(self._queue.take(more))
                 new = [prompts]
         self._log_sampled(batches)
-        rollouts = joined(widened([one.rollouts for one in credited], self._pad_token_id))
-        filtered, num_items = joined([one.filtered for one in credited]), rollouts.loss_mask.sum()
-        keep, order = filtered.keep, torch.arange(len(rollouts))
+        whole = self._whole(credited)
+        rollouts, keep = whole.rollouts, whole.filtered.keep
+        num_items, order = rollouts.loss_mask.sum(), torch.arange(len(rollouts))
         if self._dynamic is not None:
             # Rounds may sample more rows than a window has. `chosen`: the rows of the window, whose tokens the loss
             # divides by. `trained`: those of them whose group has a kept row.
@@ -238,14 +238,18 @@ class Collector:
             # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
             rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
-            self._recorder.log(self._dynamic.metrics(signal))
-            self._dynamic.note(signal)  # for the first round of the next window
+            self._recorder.log(self._dynamic.note(signal))
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
         part = self.log_probs.added(part, shares)
-        self._log_whole(batches, rollouts, filtered, torch.cat([one.silent for one in credited]), part.rollouts)
+        self._log_whole(batches, whole, part.rollouts)
         return part
+
+    def _whole(self, parts: Sequence[Credited]) -> Credited:
+        """Join the rows of several parts or rounds."""
+        rollouts, filtered, silent = zip(*parts, strict=True)
+        return Credited(joined(widened(rollouts, self._pad_token_id)), joined(filtered), torch.cat(silent))
 
     def _by_group(
         self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], shares: Sequence[range]
@@ -274,11 +278,9 @@ class Collector:
                 part = self.log_probs.added(part, shares)
             survivors.append(part.rollouts)
             if sum(map(len, arrived)) == len(batch.rollouts):  # log before the optimizer step of the last part
-                order = torch.cat(arrived).argsort()
-                rollouts = joined([one.rollouts for one in credited]).rows(order)
-                filtered = joined([one.filtered for one in credited]).rows(order)
-                silent = torch.cat([one.silent for one in credited])
-                self._log_whole([batch], rollouts, filtered, silent, joined(survivors))
+                order, whole = torch.cat(arrived).argsort(), self._whole(credited)
+                whole = Credited(whole.rollouts.rows(order), whole.filtered.rows(order), whole.silent)
+                self._log_whole([batch], whole, joined(survivors))
             yield part
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
@@ -316,30 +318,21 @@ class Collector:
 
     # ------------------------------------------------------------------ logs
 
-    def _log_whole(
-        self,
-        batches: Sequence[GenerationBatch],
-        rollouts: CreditedRollouts,
-        filtered: Filtered,
-        silent: Tensor,
-        survivors: Survivors,
-    ) -> None:
+    def _log_whole(self, batches: Sequence[GenerationBatch], credited: Credited, survivors: Survivors) -> None:
         """Log a window whose rewards have all come.
 
         Args:
             batches: the generation batches of the window.
-            rollouts: all rows of these batches, in the same order.
-            filtered: which of these rows the filter has kept and dropped.
-            silent: see `Credited`, for all these groups, in any order.
+            credited: all rows of these batches, in the same order; its groups in `silent` have any order.
             survivors: the rows that are trained on.
         """
         # Order the rewards by rank, then by round, as the advantages are.
         rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
-        advantages = self._ranks.gather(rollouts.mean_advantages())
+        advantages = self._ranks.gather(credited.rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
-        self._log.rewarded(prompts, completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
+        self._log.rewarded(prompts, completions, rewards, advantages, credited.silent)
+        metrics = filter_metrics(credited.rollouts, credited.filtered, self._ranks.sum)
         self._recorder.log(metrics)
         if self._dynamic is not None and self._queue is not None:
             self._recorder.total("prompts/epoch", self._queue.epochs)

@@ -62,22 +62,16 @@ class DynamicSampling:
         allowed = self.groups * self._most - sampled // self._ranks
         return min(math.ceil(missing / share / self._ranks), self.groups, allowed)
 
-    def note(self, signal: Sequence[Tensor]) -> None:
-        """Update the running average of the share of groups with signal after a window is complete.
+    def note(self, signal: Sequence[Tensor]) -> dict[str, float]:
+        """Update the running average after a window is complete; return the window's figures for the log.
+
+        Numbers of groups are divided by `room`.
 
         Args:
             signal: as in `next`, for all rounds of the window.
         """
         sampled, found = _counted(signal)
         self.share += SMOOTHING * (found / sampled - self.share)
-
-    def metrics(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Return the logged figures of a complete window. Numbers of groups are divided by `room`.
-
-        Args:
-            signal: as in `next`, for all rounds of the window.
-        """
-        sampled, found = _counted(signal)
         return {
             "dynamic_sampling/rounds": len(signal),
             "dynamic_sampling/sampled": sampled / self.room,

@@ -104,8 +104,8 @@ class WindowLog:
         self._figures({"tools/failed_rows": failed.float().mean().item()})
         if turns.calls is not None:
             made, in_vain = self._ranks.gather(turns.calls).sum(dim=0).tolist()
-            frequency = {"call": made / len(failed), "failure": in_vain / made if made else 0.0}
-            self._figures({f"tools/{name}_frequency": value for name, value in frequency.items()})
+            failures = in_vain / made if made else 0.0
+            self._figures({"tools/call_frequency": made / len(failed), "tools/failure_frequency": failures})
 
     def end_round(self, before: int, rows: int) -> None:
         """Complete the columns that reward functions and callbacks have logged in some rounds of a window only.

@@ -2,13 +2,13 @@
 
     sample: the rows of a window ──► sample_ahead: later windows, while rewards are awaited
 
-If rewards begin early, a sampler passes rows to the function `on_rows` as soon as they are sampled, including rows of
-windows that are sampled ahead. Otherwise `on_rows` is `None`.
+A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of windows that are sampled ahead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
+from dash_trl.sampling import URGENT
 from dash_trl.seams import decoded, sync_weights
 
-# (number of the generation batch, first row, prompts, token ids, completions)
-OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
+# Of adjacent rows: index of the first one, what servers have sampled of each, weight versions of their requests
+Work = tuple[int, list[Any], Sequence[int]]
 
 
 class Sampler:
@@ -31,7 +32,7 @@ class Sampler:
 
     Args:
         host: the trainer.
-        rewards: gets rows as soon as they are sampled, if their rewards start early.
+        rewards: gets rows as soon as they are sampled.
     Attributes:
         needs_token_ids: False = the sampler tokenizes prompts itself.
     """
@@ -39,8 +40,7 @@ class Sampler:
     needs_token_ids = True
 
     def __init__(self, host: Host, rewards: Rewards):
-        self._host, self._timed = host, host.recorder.timed
-        self._on_rows: OnRows | None = rewards.start if rewards.start_early else None
+        self._host, self._timed, self._rewards = host, host.recorder.timed, rewards
 
     def _versions(self, rows: int) -> Tensor:
         """Return `Sampled.policy_version` of rows that the current weights have sampled, [rows, 2]."""
@@ -57,13 +57,10 @@ class Sampler:
         raise NotImplementedError
 
     def sample_ahead(self) -> None:
-        """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
+        """Sample windows ahead if this process samples. Called after `sample`, while rewards are awaited."""
 
     def start_rewards_of_sampled(self) -> None:
-        """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows.
-
-        `on_rows` gets the rows.
-        """
+        """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows."""
 
     def log(self) -> None:
         """Log figures of the sampler. It is called once per window."""
@@ -111,19 +108,18 @@ class InProcess(Sampler):
     def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs):
         super().__init__(host, rewards)
         self._log_probs = log_probs
-        self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
+        self._next: list[Prompts] = []  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
     def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._known |= {one.number: one for one in new}
-        self._known.pop(prompts.number, None)
+        self._next = [one for one in new if one is not prompts]
         ahead = self._sampled.pop(prompts.number, None)
         return self._sample(prompts) if ahead is None else ahead
 
     def sample_ahead(self) -> None:
-        """Sample the known windows with the current weights, and begin their rewards at once."""
-        for number in sorted(self._known):
-            self._sampled[number] = self._sample(self._known.pop(number))
+        """Sample the next windows with the current weights, and begin their rewards at once."""
+        for one in self._next:
+            self._sampled[one.number] = self._sample(one)
 
     def _sample(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -135,18 +131,16 @@ class InProcess(Sampler):
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
         )
-        return self._finished(prompts.number, sampled)
+        return self._finished(prompts, sampled)
 
-    def _finished(self, number: int, sampled: Sampled) -> Sampled:
-        """Add log-probs if they are needed, and pass the rows to `on_rows`, so that their rewards begin."""
+    def _finished(self, prompts: Prompts, sampled: Sampled) -> Sampled:
+        """Add log-probs if they are needed, and begin the rewards of the rows."""
         if sampled.log_probs is None and one_ahead(self._host):
             sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
-        if self._on_rows is not None:
-            self._on_rows(number, 0, sampled.prompts, sampled.completion_ids, deepcopy(sampled.completions))
+        self._rewards.start(prompts, 0, sampled.prompts, sampled.completion_ids, sampled.completions)
         return sampled
 
     def forget(self) -> None:
-        self._known.clear()
         self._sampled.clear()
 
 
@@ -156,54 +150,67 @@ class OnServers(Sampler):
     Args:
         host: see `Sampler`.
         rewards: see `Sampler`.
-        pool: a `ServerGeneration`.
+        servers: a `ServerGeneration`.
     """
 
-    def __init__(self, host: Host, rewards: Rewards, pool: Any):
+    def __init__(self, host: Host, rewards: Rewards, servers: Any):
         super().__init__(host, rewards)
-        self._pool = pool
-        self._known: dict[int, Prompts] = {}
+        self._servers, self._pool = servers, servers.pool
+        self._submitted: dict[int, Any] = {}  # generation batch → its `Batch` of the pool
         self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
     def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._known |= {one.number: one for one in new}
-        if self._on_rows is not None:
-            self._completions |= {one.number: [None] * len(one.examples) for one in new}
-        on_sampled = None if self._on_rows is None else self._pass_on
-        self._pool.expect(prompts.number, {one.number: one.ids for one in new}, on_sampled)
         with self._timed("generate"):
-            # While this call waits, the pool calls `_pass_on` on this thread.
-            completion_ids, log_probs = self._host._generate_single_turn(
-                *prompts.tokenized, self._host.args.num_generations
-            )
-            versions = self._pool.policy_version
-            if self._on_rows is None:  # then `_pass_on` has not decoded the completions
-                completions = decoded(self._host.processing_class, prompts.prompts, prompts.ids, completion_ids)
-            else:
-                completions = self._completions.pop(prompts.number)
-        del self._known[prompts.number]
-        return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
+            sync_weights(self._host)
+            for one in new:  # all at once, so that the servers stay busy while the last rows of `prompts` are sampled
+                works = self._works(one, URGENT if one is prompts else one.number)
+                self._submitted[one.number] = self._pool.submit(works, partial(self._seen, one))
+            with self._timed("wait_for_rollouts"):  # while this waits, the pool calls `_seen` on this thread
+                work = self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number))
+        versions = [self._servers.steps(versions) for _, rows, versions in work for _ in rows]
+        return self._sampled(prompts, [row for _, rows, _ in work for row in rows], torch.tensor(versions))
 
-    def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
-        """Pass rows that have been sampled to `on_rows`. The pool calls it on the main thread."""
-        assert self._on_rows is not None, "the pool calls this method only if rewards start early"
-        own, prompts = slice(first, first + len(completion_ids)), self._known[number]
-        completions = decoded(self._host.processing_class, prompts.prompts[own], prompts.ids[own], completion_ids)
-        self._completions[number][own] = completions
-        self._on_rows(number, first, prompts.prompts[own], completion_ids, deepcopy(completions))
+    def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
+        """Yield coroutines for the event loop of the pool; each samples adjacent rows."""
+        self._completions[prompts.number] = [None] * len(prompts.examples)
+        first = 0
+        for job in self._servers.jobs(prompts.ids, self._host.args.num_generations, order):
+            yield self._group(first, job)
+            first += job.sequences
+
+    async def _group(self, first: int, job: Any) -> Work:
+        return first, await self._pool.complete(job), job.versions
+
+    def _seen(self, prompts: Prompts, work: Work) -> None:
+        """Decode rows that have been sampled, and begin their rewards. The pool calls it on the main thread."""
+        first, rows, _ = work
+        own, ids = slice(first, first + len(rows)), [row.token_ids for row in rows]
+        completions = decoded(self._host.processing_class, prompts.prompts[own], prompts.ids[own], ids)
+        self._completions[prompts.number][own] = completions
+        self._rewards.start(prompts, first, prompts.prompts[own], ids, completions)
+
+    def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
+        return Sampled(
+            prompts.ids,
+            [row.token_ids for row in rows],
+            self._completions.pop(prompts.number),
+            versions,
+            prompts=prompts.prompts,
+            log_probs=[row.log_probs for row in rows],
+        )
 
     def start_rewards_of_sampled(self) -> None:
-        if self._on_rows is not None:
-            self._pool.show_finished()
+        for batch in self._submitted.values():
+            batch.read()
 
     def log(self) -> None:
         """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
-        healthy, *counts = self._pool.metrics()
-        retried, queued = self._host.ranks.sum(torch.tensor(counts)).tolist()
-        self._host.recorder.log({"servers/healthy": healthy, "async/queued_groups": queued})
+        pool = self._pool
+        retried, queued = self._host.ranks.sum(torch.tensor([pool.retried, len(pool.backlog.waiting)])).tolist()
+        self._host.recorder.log({"servers/healthy": len(pool.fleet.current()), "async/queued_groups": queued})
         self._host.recorder.total("servers/retried_requests", retried)
 
     def forget(self) -> None:
-        self._known.clear()
+        self._submitted.clear()
         self._completions.clear()
-        self._pool.forget_windows()
+        self._pool.cancel()

@@ -7,14 +7,14 @@ A *request* (`workers.Request`) collects the results of the reward functions whi
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.collect.decode import Sampled
+from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.host import Host, rows_come_early
 from dash_trl.rewards import (
     ROW,
@@ -89,7 +89,8 @@ class GenerationBatch:
             while left:
                 with timed("reward"), timed("wait_for_rewards"):
                     here += request.next_groups(wait=not here)
-                    count = min(rewards.least_of_ranks(len(here)), left)
+                    with timed("wait_for_ranks"):
+                        count = min(rewards.host.ranks.least(len(here)), left)
                 now, here = here[:count], here[count:]
                 left -= count
                 rows = torch.tensor([row for group in now for row in request.rows_of(group)])
@@ -140,58 +141,39 @@ class Rewards:
     def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, in_background: bool):
         self.host, self.functions, self.names = host, functions, names
         self._ranks = host.ranks
-        this = weakref.ref(host)  # a runner's worker may outlive the trainer and must not keep the model in memory
-
-        def group_size() -> int:
-            if (alive := this()) is None:
-                return 0
-            training = alive.model.training
-            return (not training and alive.args.num_generations_eval) or alive.args.num_generations
-
-        self.team = RewardTeam(
-            [func for func in functions if isinstance(func, RunnerReward)], self._ranks.count, group_size
-        )
+        self.team = RewardTeam([func for func in functions if isinstance(func, RunnerReward)], self._ranks.count)
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
         self.start_early = self.run_in_background and rows_come_early(host)
-        # number of a generation batch → the request of its rewards, and its rows of the dataset
-        self._early: dict[int, tuple[Request, Sequence[Mapping[str, Any]]]] = {}
+        self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
         self._failures = FailureWatch(functions, names)
 
-    def announce(self, number: int, examples: Sequence[Mapping[str, Any]]) -> None:
+    def announce(self, prompts: Prompts) -> None:
         """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
 
         Args:
-            number: number of the generation batch; see `Prompts.number`.
-            examples: B rows of the dataset.
+            prompts: the prompts of the generation batch.
         """
         if self.start_early:
-            self._early[number] = self.team.begin(len(examples), self.host.args.num_generations), examples
+            self._early[prompts.number] = self.team.begin(len(prompts.examples), self.host.args.num_generations)
 
     def start(
-        self, number: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
+        self, prompts: Prompts, first: int, texts: list[Any], completion_ids: list[list[int]], completions: list[Any]
     ) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
-        Pass each row of a generation batch exactly once, in any order. Do nothing if the batch was not announced.
+        Pass each row of a generation batch exactly once, in any order. Do nothing if rewards do not start early.
 
         Args:
-            number: number of the generation batch.
+            prompts: the prompts of the generation batch.
             first: index of the first row within the batch.
-            prompts: the prompts of the rows.
+            texts: the prompts of the rows, including the text that environments added.
             completion_ids: the token ids of the rows' completions.
             completions: the decoded completions of the rows.
         """
-        if number in self._early:
-            request, examples = self._early[number]
-            own = examples[first : first + len(completion_ids)]
-            self.team.start(request, first, reward_rows(own, prompts, completions, completion_ids))
-
-    def forget(self) -> None:
-        """Cancel the rewards of all generation batches that were announced, but have not begun."""
-        for request, _ in self._early.values():
-            request.cancel()
-        self._early.clear()
+        if (request := self._early.get(prompts.number)) is not None:
+            own = prompts.examples[first : first + len(completion_ids)]
+            self.team.start(request, first, reward_rows(own, texts, deepcopy(completions), completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
@@ -205,16 +187,11 @@ class Rewards:
             rollouts: the B rows.
             by_group: True = the rewards are awaited group by group, False = together.
         """
-        request, _ = self._early.pop(number, (None, ()))
+        request = self._early.pop(number, None)
         if request is None and (self.run_in_background or by_group):
-
-            def started() -> Request:
-                request = self.team.begin(len(rollouts), self.host.args.num_generations)
-                rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
-                self.team.start(request, 0, rows)
-                return request
-
-            request = self._ranks.agree(started)
+            request = self.team.begin(len(rollouts), self.host.args.num_generations)
+            rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
+            self._ranks.agree(self.team.start, request, 0, rows)
         return GenerationBatch(self, sampled, rollouts, request)
 
     def of_all(
@@ -243,7 +220,8 @@ class Rewards:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
                 function that returns no list of rewards, raises `WatchedReward.mistake` instead.
         """
-        self.team.join(group_size)
+        args = self.host.args
+        self.team.join(group_size or (not training and args.num_generations_eval) or args.num_generations)
         with self.host.recorder.timed("reward", counts=training):
             rewards = call_functions()
         self._ranks.agree(raise_mistakes, self.functions)
@@ -255,18 +233,9 @@ class Rewards:
         return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
-        """Cancel all rewards that have begun."""
-        self.forget()
+        """Cancel all rewards that were announced or have begun."""
         self.team.cancel()
-
-    def least_of_ranks(self, groups: int) -> int:
-        """Return the smallest of all ranks' numbers of groups. `wait_for_ranks` logs the seconds of waiting.
-
-        Args:
-            groups: number of this rank's groups that have all rewards and are not yet yielded.
-        """
-        with self.host.recorder.timed("wait_for_ranks"):
-            return self._ranks.least(groups)
+        self._early.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,16 +6,14 @@
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Sequence
-from copy import deepcopy
-from functools import partial
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
-from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
+from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler, Work
 from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, on_servers
 from dash_trl.log_probs import LogProbs
@@ -35,16 +33,15 @@ class Rounds:
     def __init__(self, host: Host, conversations: Conversations):
         self._host, self._ranks, self._conversations = host, host.ranks, conversations
 
-    def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
+    def sample(self, rows: Sequence[tuple[Conversation, list[int] | None]]) -> None:
         """Sample all turns of rows.
 
         Args:
-            rows: the rows.
-            prompt_ids: token ids of each prompt. `None` in place of the ids: the prompt is tokenized after the row's
-                environment is reset.
+            rows: the rows, each with the token ids of its prompt. `None` in place of the ids: the prompt is tokenized
+                after the row's environment is reset.
         """
-        begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
-        self._sample_rounds(self._with_another_turn(rows, begin), first=True)
+        begin = [self._conversations.begin(*one) for one in rows]
+        self._sample_rounds(self._with_another_turn([row for row, _ in rows], begin), first=True)
 
     def go_on(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
@@ -105,43 +102,44 @@ class Rounds:
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
 
 
-class _Batches:
-    """Keeps the rows of each generation batch until their rewards have come.
+class _Turns(Sampler):
+    """Mixin for rows with several turns. It keeps the rows of each generation batch until their rewards have come.
 
     Until then, reward functions may use the environments of the rows, so no other row may use these environments.
+
+    Args:
+        host: see `Sampler`.
+        rewards: see `Sampler`.
+        source: `log_probs` of `InProcess`, or `servers` of `OnServers`.
+        conversations: runs tools and environments.
     """
 
-    def __init__(self, conversations: Conversations, *, knows_log_probs: bool):
-        self._conversations, self._knows_log_probs = conversations, knows_log_probs
-        self._rows: dict[int, list[Conversation]] = {}
-        self._taken: set[int] = set()
+    def __init__(self, host: Host, rewards: Rewards, source: Any, conversations: Conversations):
+        super().__init__(host, rewards, source)  # type: ignore[call-arg]  # of the class beside this one
+        self._conversations = conversations
+        self._rows: dict[int, list[Conversation]] = {}  # generation batch → its rows
+        self._taken: list[Conversation] = []  # rows that reward functions may use
+        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
 
-    def __getitem__(self, number: int) -> list[Conversation]:
-        return self._rows[number]
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+        self._conversations.give_back(self._taken)  # by now, the rewards of the last generation batch have come
+        self._taken = []
+        sampled = super().sample(prompts, new)
+        self._taken = self._rows.pop(prompts.number)
+        self._conversations.score(self._taken)
+        return sampled
 
-    def add(self, prompts: Prompts) -> list[Conversation]:
+    def _new_rows(self, prompts: Prompts) -> list[tuple[Conversation, list[int] | None]]:
+        """Make the rows of a generation batch; return each with the token ids of its prompt, if they are known."""
         rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
-        return rows
+        prompt_ids = prompts.ids if prompts.tokenized else [None] * len(rows)
+        return list(zip(rows, prompt_ids, strict=True))
 
-    def begin(self) -> None:
-        """Give back the environments of all generation batches for which `taken` was called.
-
-        Called when the next generation batch begins: by then the rewards of these batches have come.
-        """
-        for number in self._taken:
-            self._conversations.give_back(self._rows.pop(number))
-        self._taken.clear()
-
-    def sampled(self, number: int, versions: Tensor) -> Sampled:
-        """Return the rows of a generation batch. Call it only when all of them have ended.
-
-        Args:
-            number: number of the generation batch.
-            versions: [B, 2], policy versions of the rows.
-        """
+    def _of_rows(self, number: int, versions: Tensor) -> Sampled:
+        """Return the rows of a generation batch, all of which have ended."""
         rows = self._rows[number]
         turns = [row.turns for row in rows if row.turns is not None]
-        known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
+        known = self._host.args.use_vllm or any(one.log_probs is not None for one in turns)
         return Sampled(
             prompt_ids=[one.prompt_ids for one in turns],
             completion_ids=[one.completion_ids for one in turns],
@@ -159,96 +157,51 @@ class _Batches:
             ),
         )
 
-    def taken(self, number: int) -> None:
-        """Give the rows of a generation batch and their environments to the reward functions, which are called next."""
-        rows = self._rows[number]
-        self._taken.add(number)
-        self._conversations.score(rows)
-
-    def forget(self) -> None:
-        for rows in self._rows.values():
-            self._conversations.give_back(rows)
-        self._rows.clear()
-        self._taken.clear()
-
-
-class TurnsInProcess(InProcess):
-    """Samples rows with several turns in this process.
-
-    Args:
-        host: see `InProcess`.
-        rewards: see `InProcess`.
-        log_probs: see `InProcess`.
-        conversations: runs tools and environments.
-    """
-
-    def __init__(self, host: Host, rewards: Rewards, log_probs: LogProbs, conversations: Conversations):
-        super().__init__(host, rewards, log_probs)
-        self._rounds = Rounds(host, conversations)
-        self._batches = _Batches(conversations, knows_log_probs=host.args.use_vllm)
-        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
-
-    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._batches.begin()
-        sampled = super().sample(prompts, new)
-        self._batches.taken(prompts.number)
-        return sampled
-
-    def _sample(self, prompts: Prompts) -> Sampled:
-        rows = self._batches.add(prompts)
-        with self._timed("generate"):
-            self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        return self._finished(prompts.number, self._batches.sampled(prompts.number, self._versions(len(rows))))
-
-    def forget(self) -> None:
-        super().forget()
-        self._batches.forget()
-
-
-class TurnsOnServers(OnServers):
-    """Samples rows with several turns on vLLM servers.
-
-    Args:
-        host: see `OnServers`.
-        rewards: see `OnServers`.
-        pool: see `OnServers`.
-        conversations: runs tools and environments.
-    """
-
-    def __init__(self, host: Host, rewards: Rewards, pool: Any, conversations: Conversations):
-        super().__init__(host, rewards, pool)
-        self._conversations, self._batches = conversations, _Batches(conversations, knows_log_probs=True)
-        self.needs_token_ids = conversations.environments is None
-
-    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._batches.begin()
-        chains = {}
-        for one in new:
-            rows = self._batches.add(one)
-            prompt_ids = one.ids if one.tokenized else [None] * len(rows)
-            chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
-        self._pool.expect(prompts.number, {}, None if self._on_rows is None else self._pass_on, chains=chains)
-        with self._timed("generate"):
-            # Waits until all turns of the window's rows are sampled.
-            self._host._generate_single_turn([], None, {}, self._host.args.num_generations)
-        self._batches.taken(prompts.number)
-        return self._batches.sampled(prompts.number, self._pool.policy_version)
-
-    async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
-        """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
-        goes_on = await self._conversations.begin(row, prompt_ids)
-        while goes_on and row.turns is not None:
-            turn = await ask(row.turns.context, row.turns.room)
-            goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
-
-    def _pass_on(self, number: int, first: int, completion_ids: list[list[int]]) -> None:
-        row = self._batches[number][first]
-        assert self._on_rows is not None and row.turns is not None, "the row has ended, and `on_rows` asks for it"
-        self._on_rows(number, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
-
     def forget(self) -> None:
         super().forget()  # first, because it ends the conversations that are running
-        self._batches.forget()
+        for rows in (self._taken, *self._rows.values()):
+            self._conversations.give_back(rows)
+        self._taken = []
+        self._rows.clear()
+
+
+class TurnsInProcess(_Turns, InProcess):
+    """Samples rows with several turns in this process."""
+
+    def _sample(self, prompts: Prompts) -> Sampled:
+        with self._timed("generate"):
+            Rounds(self._host, self._conversations).sample(self._new_rows(prompts))
+        return self._finished(prompts, self._of_rows(prompts.number, self._versions(len(prompts.examples))))
+
+
+class TurnsOnServers(_Turns, OnServers):
+    """Samples rows with several turns on vLLM servers."""
+
+    def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
+        sampling = self._servers.sampling()
+        for number, row in enumerate(self._new_rows(prompts)):
+            yield self._lead(number, *row, order, sampling)
+
+    async def _lead(
+        self, number: int, row: Conversation, prompt_ids: list[int] | None, order: int, sampling: dict[str, Any]
+    ) -> Work:
+        """Sample all turns of a row, each by a job."""
+        versions: list[int] = []
+        goes_on = await self._conversations.begin(row, prompt_ids)
+        while goes_on and row.turns is not None:
+            (job,) = self._pool.completions([(row.turns.context, 1, row.turns.room)], sampling, order=order)
+            job.number = number
+            (turn,) = await self._pool.complete(job, check=True)
+            versions += job.versions
+            goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
+        return number, [row], versions
+
+    def _seen(self, prompts: Prompts, work: Work) -> None:
+        first, (row,), _ = work
+        self._rewards.start(prompts, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
+
+    def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
+        return self._of_rows(prompts.number, versions)
 
 
 def new_sampler(
@@ -271,9 +224,9 @@ def new_sampler(
     if host.rollout_func is not None:
         return ByFunction(host, rewards)
     if on_servers(host):
-        if conversations is not None:
-            return TurnsOnServers(host, rewards, pool, conversations)
-        return OnServers(host, rewards, pool)
-    if conversations is not None:
-        return TurnsInProcess(host, rewards, log_probs, conversations)
-    return InProcess(host, rewards, log_probs)
+        if conversations is None:
+            return OnServers(host, rewards, pool)
+        return TurnsOnServers(host, rewards, pool, conversations)
+    if conversations is None:
+        return InProcess(host, rewards, log_probs)
+    return TurnsInProcess(host, rewards, log_probs, conversations)

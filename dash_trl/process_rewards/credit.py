@@ -228,20 +228,19 @@ def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return _or_outcome(_discounted(_td_errors(rewards), (~rewards.ends).double()), rewards)
 
 
-_WEIGHT = frozenset({"process_weight"})
-_IN_GROUP = Estimator(per_group=True)
-# Each credit estimator, the settings that it uses, and its flags if `dash_trl.update` has no estimator of this name.
-for _credit, _settings, _flags in (
-    (grpo_process, _WEIGHT | {"scale_floor"}, _IN_GROUP),
-    (deepseek_process, _WEIGHT, _IN_GROUP),
-    (prime_rloo, _WEIGHT, Estimator()),  # it whitens over the batch
-    (gae, frozenset({"lam"}), _IN_GROUP),
-    (vineppo, frozenset[str](), _IN_GROUP),
-    (grpo, frozenset[str](), _IN_GROUP),
-    (reinforce, _WEIGHT, _IN_GROUP),
+# Each credit estimator, and the settings that it uses.
+for _credit, _settings in (
+    (grpo_process, {"process_weight", "scale_floor"}),
+    (deepseek_process, {"process_weight"}),
+    (prime_rloo, {"process_weight"}),
+    (gae, {"lam"}),
+    (vineppo, set[str]()),
+    (grpo, set[str]()),
+    (reinforce, {"process_weight"}),
 ):
-    _known = ESTIMATORS.get(_credit.__name__, _flags)
-    ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=_settings)
+    # `dash_trl.update` may have an estimator of this name. `prime_rloo` whitens over the batch.
+    _known = ESTIMATORS.get(_credit.__name__, Estimator(per_group=_credit is not prime_rloo))
+    ESTIMATORS[_credit.__name__] = replace(_known, credit=_credit, settings=frozenset(_settings))
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:
@@ -319,8 +318,8 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, T
     mean = grouped.sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
     squares = (grouped - mean).masked_fill(~used, 0).square().sum(dim=(1, 2), keepdim=True)
     std = (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, torch.inf)
-    repeated = (one.repeat_interleave(rewards.group_size, dim=0).squeeze(2) for one in (mean, std))
-    return next(repeated), next(repeated)
+    mean, std = (one.repeat_interleave(rewards.group_size, dim=0).squeeze(2) for one in (mean, std))
+    return mean, std
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
@@ -338,30 +337,26 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
     """Compute (x − mean) / √(σ² + 1e-8) over all ranks' tokens of valued rows; fewer than two stay as they are."""
     places = rewards.mask & rewards.valued.unsqueeze(1)
-    count, mean, variance = moments([(values[places], 1)], rewards.sum_over_ranks)
+    count, mean, variance = moments([values[places]], rewards.sum_over_ranks)
     if count < 2:
         return values
     return (values - mean).div_((variance + VARIANCE_EPSILON).sqrt())
 
 
-def moments(
-    samples: Iterable[tuple[Tensor, Tensor | int]], sum_over_ranks: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def moments(samples: Iterable[Tensor], sum_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Computes count, mean and unbiased variance of S samples over all ranks.
 
     The variance needs a second sum over the ranks, because a computation from Σx² would lose digits.
 
     Args:
-        samples: this rank's part of the S samples. Each is a pair: a tensor of values, which may be empty, and the
-            number of times that each value counts.
+        samples: this rank's part of the S samples. Each is a tensor of values, which may be empty.
         sum_over_ranks: see `Rewards`.
     Returns:
         [S] float64 each: count, mean, variance. The mean of no values and the variance of one value are NaN.
     """
-    weighed = [(values.double(), torch.as_tensor(times).expand_as(values)) for values, times in samples]
-    sums = [torch.stack([times.sum().double(), (values * times).sum()]) for values, times in weighed]
-    count, total = sum_over_ranks(torch.stack(sums)).unbind(1)
+    parts = [values.double() for values in samples]
+    sums = [[values.numel(), values.sum()] for values in parts]
+    count, total = sum_over_ranks(torch.tensor(sums, dtype=torch.double)).unbind(1)
     mean = total / count
-    centred = zip(weighed, mean, strict=True)
-    squares = [(values - centre).square_().mul_(times).sum() for (values, times), centre in centred]
+    squares = [(values - centre).square_().sum() for values, centre in zip(parts, mean, strict=True)]
     return count, mean, sum_over_ranks(torch.stack(squares)) / (count - 1).clamp(min=0)

@@ -13,6 +13,7 @@ If a check fails in `PATIENCE` windows in a row, a warning explains the reason a
 
 import logging
 import math
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -49,22 +50,22 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
     utilities, early = rewards.process[row, token], 2 * token < lengths[row]
     low, high = torch.where(rewards.mask, credit, credit[:, :1]).aminmax(dim=1)
     several, structure = row.bincount(minlength=len(valued)) > 1, high - low > 1e-6
-    outcome, tokens = rewards.outcome_advantages, credit[rewards.mask]
-    samples: dict[str, tuple[Tensor, Tensor | int]] = {
-        "process/episodes": ((count - 1)[asked], 1),
-        "process/missing_values": (values.isnan()[(boundaries >= 0) & asked.unsqueeze(1)], 1),
-        "process/valued_rows": (valued, 1),
-        "process/value_first": (first[asked & ~first.isnan()], 1),
-        "process/value_last": (last[asked & ~last.isnan()], 1),
-        "process/structured_rows": ((several & structure)[valued], 1),
-        "process/utility_first_half": (utilities[early], 1),
-        "process/utility_second_half": (utilities[~early], 1),
-        "advantage/mean": (tokens, 1),
-        "advantage/mean_outcome_only": (outcome, lengths),
-        "asked": (asked, 1),
-        "several": (several[valued], 1),
-        "added": (tokens - outcome.repeat_interleave(lengths), 1),
-        "outcome": (outcome[valued], 1),
+    outcome_only, tokens = rewards.outcome_advantages.repeat_interleave(lengths), credit[rewards.mask]
+    samples = {
+        "process/episodes": (count - 1)[asked],
+        "process/missing_values": values.isnan()[(boundaries >= 0) & asked.unsqueeze(1)],
+        "process/valued_rows": valued,
+        "process/value_first": first[asked & ~first.isnan()],
+        "process/value_last": last[asked & ~last.isnan()],
+        "process/structured_rows": (several & structure)[valued],
+        "process/utility_first_half": utilities[early],
+        "process/utility_second_half": utilities[~early],
+        "advantage/mean": tokens,
+        "advantage/mean_outcome_only": outcome_only,
+        "asked": asked,
+        "several": several[valued],
+        "added": tokens - outcome_only,
+        "outcome": rewards.outcome_advantages[valued],
     }
     _, means, variances = moments(samples.values(), rewards.sum_over_ranks)
     return dict(zip(samples, zip(means.tolist(), variances.sqrt().tolist(), strict=True), strict=True))
@@ -86,7 +87,7 @@ class Diagnostics:
     """
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "alone": 0}
+        self._failures = Counter[str]()  # name of a check → number of windows in a row in which it has failed
 
     def check(self, figures: Figures, *, estimator: str) -> None:
         """Runs the checks on one window.

@@ -171,14 +171,11 @@ class RewardTeam:
         functions: the functions, in the order in which TRL calls them with a batch. If a function is listed twice, each
             call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
-        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
-            prompt. By default, each row is a group.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
-        self._group_size, self._ranks = group_size, ranks
-        self._functions = list(dict.fromkeys(functions))
-        self._index = {one: index for index, one in enumerate(self._functions)}
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1):
+        self._ranks = ranks
+        self._index = {one: index for index, one in enumerate(dict.fromkeys(functions))}
         self._calls = list(functions)
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
@@ -186,15 +183,14 @@ class RewardTeam:
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
-    def join(self, group_size: int | None = None) -> None:
+    def join(self, group_size: int = 1) -> None:
         """Attaches the runners to this team again, because another trainer may have attached them to its own team.
 
         Args:
-            group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
-                that the team's `group_size` returns.
+            group_size: number of adjacent rows in the next batch that are completions of one prompt.
         """
-        self._next_group_size = group_size
-        for runner in {one.runner for one in self._functions}:
+        self._group_size = group_size
+        for runner in {one.runner for one in self._index}:
             runner.team, runner.ranks = self, self._ranks
 
     def begin(self, rows: int, group_size: int) -> Request:
@@ -209,7 +205,7 @@ class RewardTeam:
         Returns:
             The request.
         """
-        request = Request(len(self._functions), rows, group_size)
+        request = Request(len(self._index), rows, group_size)
         self._begun.add(request)
         return request
 
@@ -226,7 +222,7 @@ class RewardTeam:
             first: index of the first row within the request; the rows are adjacent.
             rows: see `RewardRunner.submit`.
         """
-        for index, one in enumerate(self._functions):
+        for one, index in self._index.items():
             one.start(request, index, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
@@ -271,8 +267,7 @@ class RewardTeam:
         request = self._request
         if request is None or self._completions is not batch["completions"] or one not in self._left:
             rows = _rows(batch)
-            size = self._next_group_size or self._group_size()
-            request = self.begin(len(rows), size)
+            request = self.begin(len(rows), self._group_size)
             self.hand_over(request, batch["completions"])
             self.start(request, 0, rows)
         request.wait()

@@ -18,6 +18,8 @@ from typing import Any
 
 from dash_trl.sampling.health import Fleet, State
 
+URGENT = -1  # `Job.order` of jobs that the trainer waits for
+
 
 @dataclass(eq=False)
 class Job:
@@ -28,7 +30,7 @@ class Job:
         sequences: number of sequences that the job samples.
         prompt_ids: token ids of the prompt.
         sampling: sampling parameters, see `VLLMServer.complete`.
-        order: priority of the job's batch; the lowest goes first.
+        order: priority of the job; the lowest goes first. Jobs that the trainer waits for have `URGENT`.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.
         versions: the weight version at two times: when the job was given to the server that completed it, and when it
@@ -40,7 +42,7 @@ class Job:
     sequences: int = 1
     prompt_ids: Sequence[int] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
-    order: int = 0
+    order: int = URGENT
     number: int = 0
     failed_on: list[str] = field(default_factory=list)
     versions: tuple[int, int] = (0, 0)

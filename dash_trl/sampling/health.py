@@ -110,8 +110,7 @@ class Fleet:
         Returns:
             URL of the server; None if the job has to wait.
         """
-        # Servers that held the current weights when last checked. Suspects are left out below, until they are checked.
-        current = [server for server in self.servers.values() if server.version == self.version]
+        current = self.current()
         current = [server for server in current if server.url not in avoid] or current
         ready = [
             server
@@ -140,9 +139,9 @@ class Fleet:
         """Return the URLs of servers that need the current weights or are loading them."""
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
-    def has_current(self) -> bool:
-        """Return whether a server held the current weights when it was last checked."""
-        return any(server.version == self.version for server in self.servers.values())
+    def current(self) -> list[ServerStatus]:
+        """Return the servers that held the current weights when they were last checked; no dead server does."""
+        return [server for server in self.servers.values() if server.version == self.version]
 
     def describe(self) -> str:
         """Describe the state and the last error of each server, one line each."""
@@ -230,7 +229,6 @@ class Fleet:
             server.state = State.HEALTHY
         else:
             self._die(server, now)
-            self.suspect_idle(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """Record that a server did not answer a probe or did not load the weights.
@@ -243,7 +241,6 @@ class Fleet:
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
-        self.suspect_idle(now)
 
     def new_version(self, version: int, now: float) -> None:
         """Record that there are new weights. No server may be given a job until it holds them.
@@ -271,5 +268,7 @@ class Fleet:
                 server.state, server.rest_until = State.SUSPECT, now
 
     def _die(self, server: ServerStatus, now: float) -> None:
+        """Record that a server is dead. Idle servers may get its jobs, so they become suspects."""
         server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
         server.failures = 0
+        self.suspect_idle(now)

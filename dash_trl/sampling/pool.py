@@ -2,15 +2,15 @@
 
 The path of a job::
 
-    submit: jobs ──► backlog ──► the server with the fewest outstanding tokens ──► collect: results, in their order
-                        ▲                        │ failed, hung, died
-                        └────────────────────────┘
-    submit_chains: coroutines that request one job after the other
+    complete: a job ──► backlog ──► the server with the fewest outstanding tokens ──► its completions
+                           ▲                        │ failed, hung, died
+                           └────────────────────────┘
+    submit: coroutines that await `complete`, once or several times ──► collect: their results, in their order
 
-A job is one request to a server. A task waits for it; the task of a chain waits for one job after the other. Several
-batches may be in progress at once; `backlog.Backlog` and `health.Fleet` decide which job goes where. While jobs are in
-progress, only the event loop's thread changes the backlog, the fleet and the pool's other state. The results of a batch
-go through a queue to the thread that collects them.
+A job is one request to a server. Several batches of coroutines may be in progress at once; `backlog.Backlog` and
+`health.Fleet` decide which job goes where. While jobs are in progress, only the event loop's thread changes the
+backlog, the fleet and the pool's other state. The results of a batch go through a queue to the thread that collects
+them.
 """
 
 import asyncio
@@ -21,13 +21,11 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import aiohttp
 
-from dash_trl.sampling.backlog import Backlog, Job
+from dash_trl.sampling.backlog import URGENT, Backlog, Job
 from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
 from dash_trl.sampling.server import Completion, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
@@ -36,7 +34,6 @@ from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
 
-URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
 START_TOGETHER = 1.0  # seconds; a new batch waits at most this long for the checks of suspect servers
@@ -48,64 +45,25 @@ class PoolError(RuntimeError):
     """The servers could not complete the work. The message names each server and its last error."""
 
 
-Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
-
-
-Ask = Callable[[list[int], int], Awaitable[Completion]]  # (prompt ids, limit of sampled tokens) → a continuation
-
-
-@dataclass(eq=False)
-class Chain:
-    """The requests of one row that takes several turns. Each request depends on the result of the request before.
-
-    Attributes:
-        run: coroutine function that requests one completion after the other; runs on the pool's event loop.
-        versions: the weight version at two times: when the first request was given to its server, and when the last
-            request was completed. Known when the chain has ended.
-        sequences: always 1, because a chain samples one row; `Job` has the same attribute.
-    """
-
-    run: Callable[[Ask], Awaitable[None]]
-    versions: tuple[int, int] = (0, 0)
-    sequences: int = 1
-
-
 class Batch:
-    """Jobs or chains that were submitted together.
+    """Coroutines that were submitted together.
 
-    The event loop's thread puts their results into `finished`; the thread that submitted the batch reads them.
+    The event loop's thread puts their tasks into `finished`; the thread that submitted the batch reads them.
 
     Args:
-        jobs: jobs or chains, numbered from 0.
-        seen: called once with each result, on the thread that calls `read`.
+        seen: called once with each result, on the thread that calls `read`; `None`: nobody is told.
 
     Attributes:
-        tasks: one for each job or chain.
-        finished: queue of the numbers of jobs that have ended.
+        tasks: one for each coroutine, in their order.
+        finished: queue of the tasks that have ended.
     """
 
-    def __init__(self, jobs: Sequence[Job | Chain], seen: Seen | None):
-        self.jobs = jobs
+    def __init__(self, seen: Callable[[Any], None] | None):
         self.tasks: list[asyncio.Task[Any]] = []
-        self.finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._left = len(jobs)  # number of jobs that `read` has not read
+        self.finished: queue.SimpleQueue[asyncio.Task[Any]] = queue.SimpleQueue()
+        self._count = 0  # number of results that were read
         self._seen = seen
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
-
-    def ended(self, number: int, _: asyncio.Task[Any]) -> None:
-        self.finished.put(number)
-
-    def next_result(self) -> tuple[int, Any]:
-        """Wait for the next result.
-
-        Returns:
-            (number of a job, its result).
-
-        Raises:
-            Exception: the error of a job.
-        """
-        number = self.finished.get()
-        return number, self.tasks[number].result()
 
     def read(self, *, wait: bool = False) -> None:
         """Read the results that have come since the last call, and call `seen` for each.
@@ -114,14 +72,15 @@ class Batch:
             wait: True = wait for all results.
 
         Raises:
-            Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
+            Exception: the first error of a task or of `seen`. Without `wait`, an error is kept for the call with
+                `wait`.
         """
-        while self._left and self._error is None and (wait or not self.finished.empty()):
+        while self._count < len(self.tasks) and self._error is None and (wait or not self.finished.empty()):
             try:
-                number, result = self.next_result()
-                self._left -= 1
+                result = self.finished.get().result()
+                self._count += 1
                 if self._seen is not None:
-                    self._seen(number, result)
+                    self._seen(result)
             except Exception as error:
                 self._error = error
         if wait and self._error is not None:
@@ -187,10 +146,12 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
+        def dead() -> list[str]:
+            return [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
+
         async def missing_servers() -> list[str]:
-            dead = [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
-            await asyncio.gather(*map(self._check, dead))
-            return [url for url in dead if self.fleet.servers[url].state == State.DEAD]
+            await asyncio.gather(*map(self._check, dead()))
+            return dead()
 
         deadline = time.monotonic() + self.server_timeout
         while missing := self._loop.run(missing_servers()):
@@ -208,6 +169,8 @@ class ServerPool:
         self,
         prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
         sampling: dict[str, Any],
+        *,
+        order: int = URGENT,
     ) -> list[Job]:
         """Make one job for each prompt; its result is the list of the prompt's continuations (`Completion`).
 
@@ -215,6 +178,7 @@ class ServerPool:
             prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
                 `sampling`, unless it is None.
             sampling: sampling parameters, see `VLLMServer.complete`.
+            order: see `Job`.
 
         Returns:
             The jobs, in the order of the prompts.
@@ -224,31 +188,39 @@ class ServerPool:
         for number, (ids, n, *limit) in enumerate(prompts):
             own = sampling if not limit or limit[0] is None else sampling | {"max_tokens": limit[0]}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, number=number))
+            jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, order=order, number=number))
         return jobs
 
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(self, jobs: list[Job], *, order: int, seen: Seen | None = None) -> Batch:
-        """Start a batch of jobs without waiting for it; `collect` waits.
+    def submit(self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], None] | None = None) -> Batch:
+        """Start coroutines without waiting for them; `collect` waits.
 
         Args:
-            jobs: jobs that are numbered from 0.
-            order: priority of the batch; the batch with the lowest order goes first.
+            works: coroutines that await `complete`, once or several times.
             seen: see `Batch`.
         """
-        for job in jobs:
-            job.order = order
-        return self._start(jobs, map(self._complete, jobs), seen)
+        batch = Batch(seen)
+        self._batches.add(batch)
+
+        async def start() -> None:
+            await self._check_idle()
+            for work in works:
+                task = asyncio.ensure_future(work)
+                task.add_done_callback(batch.finished.put)
+                batch.tasks.append(task)
+
+        self._loop.run(start())
+        return batch
 
     def collect(self, batch: Batch) -> list[Any]:
         """Wait for a batch.
 
         Args:
-            batch: see `submit` and `submit_chains`.
+            batch: see `submit`.
 
         Returns:
-            The results, in the order of the batch's jobs.
+            The results, in the order of the batch's coroutines.
 
         Raises:
             Exception: the errors of `run`, and an error of the batch's `seen`.
@@ -258,51 +230,6 @@ class ServerPool:
         finally:  # drop the unfinished jobs after an error or an interrupt
             self._forget(batch)
         return [task.result() for task in batch.tasks]
-
-    def submit_chains(
-        self, chains: Sequence[Chain], sampling: dict[str, Any], *, order: int, seen: Seen | None = None
-    ) -> Batch:
-        """Start a batch of chains without waiting for it; `collect` waits. The result of each chain is an empty list.
-
-        Args:
-            chains: the chains.
-            sampling: sampling parameters, as in `completions`.
-            order: priority of the batch, as in `submit`.
-            seen: see `Batch`.
-        """
-        runs = (self._follow(chain, number, sampling, order) for number, chain in enumerate(chains))
-        return self._start(chains, runs, seen)
-
-    def _start(self, jobs: Sequence[Job | Chain], runs: Iterable[Coroutine[Any, Any, Any]], seen: Seen | None) -> Batch:
-        """Start the coroutines of jobs or chains."""
-        batch = Batch(jobs, seen)
-        self._batches.add(batch)
-
-        async def start() -> None:
-            await self._check_idle()
-            for number, run in enumerate(runs):
-                batch.tasks.append(asyncio.ensure_future(run))
-                batch.tasks[number].add_done_callback(partial(batch.ended, number))
-
-        self._loop.run(start())
-        return batch
-
-    async def _follow(self, chain: Chain, number: int, sampling: dict[str, Any], order: int) -> list[Completion]:
-        """Run one chain, whose requests are jobs of their own."""
-        versions: list[int] = []
-
-        async def ask(ids: list[int], max_tokens: int) -> Completion:
-            (job,) = self.completions([(ids, 1, max_tokens)], sampling)
-            job.order, job.number = order, number
-            await self._check_idle()
-            (completion,) = await self._complete(job)
-            versions.extend(job.versions)
-            return completion
-
-        await chain.run(ask)
-        versions = versions or [self.fleet.version]  # without a request
-        chain.versions = versions[0], versions[-1]
-        return []
 
     def _forget(self, batch: Batch) -> None:
         """Cancel what is unfinished of a batch."""
@@ -329,10 +256,14 @@ class ServerPool:
         Raises:
             Exception: the errors of `run`.
         """
-        batch = self.submit(jobs, order=URGENT)
+
+        async def numbered(job: Job) -> tuple[int, list[Completion]]:
+            return job.number, await self.complete(job)
+
+        batch = self.submit(map(numbered, jobs))
         try:
             for _ in jobs:
-                yield batch.next_result()
+                yield batch.finished.get().result()
         finally:
             self._forget(batch)
 
@@ -341,11 +272,11 @@ class ServerPool:
         for batch in tuple(self._batches):
             self._forget(batch)
 
-    def run(self, jobs: list[Job]) -> list[Any]:
-        """Run jobs and wait for them. These jobs go before all submitted batches, because the trainer waits for them.
+    def run(self, jobs: list[Job]) -> list[list[Completion]]:
+        """Run jobs and wait for them.
 
         Args:
-            jobs: jobs that are numbered from 0.
+            jobs: the jobs.
 
         Returns:
             The results, in the order of the jobs.
@@ -354,7 +285,7 @@ class ServerPool:
             PoolError: if no server could be used for `server_timeout`, or a job failed `ATTEMPTS` times.
             ValueError: if a server refused a request as invalid.
         """
-        return self.collect(self.submit(jobs, order=URGENT))
+        return self.collect(self.submit(map(self.complete, jobs)))
 
     async def _check_idle(self) -> None:
         """Check idle servers, unless weights are being sent."""
@@ -364,8 +295,15 @@ class ServerPool:
         if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
 
-    async def _complete(self, job: Job) -> list[Completion]:
-        """Wait until a server has completed a job."""
+    async def complete(self, job: Job, *, check: bool = False) -> list[Completion]:
+        """Wait until a server has completed a job. This coroutine runs on the pool's event loop.
+
+        Args:
+            job: the job.
+            check: True = check idle servers first, because the batch of the job has begun long ago.
+        """
+        if check:
+            await self._check_idle()
         job.began = time.monotonic()
         answer = self._answers[job] = asyncio.get_running_loop().create_future()
         self.backlog.add([job])
@@ -423,29 +361,24 @@ class ServerPool:
         for job in lost:
             self._requests.pop(job).cancel()
             self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
-        for job, task in tuple(self._requests.items()):
-            if task.done():
-                del self._requests[job]
-                self._end_request(job, task)
+        for job in [job for job, task in self._requests.items() if task.done()]:
+            task = self._requests.pop(job)
+            error = task.exception()
+            if error is None:
+                self._last_answers[self.backlog.running[job]] = time.monotonic()
+                self.backlog.served(job)
+                answer = self._answers.pop(job)
+                if not answer.done():  # cancelled
+                    answer.set_result(task.result())
+            elif isinstance(error, ServerError):
+                self._failed(job, error)
+            else:
+                self._fail(job, error)
         earliest = time.monotonic() - self.request_timeout
         for job, url in tuple(self.backlog.running.items()):
             if self._last_answers[url] < earliest:
                 self._requests.pop(job).cancel()
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
-
-    def _end_request(self, job: Job, task: asyncio.Task[Any]) -> None:
-        """Take in the result or the error of a finished request."""
-        error = task.exception()
-        if error is None:
-            self._last_answers[self.backlog.running[job]] = time.monotonic()
-            self.backlog.served(job)
-            answer = self._answers.pop(job)
-            if not answer.done():  # cancelled
-                answer.set_result(task.result())
-        elif isinstance(error, ServerError):
-            self._failed(job, error)
-        else:
-            self._fail(job, error)
 
     def _failed(self, job: Job, error: ServerError) -> None:
         """Return a job to the backlog after its server has failed it."""
@@ -464,7 +397,7 @@ class ServerPool:
     def _fail_waiting(self) -> None:
         """Fail the jobs for which no server has been usable for `server_timeout` seconds, apart from weight syncs."""
         now = time.monotonic()
-        if self._sending or self.fleet.has_current():
+        if self._sending or self.fleet.current():
             self._usable = now
         if self.backlog.running:
             return

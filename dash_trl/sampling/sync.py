@@ -58,13 +58,8 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
     every = list(models.values())
-    return replace(
-        every[0],
-        context=min(model.context for model in every),
-        adapter_rank=min(model.adapter_rank for model in every),
-        comparable=all(model.comparable for model in every),
-        log_probs_as_sampled=all(model.log_probs_as_sampled for model in every),
-    )
+    least = ("context", "adapter_rank", "comparable", "log_probs_as_sampled")  # False is less than True
+    return replace(every[0], **{name: min(getattr(model, name) for model in every) for name in least})
 
 
 class WeightSync:

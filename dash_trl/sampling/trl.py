@@ -9,10 +9,9 @@ Overview::
 import logging
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, groupby
-from types import MappingProxyType
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,21 +22,17 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
-from dash_trl.sampling.backlog import Job
+from dash_trl.sampling.backlog import URGENT, Job
 from dash_trl.sampling.checksum import weights_checksum, weights_version
-from dash_trl.sampling.health import State
-from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
+from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
-from dash_trl.sampling.server import Completion, ServedModel
+from dash_trl.sampling.server import ServedModel
 from dash_trl.sampling.sync import WeightSync, check_servers
 from dash_trl.sampling.vllm import VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
-
-Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
-Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
 class ExactMerges(VLLMGeneration):
@@ -78,13 +73,11 @@ class ServerGeneration(ExactMerges):
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the model's current weights.
-        timed: function that takes "rollouts" or "weights", and returns a context manager that measures how long the
-            trainer waits for them.
+        timed: function that returns a context manager, which measures how long the trainer waits for weight syncs.
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
-        policy_version: [rows, 2] int64, for each row of the last `generate` call, the optimizer steps of the oldest and
-            of the newest weights that may have sampled a token of the row.
+        pool: the servers.
         context: the smallest context length of the servers in tokens; None before the first weight sync.
     """
 
@@ -97,7 +90,7 @@ class ServerGeneration(ExactMerges):
         rank_timeout: float = TIMEOUT,
         end_ids: Sequence[int] = (),
         step: Callable[[], int] = lambda: 0,
-        timed: Callable[[str], AbstractContextManager[Any]] = nullcontext[Any],
+        timed: Callable[[], AbstractContextManager[Any]] = nullcontext[Any],
         **others: Any,
     ):
         self.urls, self.weight_dir, self.end_ids = urls, weight_dir, end_ids
@@ -125,8 +118,6 @@ class ServerGeneration(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps = {0: 0}  # weight version → optimizer step that made these weights
-        self._expected: tuple[Any, ...] | None = None  # arguments of `expect`, for the next call of `generate`
-        self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
 
@@ -139,10 +130,7 @@ class ServerGeneration(ExactMerges):
         num_generations: int,
         profiler: Any = None,
     ) -> tuple:
-        """Sample completions, with the interface of TRL's `VLLMGeneration.generate`.
-
-        After a call of `expect`, the completions are those of the announced window. Otherwise the prompts are sampled
-        now, before all announced windows.
+        """Sample completions before all windows, with the interface of TRL's `VLLMGeneration.generate`.
 
         Args:
             prompts: token ids of each row's prompt; the `num_generations` rows of a group are adjacent.
@@ -155,115 +143,39 @@ class ServerGeneration(ExactMerges):
             ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
             its own. A log-prob that vLLM does not know is `None`, as in TRL.
         """
-        expected, self._expected = self._expected, None
-        done: Sequence[Job | Chain]
-        if expected is None:  # the call comes from an evaluation or a callback
-            done = jobs = self._jobs(prompts, num_generations)
-            groups = self.ranks.agree(self.pool.run, jobs)
-        else:
-            with self.timed("rollouts"):
-                done, groups = self.ranks.agree(self._of_window, *expected, num_generations)
+        groups = self.ranks.agree(self.pool.run, self.jobs(prompts, num_generations))
         rows = [completion for group in groups for completion in group]
-        versions = [[self._steps[version] for version in job.versions] for job in done for _ in range(job.sequences)]
-        self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
         log_probs = [[[value if value > NO_LOG_PROB else None] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
-    def expect(
-        self,
-        window: int,
-        prompts: dict[int, list[list[int]]],
-        seen: Seen | None = None,
-        *,
-        chains: Mapping[int, Sequence[Run]] = MappingProxyType({}),
-    ) -> None:
-        """Announce the window that the next `generate` call returns, and the windows that it submits to the servers.
+    def steps(self, versions: Sequence[int]) -> list[int]:
+        """Return the optimizer steps that made the first and the last of these weight versions; []: the current one."""
+        versions = versions or [self.pool.fleet.version]
+        return [self._steps[versions[0]], self._steps[versions[-1]]]
+
+    def jobs(self, prompts: list[list[int]], num_generations: int, order: int = URGENT) -> list[Job]:
+        """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them.
 
         Args:
-            window: number of the window that `generate` returns.
-            prompts: number of a window → prompt token ids of this rank's rows, for windows not submitted before.
-            seen: function that is called once for each finished job of these windows with all rows of the job (a
-                group), or once for each finished chain. It is called on the main thread, while `generate` waits for the
-                window and in `show_finished`. If `seen` raises an error, the `generate` call of the window raises it.
-            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. Each
-                `Chain.run` keeps its own completions: `generate` returns no completions for these windows, and `seen`
-                gets no token ids.
+            prompts: token ids of each row's prompt.
+            num_generations: largest number of rows in a group.
+            order: see `Job`.
         """
-        self._expected = window, prompts, seen, chains
-
-    def show_finished(self) -> None:
-        """Call `seen` for the finished jobs and chains of later windows, without waiting."""
-        for batch in self._in_flight.values():
-            batch.read()
-
-    def metrics(self) -> tuple[int, int, int]:
-        """Return this rank's figures for the log.
-
-        Returns:
-            Number of usable servers, number of requests retried so far, number of jobs that wait for a server.
-        """
-        fleet = self.pool.fleet
-        usable = [
-            server
-            for server in fleet.servers.values()
-            if server.state != State.DEAD and server.version == fleet.version
-        ]
-        return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
-
-    def forget_windows(self) -> None:
-        """Cancel all submitted windows. Call it when they are no longer needed."""
-        self._expected, self._in_flight = None, {}
-        self.pool.cancel()
-
-    def _of_window(
-        self,
-        window: int,
-        prompts: dict[int, list[list[int]]],
-        seen: Seen | None,
-        chains: Mapping[int, Sequence[Run]],
-        num_generations: int,
-    ) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
-        """Submit the announced windows, then wait for one window.
-
-        All windows are submitted first, so that the servers stay busy while the last rows of the window are sampled.
-        """
-
-        def order(number: int) -> int:
-            return URGENT if number == window else number
-
-        for number, rows in prompts.items():
-            jobs = self._jobs(rows, num_generations)
-            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=_seen_rows(seen, number, jobs))
-        for number, runs in chains.items():
-            of_rows = [Chain(run) for run in runs]
-            self._in_flight[number] = self.pool.submit_chains(
-                of_rows, self._sampling(), order=order(number), seen=_seen_rows(seen, number, of_rows)
-            )
-        batch = self._in_flight.pop(window)
-        return batch.jobs, self.pool.collect(batch)
-
-    def _jobs(self, prompts: list[list[int]], num_generations: int) -> list[Job]:
-        """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
-        limited = zip(prompts, self._room(prompts), strict=True)
+        # A prompt that leaves less than `max_completion_length` in the context has a limit of its own, but not a prompt
+        # that is too long by itself: the server reports it.
+        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
+        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
+        limited = zip(prompts, [room if 0 < room < most else None for room in left], strict=True)
         runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(limited)]
         groups = [
             (ids, min(num_generations, count - done), most)
             for ids, count, most in runs
             for done in range(0, count, num_generations)
         ]
-        return self.pool.completions(groups, self._sampling())
+        return self.pool.completions(groups, self.sampling(), order=order)
 
-    def _room(self, prompts: list[list[int]]) -> list[int | None]:
-        """Return a token limit for each prompt that leaves less than `max_completion_length` in the context, else None.
-
-        A prompt that is too long by itself has none, either: the server reports it.
-        """
-        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
-        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
-        return [room if 0 < room < most else None for room in left]
-
-    def _sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of all requests, under vLLM's names."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
@@ -287,7 +199,7 @@ class ServerGeneration(ExactMerges):
 
     def sync_weights(self) -> None:
         """Send the model's weights to all servers; see `WeightSync.send`."""
-        with self.timed("weights"):
+        with self.timed():
             if self._sync is None:
                 self._sync = self._new_sync()
             self._sync.send()
@@ -399,16 +311,6 @@ class ServerGeneration(ExactMerges):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
-def _seen_rows(
-    seen: Seen | None, window: int, jobs: Sequence[Job | Chain]
-) -> Callable[[int, list[Completion]], None] | None:
-    """Return the function that passes a finished job of a window to `seen` of `expect`, if there is one."""
-    if seen is None:
-        return None
-    first = list(accumulate((job.sequences for job in jobs), initial=0))
-    return lambda number, completions: seen(window, first[number], [one.token_ids for one in completions])
-
-
 async def _waits_for_weights(server: VLLMServer) -> None:
     """`ServerPool.refit` before the first weight sync. A killed run may have left the server paused: no test token."""
 
@@ -434,7 +336,7 @@ def install(trainer: Any) -> None:
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,
         step=lambda: this.state.global_step,
-        timed=lambda side: this.recorder.timed(f"wait_for_{side}", counts=this.model.training),
+        timed=lambda: this.recorder.timed("wait_for_weights", counts=this.model.training),
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,

@@ -53,30 +53,6 @@ class SolutionError(Exception):
 
 # ------------------------------------------------------------------------------------------------------------- values
 
-# tag in the JSON data → type, function that converts a value to plainer data, function that converts the data back.
-# An instance of a class that derives from one of these types is sent as a value of the first type that fits, but not if
-# it is the program's class and has methods.
-KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (int, hex, lambda text: int(text, 16)),
-    "float": (float, float, float),
-    "str": (str, str.__str__, str),
-    "list": (list, lambda value: [*value], list),
-    "tuple": (tuple, lambda value: [*value], tuple),
-    "set": (set, lambda value: [*value], set),
-    "frozenset": (frozenset, lambda value: [*value], frozenset),
-    "deque": (deque, lambda value: [*value], deque),
-    "dict": (dict, lambda value: [[*pair] for pair in dict.items(value)], dict),
-    "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
-    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    "keys": (type({}.keys()), lambda value: [*value], lambda keys: dict.fromkeys(keys).keys()),
-    "values": (type({}.values()), lambda value: [*value], lambda values: dict(enumerate(values)).values()),
-    "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
-    "iterator": ((), list, iter),
-    "array": ((), list, lambda values: array_of(values)),
-}
-
 
 def array_of(values: list[Any]) -> Any:
     """Convert a list to an array of numpy. In the tests, an empty one stays a list: numpy compares it with anything.
@@ -86,6 +62,31 @@ def array_of(values: list[Any]) -> Any:
     """
     array = importlib.import_module("numpy").array(values)
     return array if array.size or "solution" in sys.modules else values
+
+
+# tag in the JSON data → type, function that converts a value to plainer data, function that converts the data back.
+# An instance of a class that derives from one of these types is sent as a value of the first type that fits, but not if
+# it is the program's class and has methods.
+KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (int, hex, lambda text: int(text, 16)),
+    "float": (float, float, float),
+    "str": (str, str.__str__, str),
+    "list": (list, list, list),
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, list, deque),
+    "dict": (dict, lambda value: [[*pair] for pair in dict.items(value)], dict),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    "keys": (type({}.keys()), list, lambda keys: dict.fromkeys(keys).keys()),
+    "values": (type({}.values()), list, lambda values: dict(enumerate(values)).values()),
+    "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
+    "iterator": ((), list, iter),
+    "array": ((), list, array_of),
+}
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -357,8 +358,10 @@ def same_word(found: str, expected: str) -> bool:
 # functions of numpy that `compare_shapes` replaces if the tests name them → their module
 COMPARE = {
     **dict.fromkeys(("allclose", "isclose", "array_equiv"), "numpy"),
-    **dict.fromkeys(("assert_allclose", "assert_array_equal", "assert_almost_equal"), "numpy.testing"),
-    "assert_array_almost_equal": "numpy.testing",
+    **dict.fromkeys(
+        ("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
+        "numpy.testing",
+    ),
 }
 
 
@@ -422,8 +425,11 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
     # No log can write characters such as '\ud800'.
     texts = [f"{type(one).__name__}: {one}"[:500].encode("utf-8", "backslashreplace").decode() for one in reasons]
     return {
-        **{"passed": passed, "failed": len(job["tests"]) - passed, "reason": texts[0] if texts else None},
-        **{"unfit": unfit, "cpu_seconds": solution.cpu_seconds},
+        "passed": passed,
+        "failed": len(job["tests"]) - passed,
+        "reason": texts[0] if texts else None,
+        "unfit": unfit,
+        "cpu_seconds": solution.cpu_seconds,
     }
 
 

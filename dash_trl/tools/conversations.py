@@ -113,13 +113,10 @@ class Conversations:
         """
         rows = []
         for i, ids in enumerate(prompt_ids):
-            row, named = Conversation({}), self._tools
-            row.tools = {tool.__name__: tool for tool in self._tools}
-            if self.environments is not None and environments and names:
+            row = Conversation({})
+            if environments and names:
                 row.name, row.environment = names[i], environments[i]
-                named = self.environments.tools[row.name]
-                row.tools |= {tool.__name__: tool for tool in methods_of(row.environment)}
-            row.turns = Turns(self._rules(), ids, named)
+            self._set_up(row, ids)
             rows.append(row)
         self._scored = rows
         return rows
@@ -134,10 +131,9 @@ class Conversations:
         Returns:
             Whether there is a turn to sample. False if the environment failed.
         """
-        named, environments = self._tools, self.environments
+        environments = self.environments
         if environments is not None:
             row.name = environments.name_of(row.example)
-            named = environments.tools[row.name]
             row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
                 row.environment = await self._calls.call(environments.factories[row.name], {})
@@ -145,17 +141,24 @@ class Conversations:
             try:
                 arguments = environments.reset_arguments(row.example)
                 row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
-                prompt_ids = self._tokenize(row.prompt, named)
+                prompt_ids = self._tokenize(row.prompt, self._listed(row))
             except Exception as error:
                 self._fail(row, error, "reset")
                 row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
-            row.tools = {tool.__name__: tool for tool in methods_of(row.environment)}
-        row.tools = {tool.__name__: tool for tool in self._tools} | row.tools
-        prompt_ids = self._tokenize(row.prompt, named) if prompt_ids is None else prompt_ids
-        row.turns = Turns(self._rules(), prompt_ids, named)
-        if row.failure is not None:
+        self._set_up(row, self._tokenize(row.prompt, self._listed(row)) if prompt_ids is None else prompt_ids)
+        if row.failure is not None and row.turns is not None:
             row.turns.never_began(self._end_id, dict(NOTHING_SAID))
         return row.failure is None
+
+    def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
+        """Return the tools that are listed in the prompt of a row, whose environment has been chosen."""
+        return self._tools if self.environments is None else self.environments.tools[row.name]
+
+    def _set_up(self, row: Conversation, prompt_ids: list[int]) -> None:
+        """Give a row its tools and its turns."""
+        methods = [] if row.environment is None else methods_of(row.environment)
+        row.tools = {tool.__name__: tool for tool in [*self._tools, *methods]}
+        row.turns = Turns(self._rules(), prompt_ids, self._listed(row))
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
         """Adds a turn of the policy to a row and runs the tools that the turn calls.

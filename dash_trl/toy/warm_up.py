@@ -129,29 +129,16 @@ def _row(
     return prompt_ids + trace_ids, [-100] * len(prompt_ids) + trace_ids
 
 
-def _batch(
-    tokenizer: Qwen2Tokenizer,
-    problems: Iterator[str],
-    generator: random.Random,
-    settings: WarmUp,
-    *,
-    clean: bool,
-    lessons: Lessons,
-) -> dict[str, torch.Tensor]:
-    """Return `batch_size` prompts with solutions and labels (see `_row`), padded on the right."""
-    rates = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
-    pairs = [
-        _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
-        for problem in islice(problems, settings.batch_size)
-    ]
+def _batch(rows: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Return the rows of a batch (see `_row`), padded on the right."""
 
     def padded(rows: Iterable[list[int]], value: int) -> torch.Tensor:
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
 
     return {
-        "input_ids": padded((ids for ids, _ in pairs), tokenizer.pad_token_id),
-        "attention_mask": padded(([1] * len(ids) for ids, _ in pairs), 0),
-        "labels": padded((labels for _, labels in pairs), -100),
+        "input_ids": padded((ids for ids, _ in rows), pad_token_id),
+        "attention_mask": padded(([1] * len(ids) for ids, _ in rows), 0),
+        "labels": padded((labels for _, labels in rows), -100),
     }
 
 
@@ -185,14 +172,13 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lesson
         )
         bar = tqdm(range(settings.steps), desc="Warming up the toy model (once)", disable=not progress)
         for step in bar:
-            batch = _batch(
-                tokenizer,
-                problems,
-                generator,
-                settings,
-                clean=step < settings.clean_share * settings.steps,
-                lessons=lessons,
-            )
+            clean = step < settings.clean_share * settings.steps
+            rates = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
+            rows = [
+                _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
+                for problem in islice(problems, settings.batch_size)
+            ]
+            batch = _batch(rows, tokenizer.pad_token_id)
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -17,7 +17,6 @@ class Command:
         arguments: the command line.
         environment: variables that are added to this process's environment.
         log: file to which stdout and stderr are appended.
-        pass_fds: file descriptors that the program inherits.
 
     Attributes:
         process: the running program.
@@ -29,7 +28,6 @@ class Command:
         *,
         environment: Mapping[str, str] | None = None,
         log: str | Path,
-        pass_fds: Sequence[int] = (),
     ):
         self.log = Path(log)
         with self.log.open("ab") as file:
@@ -40,7 +38,6 @@ class Command:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=tuple(pass_fds),
             )
 
     @property

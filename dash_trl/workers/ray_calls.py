@@ -75,20 +75,15 @@ def _connect() -> None:
             "backend='ray' needs a Ray cluster: set RAY_ADDRESS to one, or call ray.init() before. On one machine, "
             "backend='process' does the same without Ray."
         )
-    _check_answers(address)
-    ray.init()
-
-
-def _check_answers(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens at HOST:PORT, because Ray itself would wait for many minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdigit():
+    if host and port.isdigit():  # if nothing listens there, Ray itself would wait for many minutes
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
             raise ConnectionError(
                 f"RAY_ADDRESS = {address} does not answer ({error}). Start the cluster there (ray start)."
             ) from error
+    ray.init()
 
 
 # ------------------------------------------------------------------------------------------------- in a Ray worker
