@@ -87,21 +87,6 @@ OF_OPTIMIZER = {
 STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
 
 
-@contextmanager
-def loading(checkpoint: str) -> Iterator[None]:
-    """`with` block that loads a part of a checkpoint. Its errors, which may have any type, name the checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}. {_others(checkpoint)}"
-        ) from error
-
-
-def _others(checkpoint: str) -> str:
-    return f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
-
-
 def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
     """Compare the optimizer of a checkpoint with that of this run, by their parameter groups.
 
@@ -114,14 +99,15 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
+    remedy = f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
-            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {_others(checkpoint)}")
+            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {remedy}")
         changed = [key for key in OF_OPTIMIZER if own.get(key) != group.get(key)]
         said += [f"{OF_OPTIMIZER[key]}={group[key]}, which holds, not {own[key]}" for key in changed]
-    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {_others(checkpoint)}" if said else None
+    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None
 
 
 class Checkpoints:
@@ -135,6 +121,7 @@ class Checkpoints:
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
         handler: Transformers' callback handler, whose callbacks may have a state.
+        queue: hands out the prompts. `None`: Transformers reads them.
         dynamic: a `DynamicSampling`, whose `share` is saved with the prompts. `None`: there is none.
     """
 
@@ -144,9 +131,11 @@ class Checkpoints:
         rules: LogProbRules,
         prompts: int | None,
         handler: Any,
-        dynamic: Any = None,
+        queue: PromptQueue | None,
+        dynamic: Any,
     ):
-        self._host, self._ranks, self._handler, self._dynamic = host, host.ranks, handler, dynamic
+        self._host, self._ranks, self._handler = host, host.ranks, handler
+        self._queue, self._dynamic = queue, dynamic
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
@@ -181,20 +170,17 @@ class Checkpoints:
         yield
         self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
-    def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
+    def begin_optimizer_step(self) -> None:
         """Store the states of the callbacks and the position in the prompts from before the optimizer step.
 
         `save` writes them if a resumed run has to sample the window in use again.
-
-        Args:
-            queue: hands out the prompts. `None`: Transformers reads them.
         """
-        self._before = self._states(queue)
+        self._before = self._states()
 
-    def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        prompts = None if queue is None else queue.state_dict()
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        prompts = None if self._queue is None else self._queue.state_dict()
         if prompts is not None and self._dynamic is not None:
-            prompts |= {"share": self._dynamic.share}
+            prompts["share"] = self._dynamic.share
         return states_of(dash_callbacks(self._handler)), prompts
 
     def save(
@@ -205,7 +191,6 @@ class Checkpoints:
         skipped_steps: int,
         window: Part | None,
         samples_again: bool,
-        queue: PromptQueue | None,
     ) -> None:
         """Save this rank's file of a checkpoint and, on the first rank, the states of the callbacks.
 
@@ -216,9 +201,8 @@ class Checkpoints:
             window: the window in use. `None`: a resumed run does not need this window.
             samples_again: True = a resumed run samples the window in use again. Then the states from before the running
                 optimizer step are saved, because they belong to the time before this window was sampled.
-            queue: hands out the prompts. `None`: Transformers reads them.
         """
-        states, prompts = self._before if samples_again else self._states(queue)
+        states, prompts = self._before if samples_again else self._states()
         position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
         SavedRun(self._shapes, position, micro_step, skipped_steps, window, prompts).save(self._file(folder))
         if states and self._ranks.rank == 0:

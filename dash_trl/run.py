@@ -81,7 +81,7 @@ class Run:
         self.pass_metrics = PassMetrics(per_row=args.importance_sampling_level == "sequence")
         self.off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
         self.skipped = SkippedSteps(loss_scaling=args.fp16)
-        self.checkpoints = Checkpoints(host, log_probs.rules, prompts, handler, dynamic)
+        self.checkpoints = Checkpoints(host, log_probs.rules, prompts, handler, self.queue, dynamic)
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
         """Begin the run, if possible where a checkpoint was saved.
@@ -119,7 +119,7 @@ class Run:
             micro_steps: number of its micro-steps.
         """
         self.micro_steps.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
-        self.checkpoints.begin_optimizer_step(self.queue)
+        self.checkpoints.begin_optimizer_step()
 
     def end_optimizer_step(self) -> None:
         """Log the figures of an optimizer step."""
@@ -149,7 +149,6 @@ class Run:
             skipped_steps=self.skipped.total,
             window=self.micro_steps.window_to_save(completed),
             samples_again=schedule.samples_again(completed),
-            queue=self.queue,
         )
 
     def close(self) -> None:

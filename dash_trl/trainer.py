@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared, loading
+from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -36,7 +36,7 @@ from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
 from dash_trl.rewards import distinct, unpack, watch
-from dash_trl.rollout import EpochOrder, RolloutBatch
+from dash_trl.rollout import EpochOrder, RolloutBatch, loading
 from dash_trl.run import Run
 from dash_trl.sampling import install, weights_version
 from dash_trl.seams_of_tools import new_conversations

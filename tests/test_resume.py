@@ -269,7 +269,7 @@ def test_a_damaged_file_is_refused(tmp_path, saved):
     content = (saved[1] / "checkpoint-1" / "generation_window_0.pt").read_bytes()
     window = tmp_path / "generation_window_0.pt"
     torch.save({"window": {}}, other := tmp_path / "of_another_version.pt")
-    assert "is damaged, or of another version (KeyError)" in refusal(SavedRun.load, str(other))
+    assert "cannot be loaded: it is damaged, or of another version" in refusal(SavedRun.load, str(other))
     loads = {window.name: lambda: SavedRun.load(str(window)), STATES: lambda: load_states(str(tmp_path))}
     for name, load in loads.items():
         assert not load()
@@ -277,7 +277,7 @@ def test_a_damaged_file_is_refused(tmp_path, saved):
         assert load()
         for damaged in (content[:2000], b"a note"):
             (tmp_path / name).write_bytes(damaged)
-            refused(f"{name} is damaged.*Resume from another checkpoint, or delete", load)
+            refused(f"{name} cannot be loaded: .*Resume from another checkpoint", load)
 
 
 # ---------------------------------------------------------------------- the rule, without a model

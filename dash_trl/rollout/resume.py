@@ -9,7 +9,8 @@ Otherwise some prompts would be lost or used twice, so the run ends with an erro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -144,9 +145,8 @@ class SavedRun:
 
     def save(self, path: str) -> None:
         """Write this rank's file of a checkpoint."""
-        state = {one.name: getattr(self, one.name) for one in fields(self)}
         window = None if self.window is None else self.window.state_dict()
-        torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
+        torch.save({**vars(self), "shapes": vars(self.shapes), "window": window}, path)
 
     @classmethod
     def load(cls, path: str) -> SavedRun | None:
@@ -171,12 +171,20 @@ def _read(path: str, build: Callable[[dict[str, Any]], Any]) -> Any:
     """Read a file of tensors, and return what `build` makes of it; `None` if there is no such file."""
     if not os.path.isfile(path):
         return None
-    try:
+    with loading(path):
         return build(torch.load(path, weights_only=True))
-    except Exception as error:  # a damaged file may raise anything in torch.load; one of another version, in `build`
+
+
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """`with` block that loads a checkpoint or its file. Its errors, which may have any type, name the path."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(
-            f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
-            "delete this file and those of the other ranks to continue without their contents."
+            f"{path} cannot be loaded: it is damaged, or of another version, or of a run with other settings "
+            f"({type(error).__name__}: {error}). Resume from another checkpoint, or begin a new run with the weights: "
+            "give the folder of the checkpoint as model_name_or_path."
         ) from error
 
 
