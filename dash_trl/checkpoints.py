@@ -8,22 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
 from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
-from dash_trl.rollout import (
-    STATES,
-    Part,
-    PromptQueue,
-    SavedRun,
-    Shapes,
-    load_states,
-    one_run,
-    why_a_new_window,
-)
+from dash_trl.rollout import Part, PromptQueue, SavedRun, Shapes, one_run, why_a_new_window
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +133,8 @@ class Checkpoints:
             samples_ahead=windows_ahead(host) > 0,
         )
         self._runs = manifest.new_run(None)
-        # The states of the callbacks and the position in the prompts, from before the running optimizer step.
-        self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
+        # The position in the prompts and the states of the callbacks, from before the running optimizer step.
+        self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
 
     def begin_run(self, checkpoint: str | None) -> None:
         """Give the run a name. If it saves checkpoints, those of other runs in its folder no longer count.
@@ -171,17 +160,18 @@ class Checkpoints:
         self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
     def begin_optimizer_step(self) -> None:
-        """Store the states of the callbacks and the position in the prompts from before the optimizer step.
+        """Store the position in the prompts and the states of the callbacks from before the optimizer step.
 
         `save` writes them if a resumed run has to sample the window in use again.
         """
         self._before = self._states()
 
-    def _states(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         prompts = None if self._queue is None else self._queue.state_dict()
         if prompts is not None and self._dynamic is not None:
             prompts["share"] = self._dynamic.share
-        return states_of(dash_callbacks(self._handler)), prompts
+        states = states_of(dash_callbacks(self._handler))
+        return prompts, states if self._ranks.rank == 0 else {}
 
     def save(
         self,
@@ -192,7 +182,7 @@ class Checkpoints:
         window: Part | None,
         samples_again: bool,
     ) -> None:
-        """Save this rank's file of a checkpoint and, on the first rank, the states of the callbacks.
+        """Save this rank's file of a checkpoint.
 
         Args:
             folder: folder of the checkpoint.
@@ -202,11 +192,9 @@ class Checkpoints:
             samples_again: True = a resumed run samples the window in use again. Then the states from before the running
                 optimizer step are saved, because they belong to the time before this window was sampled.
         """
-        states, prompts = self._before if samples_again else self._states()
+        states = self._before if samples_again else self._states()
         position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
-        SavedRun(self._shapes, position, micro_step, skipped_steps, window, prompts).save(self._file(folder))
-        if states and self._ranks.rank == 0:
-            torch.save(states, os.path.join(folder, STATES))
+        SavedRun(self._shapes, position, micro_step, skipped_steps, window, *states).save(self._file(folder))
 
     def resume(self, checkpoint: str, start: tuple[int, int], *, ignore_data_skip: bool) -> tuple[SavedRun | None, int]:
         """Load a checkpoint, and give the callbacks their states.
@@ -231,7 +219,7 @@ class Checkpoints:
                 "differs from an uninterrupted one."
             )
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
-        states = self._ranks.agree(load_states, checkpoint, main_only=True)
+        states = {} if saved is None else saved.states
         for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
