@@ -58,9 +58,9 @@ UNUSABLE: dict[str, tuple[str, str]] = {
     "split_batches": ("True", "each rank takes its own rows. Leave it out"),
 }
 
-# Loss of DASH → the options that it would ignore, each with the reason.
+# Setting → the options that do not go with it, unless they have their defaults, each with the reason.
 REFUSED: dict[str, dict[str, str]] = {
-    "aipo": {
+    "loss_type='aipo'": {
         "beta": "it has no KL term",
         "entropy_coef": "it has no entropy bonus",
         "use_adaptive_entropy": "it has no entropy bonus",
@@ -71,9 +71,21 @@ REFUSED: dict[str, dict[str, str]] = {
         "epsilon_high": "its ratio is bounded by aipo_delta only",
         "delta": "its ratio is bounded by aipo_delta only",
     },
-    "decoupled_ppo": {
+    "loss_type='decoupled_ppo'": {
         "importance_sampling_level": "its ratios are one per token",
         "vllm_importance_sampling_correction": "without the ratio to the sampler it is loss_type='dapo'",
+    },
+    "max_num_gen_batches": {
+        "multi_objective_aggregation": "it divides by the deviation of all rewards",
+        "reward_pipeline": "it trains before it is known which groups the window has",
+    },
+    "reward_pipeline": {
+        "multi_objective_aggregation": "it divides by the deviation of all rewards",
+        "filter_denominator": "it divides by all rows that are kept",
+        "entropy_coef": "it is distributed over all rows that are kept",
+        "use_adaptive_entropy": "it is distributed over all rows that are kept",
+        "top_entropy_quantile": "it keeps the tokens of highest entropy of each pass",
+        "num_iterations": "it uses the window in several steps",
     },
 }
 
@@ -334,7 +346,7 @@ class DASHConfig(GRPOConfig):
 
     def _check_loss(self) -> None:
         loss = f"loss_type={self.loss_type!r}"
-        self._refuse(REFUSED.get(self.loss_type, {}), loss)
+        self._refuse(REFUSED.get(loss, {}), loss)
         if self.loss_type != "aipo":
             self._refuse({"aipo_delta": "only 'aipo' has it"}, loss)
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
@@ -350,15 +362,10 @@ class DASHConfig(GRPOConfig):
         steps = f"steps_per_generation={self.steps_per_generation}"
         of_window = self.per_device_train_batch_size * self.steps_per_generation
         of_step = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
-        estimator = f"advantage_estimator={self.advantage_estimator!r}"
-        deviation, rest = "divides by the deviation of all rewards", f", which do not split into groups of {size}"
+        rest = f", which do not split into groups of {size}"
         both = {
-            "scale_rewards='batch'": (self.scale_rewards == "batch", deviation),
-            "multi_objective_aggregation='normalize_then_sum'": (
-                self.multi_objective_aggregation == "normalize_then_sum",
-                deviation,
-            ),
-            estimator: (
+            "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
+            f"advantage_estimator={self.advantage_estimator!r}": (
                 not ESTIMATORS[self.advantage_estimator].per_group,
                 "uses the rewards of all rows of the window",
             ),
@@ -369,19 +376,8 @@ class DASHConfig(GRPOConfig):
                 "leaves the end of the learning-rate schedule open: set it",
             ),
             f"{device}, {steps}": (of_window % size != 0, f"leaves a process {of_window} completions{rest}"),
-            "reward_pipeline=True": (self.reward_pipeline, "trains before it is known which groups the window has"),
         }
         pipeline = {
-            "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
-            f"entropy_coef={self.entropy_coef}": (
-                self.entropy_coef != 0 or self.use_adaptive_entropy,
-                "is distributed over all rows that are kept",
-            ),
-            f"top_entropy_quantile={self.top_entropy_quantile}": (
-                self.top_entropy_quantile < 1,
-                "keeps the tokens of highest entropy of each pass",
-            ),
-            f"num_iterations={self.num_iterations}": (self.num_iterations > 1, "uses the window in several steps"),
             f"{steps}, gradient_accumulation_steps={accumulated}": (
                 accumulated % self.steps_per_generation != 0 and self.steps_per_generation % accumulated != 0,
                 "begins a window within an optimizer step",
@@ -392,12 +388,14 @@ class DASHConfig(GRPOConfig):
             ),
         }
         for option, is_on, others in (
-            (f"max_num_gen_batches={self.max_num_gen_batches}", self.samples_dynamically, both | queue),
-            ("reward_pipeline=True", self.reward_pipeline, both | pipeline),
+            ("max_num_gen_batches", self.samples_dynamically, both | queue),
+            ("reward_pipeline", self.reward_pipeline, both | pipeline),
         ):
+            setting = f"{option}={getattr(self, option)}"
+            self._refuse(REFUSED[option] if is_on else {}, setting)
             for name, (is_set, reason) in others.items():
                 if is_on and is_set:
                     raise ValueError(
-                        f"{option} with {name}, which {reason}. But the groups of a window come one after the other. "
+                        f"{setting} with {name}, which {reason}. But the groups of a window come one after the other. "
                         "Change one of these options."
                     )

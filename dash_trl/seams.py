@@ -274,16 +274,15 @@ def generate_options(model: Any, generation_config: Any) -> Any:
     return model._prepare_generation_config(generation_config)[0]
 
 
-def sampling_changes(model: Any, generation_config: Any) -> list[str]:
+def sampling_changes(model: Any, config: Any) -> list[str]:
     """Return what makes transformers' `generate` sample from another distribution than the model's.
 
     Args:
         model: the model.
-        generation_config: the configuration with which `generate` is called.
+        config: the result of `generate_options`, which is changed here.
     Returns:
         The names of transformers' processors that change the distribution.
     """
-    config = generate_options(model, generation_config)
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature, config.min_p = None, config.min_p or None

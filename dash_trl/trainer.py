@@ -132,10 +132,7 @@ class DASHTrainer(GRPOTrainer):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if self.args.reward_pipeline:
-            checks.check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
-        elif self.args.max_num_gen_batches > 1:
-            checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
+        checks.check_groups_apart(self, DASHTrainer)
         self.ranks.agree(checks.check_saving, self)
         self._begin_run()
         self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
@@ -379,8 +376,8 @@ class DASHTrainer(GRPOTrainer):
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
             config = self.model.config
-            limits = {"context": checks.context_of(config), "vocabulary": config.get_text_config().vocab_size}
-            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, **limits)
+            checks.check_tokens(tokenized[0], config, "A prompt")
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, checks.context_of(config))
             return tokenized
 
         return self.ranks.agree(checked)

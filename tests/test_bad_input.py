@@ -218,7 +218,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "an argument of other trainers": ({"compute_metrics": print}, "no argument compute_metrics. .* with log_metric"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
-        "tools and rollout_func are both set, .* Leave one of the two out",
+        "rollout_func is set, and so is tools=.* Leave one of the two out",
     ),
     "sampling ahead on the trainer's device": (
         {"settings": {"async_level": 1}},
