@@ -137,9 +137,12 @@ def metrics_of(
         samples = [{"reward": None if math.isnan(one) else one, "tokens": 0, "truncated": False} for one in column]
         figures = figures_of([samples[at : at + group_size] for at in range(0, len(samples), group_size)], ks)
         place = f"rewards/{name}/" if len(names) > 1 else ""
-        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
-        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
-        for what, estimate in {**values, "failed": [figures["failed"]]}.items():
+        values = {
+            "accuracy": [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])],
+            "failed": [figures["failed"]],
+            **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()},
+        }
+        for what, estimate in values.items():
             for end, value in zip(("", "_low", "_high"), estimate, strict=False):
                 found[f"{place}{what}{end}"] = math.nan if value is None else value
     return found

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -174,41 +173,37 @@ class LocalSampler(Sampler):
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
     ) -> Iterator[tuple[int, list[list[int]]]]:
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        generated = (
-            row
-            for start in range(0, len(rows), self.batch_size)
-            for row in self._generate(
-                rows[start : start + self.batch_size], temperature, max_completion_length, seed * SEED_STRIDE + start
-            )
-        )
-        for index in range(len(prompts)):
-            yield index, list(islice(generated, num_samples))
-
-    def _generate(self, batch: list[list[int]], temperature: float, length: int, seed: int) -> list[list[int]]:
-        ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
+        ends, device = self.end_tokens, self.model.device
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        with (
-            evaluating(self.model),
-            # generate() takes missing options from the model's generation_config.
-            with_settings(self._inner, {"generation_config": GenerationConfig()}),
-            # Saves the random state of all devices, since manual_seed changes all of them.
-            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
-            torch.no_grad(),
-        ):
-            torch.manual_seed(seed)
-            generated = self.model.generate(
-                input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
-                attention_mask=torch.tensor(
-                    [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
-                ),
-                max_new_tokens=length,
-                pad_token_id=pad,
-                eos_token_id=ends,
-                **(sampling if temperature > 0 else {"do_sample": False}),
-            )
-        rows = generated[:, width:].tolist()
-        return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)] for ids in rows]
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+        done: list[list[int]] = []
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            width = max(map(len, batch))
+            with (
+                evaluating(self.model),
+                # generate() takes missing options from the model's generation_config.
+                with_settings(self._inner, {"generation_config": GenerationConfig()}),
+                # Saves the random state of all devices, since manual_seed changes all of them.
+                torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+                torch.no_grad(),
+            ):
+                torch.manual_seed(seed * SEED_STRIDE + start)
+                generated = self.model.generate(
+                    input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
+                    attention_mask=torch.tensor(
+                        [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
+                    ),
+                    max_new_tokens=max_completion_length,
+                    pad_token_id=pad,
+                    eos_token_id=ends,
+                    **how,
+                )
+            first = len(done) // num_samples
+            for ids in generated[:, width:].tolist():
+                done.append(ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)])
+            for index in range(first, len(done) // num_samples):
+                yield index, done[index * num_samples : (index + 1) * num_samples]
 
 
 class ServerSampler(Sampler):
