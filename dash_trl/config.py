@@ -2,9 +2,10 @@
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import get_type_hints
 
+from transformers.hf_argparser import HfArg
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
@@ -176,91 +177,66 @@ class DASHConfig(GRPOConfig):
             the same path. In memory, such as in `/dev/shm`, it is fast. `None`: a folder in `output_dir`.
     """
 
-    gradient_filter_threshold: float | None = field(
+    gradient_filter_threshold: float | None = HfArg(
         default=0.0,
-        metadata={
-            "help": "Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
-            "paper: 0.1). `None`: off."
-        },
+        help="Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
+        "paper: 0.1). `None`: off.",
     )
-    filter_denominator: str = field(
+    filter_denominator: str = HfArg(
         default="all",
-        metadata={
-            "help": "What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
-            "choices": ["all", "kept"],
-        },
+        help="What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
+        metadata={"choices": ["all", "kept"]},
     )
-    advantage_estimator: str = field(
+    advantage_estimator: str = HfArg(
         default="grpo",
-        metadata={
-            "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-            "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
-            "one of your own in `dash_trl.update.ESTIMATORS`."
-        },
+        help="How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
+        "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
+        "one of your own in `dash_trl.update.ESTIMATORS`.",
     )
-    loss_type: str = field(
+    loss_type: str = HfArg(
         default="dapo",
-        metadata={
-            "help": f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
-            "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
-            "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
-            "(docs/concepts/staleness.md)."
-        },
+        help=f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
+        "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
+        "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
+        "(docs/concepts/staleness.md).",
     )
-    aipo_delta: float = field(
-        default=8.0,
-        metadata={"help": "With loss_type='aipo': the largest importance weight. A token above it has no gradient."},
+    aipo_delta: float = HfArg(
+        default=8.0, help="With loss_type='aipo': the largest importance weight. A token above it has no gradient."
     )
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={"help": "Token budget of one model pass. `None`: that of TRL's padded micro-batch."},
+    max_tokens_per_microbatch: int | None = HfArg(
+        default=None, help="Token budget of one model pass. `None`: that of TRL's padded micro-batch."
     )
-    share_prompts: bool | None = field(
-        default=None,
-        metadata={"help": "Compute a prompt once for all rows of a pass that have it. `None`: if it is faster."},
+    share_prompts: bool | None = HfArg(
+        default=None, help="Compute a prompt once for all rows of a pass that have it. `None`: if it is faster."
     )
 
-    async_level: int = field(
-        default=0,
-        metadata={"help": "The number of generation windows that may be sampled ahead of training."},
+    async_level: int = HfArg(default=0, help="The number of generation windows that may be sampled ahead of training.")
+    max_num_gen_batches: int = HfArg(
+        default=1, help="Sample up to this number of generation batches to fill a window with groups that have signal."
     )
-    max_num_gen_batches: int = field(
-        default=1,
-        metadata={
-            "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
-        },
+    bf16: bool | None = HfArg(
+        default=None, help="Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."},
+    logging_nan_inf_filter: bool = HfArg(
+        default=False, help="Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."
     )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={"help": "Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."},
+    reward_pipeline: bool = HfArg(
+        default=False, help="Train on groups that are scored while the rewards of others are awaited."
     )
-    reward_pipeline: bool = field(
-        default=False,
-        metadata={"help": "Train on groups that are scored while the rewards of others are awaited."},
+    eval_k: list[int] | None = HfArg(
+        default=None, help="Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."
     )
-    eval_k: list[int] | None = field(
-        default=None,
-        metadata={"help": "Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."},
+    tool_timeout: float = HfArg(
+        default=600.0, help="Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."
     )
-    tool_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."},
+    vllm_server_urls: list[str] | None = HfArg(
+        default=None, help="Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."
     )
-    vllm_server_urls: list[str] | None = field(
-        default=None,
-        metadata={"help": "Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."},
+    vllm_request_timeout: float = HfArg(
+        default=600.0, help="Seconds that a server may take for one prompt's completions; then another server is asked."
     )
-    vllm_request_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds that a server may take for one prompt's completions; then another server is asked."},
-    )
-    vllm_weight_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder in which weights are written for the servers. `None`: in `output_dir`."},
+    vllm_weight_dir: str | None = HfArg(
+        default=None, help="Folder in which weights are written for the servers. `None`: in `output_dir`."
     )
 
     def __post_init__(self) -> None:

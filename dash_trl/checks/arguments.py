@@ -310,7 +310,7 @@ def _check_pipeline(trainer: Any, base: Any) -> None:
 
 
 def check_groups_apart(trainer: Any, base: Any) -> None:
-    """Checks that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window at once.
+    """Checks that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
 
     With these options, callbacks and `compute_advantages` get some groups of a window at a time. So what they do to a
     group must not depend on other groups.
@@ -329,7 +329,9 @@ def check_groups_apart(trainer: Any, base: Any) -> None:
         return
     option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"
     judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
-    judged += [(type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in trainer.callback_handler.callbacks]
+    judged += [
+        (type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in trainer.callback_handler.callbacks
+    ]
     for kind, plain, names, marked in judged:
         own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
         if own and not getattr(marked, "per_group", False):
