@@ -10,11 +10,15 @@ from typing import Any
 
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
+from dash_trl.collect import DynamicSampling
 from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
-from dash_trl.rollout import Part, PromptQueue, SavedRun, Shapes, one_run, why_a_new_window
+from dash_trl.micro_steps import MicroSteps
+from dash_trl.rollout import PromptQueue, SavedRun, Shapes, one_run, why_a_new_window
+from dash_trl.update import SkippedSteps
 
 logger = logging.getLogger(__name__)
+Position = tuple[int, int]  # in the dataset: (completed epochs, micro-batches that a rank has taken of the next one)
 
 
 def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
@@ -111,7 +115,9 @@ class Checkpoints:
         prompts: number of rows of the training set; `None` for a stream.
         handler: Transformers' callback handler, whose callbacks may have a state.
         queue: hands out the prompts. `None`: Transformers reads them.
-        dynamic: a `DynamicSampling`, whose `share` is saved with the prompts. `None`: there is none.
+        dynamic: chooses the groups of windows. `None`: a window has all groups.
+        micro_steps: has the window in use.
+        skipped: counts skipped optimizer steps.
     """
 
     def __init__(
@@ -121,10 +127,12 @@ class Checkpoints:
         prompts: int | None,
         handler: Any,
         queue: PromptQueue | None,
-        dynamic: Any,
+        dynamic: DynamicSampling | None,
+        micro_steps: MicroSteps,
+        skipped: SkippedSteps,
     ):
         self._host, self._ranks, self._handler = host, host.ranks, handler
-        self._queue, self._dynamic = queue, dynamic
+        self._queue, self._dynamic, self._micro_steps, self._skipped = queue, dynamic, micro_steps, skipped
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
@@ -135,17 +143,6 @@ class Checkpoints:
         self._runs = manifest.new_run(None)
         # The position in the prompts and the states of the callbacks, from before the running optimizer step.
         self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
-
-    def begin_run(self, checkpoint: str | None) -> None:
-        """Give the run a name. If it saves checkpoints, those of other runs in its folder no longer count.
-
-        Args:
-            checkpoint: folder of the checkpoint with which it begins. `None`: a new run.
-        """
-        args, self._runs = self._host.args, manifest.new_run(checkpoint)
-        if args.save_strategy != "no":
-            path = Path(args.output_dir, manifest.RUN)
-            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
@@ -173,43 +170,60 @@ class Checkpoints:
         states = states_of(dash_callbacks(self._handler))
         return prompts, states if self._ranks.rank == 0 else {}
 
-    def save(
-        self,
-        folder: str,
-        *,
-        micro_step: int,
-        skipped_steps: int,
-        window: Part | None,
-        samples_again: bool,
-    ) -> None:
-        """Save this rank's file of a checkpoint.
+    def save(self, folder: str, micro_step: int) -> None:
+        """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
+
+        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
+        a resumed run samples them again.
 
         Args:
             folder: folder of the checkpoint.
-            micro_step: number of the micro-step at which a resumed run continues; see `SavedRun`.
-            skipped_steps: number of optimizer steps skipped so far because their gradient was not finite.
-            window: the window in use. `None`: a resumed run does not need this window.
-            samples_again: True = a resumed run samples the window in use again. Then the states from before the running
-                optimizer step are saved, because they belong to the time before this window was sampled.
+            micro_step: number of micro-steps that have run.
         """
-        states = self._before if samples_again else self._states()
-        position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
-        SavedRun(self._shapes, position, micro_step, skipped_steps, window, *states).save(self._file(folder))
+        state, schedule = self._host.state, self._micro_steps.schedule
+        completed = schedule.completed(micro_step, state.global_step)  # in whole optimizer steps
+        # A window that is sampled again needs the states from before it was sampled.
+        states = self._before if schedule.samples_again(completed) else self._states()
+        window = self._micro_steps.window_to_save(completed)
+        position = self._shapes.position(state.epoch or 0, state.max_steps)
+        SavedRun(self._shapes, position, completed, self._skipped.total, window, *states).save(self._file(folder))
 
-    def resume(self, checkpoint: str, start: tuple[int, int], *, ignore_data_skip: bool) -> tuple[SavedRun | None, int]:
-        """Load a checkpoint, and give the callbacks their states.
+    def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
+        """Begin a run, if possible where a checkpoint was saved.
+
+        The run gets a name. If it saves checkpoints, those of other runs in its folder no longer count.
 
         Args:
-            checkpoint: folder of the checkpoint.
-            start: position in the dataset as Transformers counts it: (completed epochs, micro-batches that a rank has
-                taken from the current epoch).
-            ignore_data_skip: Transformers' option; see `why_a_new_window`.
+            checkpoint: folder of the checkpoint. `None`: a new run.
+            start: the position at which Transformers would begin.
         Returns:
-            (saved run, number of optimizer steps skipped before the checkpoint). The saved run is `None` if this run
-            cannot continue in the saved window; a warning then gives the reason.
+            The micro-step and the position with which the run begins. The position is `start` for a new run, if the
+            checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
+        args, self._runs = self._host.args, manifest.new_run(checkpoint)
+        if args.save_strategy != "no":
+            path = Path(args.output_dir, manifest.RUN)
+            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
+        saved = None if checkpoint is None else self._resumed(checkpoint, start)
+        from_start = args.ignore_data_skip
+        if saved is not None:
+            self._micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
+            # Transformers miscounts in a stream that is read for several epochs.
+            start = start if from_start else saved.position
+        if self._queue is not None:
+            self._queue.begin(*start)
+            if saved is not None and from_start and saved.window is not None:
+                self._queue.has_sampled(saved.step)
+            elif saved is not None and not from_start and saved.prompts is not None:
+                self._queue.load_state_dict(saved.prompts)
+                if self._dynamic is not None:
+                    self._dynamic.share = saved.prompts.get("share", 1.0)
+        return 0 if saved is None else saved.step, start
+
+    def _resumed(self, checkpoint: str, start: Position) -> SavedRun | None:
+        """Load a checkpoint, and give the callbacks their states; `None` if the run needs a new window."""
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
@@ -218,17 +232,20 @@ class Checkpoints:
                 "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
                 "differs from an uninterrupted one."
             )
-        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
+        anew = self._host.args.ignore_data_skip
+        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=anew)
         states = {} if saved is None else saved.states
         for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
+        self._skipped.total = 0 if saved is None else saved.skipped_steps
         if reason is not None:
             self.warn(f"{reason}; training goes on with a new generation window.")
-        return None if reason is not None else own, 0 if saved is None else saved.skipped_steps
+        return own if reason is None else None
 
     def _file(self, folder: str) -> str:
         return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
 
     def warn(self, message: str) -> None:
+        """Log a warning, on the first rank only."""
         if self._ranks.rank == 0:
             logger.warning(message)

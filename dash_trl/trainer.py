@@ -135,7 +135,9 @@ class DASHTrainer(GRPOTrainer):
         checks.check_groups_apart(self, DASHTrainer)
         self.ranks.agree(checks.check_saving, self)
         self._begin_run()
-        self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
+        self._step, start = self._run.checkpoints.begin(
+            resume_from_checkpoint, start
+        )  # `_step` is TRL's count of micro-steps
         # After the last epoch if the run has ended: Transformers would make one more step.
         return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
 
@@ -506,4 +508,4 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.
         super()._save_rng_state(output_dir)
-        self._run.save(output_dir, self._step)
+        self._run.checkpoints.save(output_dir, self._step)
