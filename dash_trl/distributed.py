@@ -189,10 +189,6 @@ class Ranks:
         """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
         return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
 
-    def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return int(self.gather(torch.tensor([number])).min())
-
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         return int(self.gather(torch.tensor([number])).max())

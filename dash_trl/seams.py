@@ -217,8 +217,7 @@ def decoded(
         B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
     """
     are_messages = is_conversational({"prompt": prompts[0]})
-    parsers = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
-    if are_messages and parsers != [None, None]:
+    if are_messages and any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         return [[_parsed(tokenizer, *row, tools)] for row in zip(completion_ids, prompt_ids, strict=True)]
     _tell_what_vanishes(tokenizer, {*chain.from_iterable(completion_ids)})
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -227,8 +226,8 @@ def decoded(
 
 def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
     """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
-    usual = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
-    usual += str(tokenizer.chat_template)
+    named = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
+    usual = f"{named}{tokenizer.chat_template}"
     added = tokenizer.added_tokens_decoder.items()
     lost = {one.content for number, one in added if number in ids and one.special and one.content not in usual}
     if (lost := lost - _told) and PartialState().is_main_process:

@@ -187,10 +187,10 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
                 "at least one token for each prompt, such as the end-of-sequence token."
             )
         check_tokens(output[name], trainer.model.config, f"rollout_func's {name}")
-    log_probs, loss = output["logprobs"], trainer.args.loss_type
+    loss = trainer.args.loss_type
     correct = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    if log_probs is None and (loss in OFF_POLICY_LOSSES or correct):
-        cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else "vllm_importance_sampling_correction=True"
+    cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else correct and "vllm_importance_sampling_correction"
+    if cause and output["logprobs"] is None:
         raise ValueError(
             f"{cause} needs the sampler's log-probs, but rollout_func returned none: return the log-probs of all "
             "completion tokens as 'logprobs', or use another loss and correction."

@@ -266,7 +266,7 @@ class Rewards:
             groups: number of this rank's groups that have all rewards and are not yet yielded.
         """
         with self.host.recorder.timed("wait_for_ranks"):
-            return self._ranks.least(groups)
+            return -self._ranks.largest(-groups)
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ class EvaluationArguments(Task):
     chat_template_kwargs: dict[str, Any] | str | None = HfArg(
         default=None, help="Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."
     )
-    seed: int = HfArg(default=0, help="Seed of the samples and of the intervals.")
+    seed: int = HfArg(default=0, help="Seed of the samples.")
     use_vllm: bool = HfArg(default=False, help="Start vLLM servers and sample from them; else sample by transformers.")
     vllm_server_urls: list[str] | None = HfArg(
         default=None, help="Sample from these servers (dash_trl serve); they get the weights."
@@ -240,11 +240,11 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
         folder.mkdir(parents=True, exist_ok=True)
         for (label, checkpoint), rows in zip(jobs.items(), problems, strict=True):
             samples = _sample(label, checkpoint, rows, reward, arguments)
-            figures = {"model": checkpoint.name, **figures_of(samples, ks, seed=arguments.seed)}
+            figures = {"model": checkpoint.name, **figures_of(samples, ks)}
             if not results:
                 first, first_label = samples, label
             else:
-                figures["difference"] = {"from": first_label, **differences(samples, first, ks, seed=arguments.seed)}
+                figures["difference"] = {"from": first_label, **differences(samples, first, ks)}
             results[label] = figures
             settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
             (folder / f"{label}.json").write_text(f"{settings}\n")
