@@ -61,11 +61,12 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
     Raises:
         ValueError: if it has the other kind. Transformers would leave the weights as they are, or find no file.
     """
-    other, kind = ("model*.safetensors", "a whole model") if is_adapted else ("adapter_config.json", "an adapter")
+    other, said = "adapter_config.json", "an adapter, but this run trains all weights"
+    if is_adapted:
+        other, said = "model*.safetensors", "a whole model, but this run trains an adapter"
     if any(Path(checkpoint).rglob(other)):
-        own = "an adapter" if is_adapted else "all weights"
         raise ValueError(
-            f"{checkpoint} has the weights of {kind}, but this run trains {own}. Resume with the options of PEFT with "
+            f"{checkpoint} has the weights of {said}. Resume with the options of PEFT with "
             f"which the checkpoint was saved, or begin a new run with its weights: model_name_or_path={checkpoint}."
         )
 
@@ -113,7 +114,6 @@ class Checkpoints:
         host: the trainer.
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
-        handler: Transformers' callback handler, whose callbacks may have a state.
         queue: hands out the prompts. `None`: Transformers reads them.
         dynamic: chooses the groups of windows. `None`: a window has all groups.
         micro_steps: has the window in use.
@@ -125,13 +125,12 @@ class Checkpoints:
         host: Host,
         rules: LogProbRules,
         prompts: int | None,
-        handler: Any,
         queue: PromptQueue | None,
         dynamic: DynamicSampling | None,
         micro_steps: MicroSteps,
         skipped: SkippedSteps,
     ):
-        self._host, self._ranks, self._handler = host, host.ranks, handler
+        self._host, self._ranks = host, host.ranks
         self._queue, self._dynamic, self._micro_steps, self._skipped = queue, dynamic, micro_steps, skipped
         self._shapes = Shapes.of(
             host.args,
@@ -140,7 +139,6 @@ class Checkpoints:
             rules={name: str(getattr(rules, name)) for name in ("reference", "sampler_is_old", "correction")},
             samples_ahead=windows_ahead(host) > 0,
         )
-        self._runs = manifest.new_run(None)
         # The position in the prompts and the states of the callbacks, from before the running optimizer step.
         self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
 
@@ -167,7 +165,7 @@ class Checkpoints:
         prompts = None if self._queue is None else self._queue.state_dict()
         if prompts is not None and self._dynamic is not None:
             prompts["share"] = self._dynamic.share
-        states = states_of(dash_callbacks(self._handler))
+        states = states_of(dash_callbacks(self._host.callback_handler))
         return prompts, states if self._ranks.rank == 0 else {}
 
     def save(self, folder: str, micro_step: int) -> None:
@@ -235,7 +233,7 @@ class Checkpoints:
         anew = self._host.args.ignore_data_skip
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=anew)
         states = {} if saved is None else saved.states
-        for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
+        for name in self._ranks.agree(restore_states, dash_callbacks(self._host.callback_handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         self._skipped.total = 0 if saved is None else saved.skipped_steps
         if reason is not None:

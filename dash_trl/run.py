@@ -32,7 +32,6 @@ class Run:
         functions: the watched reward functions.
         names: the name of each function.
         may_score_early: False = a subclass overrides `_calculate_rewards`, so rewards begin only when it is called.
-        handler: Transformers' callback handler.
         prompts: number of rows of the training set; `None` for a stream.
         pool: the vLLM servers; used only if they sample.
         conversations: runs tools and environments. `None`: rows have one turn.
@@ -55,7 +54,6 @@ class Run:
         names: list[str],
         *,
         may_score_early: bool,
-        handler: Any,
         prompts: int | None,
         pool: Any,
         conversations: Conversations | None,
@@ -67,9 +65,9 @@ class Run:
             else None
         )
         self._host = host
-        self.queue = new_queue(args, handler, ahead=ahead, first=dynamic and dynamic.first)
+        self.queue = new_queue(args, host.callback_handler, ahead=ahead, first=dynamic and dynamic.first)
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
-        work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(handler))
+        work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(host.callback_handler))
         self.rewards = Rewards(host, functions, names, in_background=may_score_early and work)
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
@@ -80,7 +78,7 @@ class Run:
         self.off_policy = OffPolicyMetrics(args.aipo_delta if args.loss_type == "aipo" else None)
         self.skipped = SkippedSteps(loss_scaling=args.fp16)
         self.checkpoints = Checkpoints(
-            host, log_probs.rules, prompts, handler, self.queue, dynamic, self.micro_steps, self.skipped
+            host, log_probs.rules, prompts, self.queue, dynamic, self.micro_steps, self.skipped
         )
 
     def begin_optimizer_step(self, first: int, micro_steps: int) -> None:

@@ -119,8 +119,8 @@ class DASHTrainer(GRPOTrainer):
         self._conversations = new_conversations(self)
         self.reward_func_names = distinct(self.reward_func_names)
         self.reward_funcs = [watch(*one) for one in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        if (rollout_func := self.rollout_func) is not None:
-            self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, rollout_func)
+        if self.rollout_func is not None:
+            self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, self.rollout_func)
         self._passes = seams.new_passes(self)
         self._begin_run()  # `evaluate` needs the objects of a run, too
 
@@ -152,7 +152,6 @@ class DASHTrainer(GRPOTrainer):
             self.reward_funcs,
             self.reward_func_names,
             may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,  # not overridden
-            handler=self.callback_handler,
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
             pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,

@@ -24,8 +24,7 @@ from typing import Any, Self
 
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
-from transformers.hf_argparser import HfArg
+from transformers.hf_argparser import HfArg, HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.figures import comparison, differences, figures_of, table
@@ -40,7 +39,7 @@ from dash_trl.evaluation.samplers import (
 from dash_trl.monitoring import plot_pass_at_k
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, RewardRunner, load_reward
 from dash_trl.sampling import WEIGHT_DIR
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
 TOY_LENGTH = 64  # in tokens
 
@@ -231,7 +230,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
     with Reward(arguments.reward()) as reward:
-        found = [Checkpoint(toy_model() if model == TOY else model) for model in models]
+        found = [Checkpoint(model) for model in models]
         jobs = dict(zip(labels(models), found, strict=True))
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
         reward.check_columns(problems[0].column_names)

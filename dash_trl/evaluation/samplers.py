@@ -57,7 +57,7 @@ class Checkpoint:
     The constructor reads the config and the tokenizer, but no weights.
 
     Args:
-        name: the directory or the hub name.
+        name: the directory, the hub name, or "toy".
     Attributes:
         base: name or directory of the config and the full weights: `name` itself, or, for an adapter, its base model.
         is_adapter: whether the model is an adapter.
@@ -68,7 +68,7 @@ class Checkpoint:
     """
 
     def __init__(self, name: str):
-        self.name = self.base = name
+        self.name = self.base = name = toy_model() if name == TOY else name
         adapter = Path(name, "adapter_config.json")  # peft's file
         self.is_adapter = adapter.is_file()
         if self.is_adapter:
@@ -278,7 +278,7 @@ def open_sampler(
         WeightMismatch: see `ServerSampler`.
     """
     if not isinstance(model, Checkpoint):
-        model = Checkpoint(toy_model() if model == TOY else str(model))
+        model = Checkpoint(str(model))
     with ExitStack() as stack:
         if use_vllm and not server_urls:
             server_urls = stack.enter_context(vllm_servers(model.base, max(1, len(visible_gpus()))))
