@@ -185,7 +185,6 @@ class DASHConfig(GRPOConfig):
     filter_denominator: str = HfArg(
         default="all",
         help="What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
-        metadata={"choices": ["all", "kept"]},
     )
     advantage_estimator: str = HfArg(
         default="grpo",

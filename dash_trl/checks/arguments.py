@@ -287,28 +287,6 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def _check_pipeline(trainer: Any, base: Any) -> None:
-    """Checks that rewards, losses and methods of a run with `reward_pipeline` allow training on a few groups."""
-    if trainer.environment_factories is not None and not all(
-        isinstance(one, RunnerReward) for one in trainer.reward_funcs
-    ):
-        raise ValueError(
-            "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch at "
-            "once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
-        )
-    if trainer.aux_loss_enabled:
-        raise ValueError(
-            "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but the "
-            "pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
-        )
-    if type(trainer)._calculate_rewards is not base._calculate_rewards:
-        raise ValueError(
-            "reward_pipeline=True trains on groups as their rewards come, but "
-            f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a DASHCallback "
-            "(on_rewards, with per_group = True), or leave reward_pipeline out."
-        )
-
-
 def check_groups_apart(trainer: Any, base: Any) -> None:
     """Checks that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
 
@@ -324,7 +302,24 @@ def check_groups_apart(trainer: Any, base: Any) -> None:
     """
     args = trainer.args
     if args.reward_pipeline:
-        _check_pipeline(trainer, base)
+        if trainer.environment_factories is not None and not all(
+            isinstance(one, RunnerReward) for one in trainer.reward_funcs
+        ):
+            raise ValueError(
+                "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch "
+                "at once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
+            )
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but "
+                "the pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
+            )
+        if type(trainer)._calculate_rewards is not base._calculate_rewards:
+            raise ValueError(
+                "reward_pipeline=True trains on groups as their rewards come, but "
+                f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a "
+                "DASHCallback (on_rewards, with per_group = True), or leave reward_pipeline out."
+            )
     elif not args.samples_dynamically:
         return
     option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"

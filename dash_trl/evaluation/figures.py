@@ -17,6 +17,7 @@ CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than thi
 LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
+Rows = Sequence[Sequence[Mapping[str, Any]]]  # for each problem a list of samples, see `figures_of`
 MARK, EQUAL = "*", "[all equal]"  # if all problems are equal, an interval has no width, but the figure is not certain
 
 
@@ -56,7 +57,7 @@ def bootstrap_interval(values: Sequence[float], weights: Sequence[float] | None 
     return float(low), float(high)
 
 
-def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int]) -> dict[str, Any]:
+def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
     """Computes the figures of a model, in a form that can be written as JSON.
 
     Args:
@@ -145,8 +146,8 @@ def metrics_of(
 
 
 def differences(
-    rows: Sequence[Sequence[Mapping[str, Any]]],
-    others: Sequence[Sequence[Mapping[str, Any]]],
+    rows: Rows,
+    others: Rows,
     ks: Sequence[int],
 ) -> dict[str, list[Any]]:
     """Computes how much better a model is than another model on the same problems.

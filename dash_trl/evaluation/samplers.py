@@ -34,6 +34,7 @@ SEED_STRIDE = 1_000_003  # seeds of batches or rows are counted from a multiple 
 TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
 Prompt = str | list[dict[str, str]]
+Drawn = Iterator[tuple[int, list[list[int]]]]  # indices of prompts, and the token ids of their completions
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Sampler(ABC):
     @abstractmethod
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         """Yields each prompt when it is done: its index, and the token ids of its completions."""
 
 
@@ -171,7 +172,7 @@ class LocalSampler(Sampler):
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         ends, device = self.end_tokens, self.model.device
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
@@ -230,7 +231,7 @@ class ServerSampler(Sampler):
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         sampling = {
             # Neutral values for options that a server would otherwise take from the model's generation_config.
             "top_p": 1.0,
