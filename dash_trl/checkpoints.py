@@ -8,24 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dash_trl import manifest
 from dash_trl.callbacks import dash_callbacks, restore_states, states_of
+from dash_trl.collect import DynamicSampling
 from dash_trl.host import Host, windows_ahead
 from dash_trl.log_probs import LogProbRules
-from dash_trl.rollout import (
-    STATES,
-    Part,
-    PromptQueue,
-    SavedRun,
-    Shapes,
-    load_states,
-    one_run,
-    why_a_new_window,
-)
+from dash_trl.micro_steps import MicroSteps
+from dash_trl.rollout import PromptQueue, SavedRun, Shapes, one_run, why_a_new_window
+from dash_trl.update import SkippedSteps
 
 logger = logging.getLogger(__name__)
+Position = tuple[int, int]  # in the dataset: (completed epochs, micro-batches that a rank has taken of the next one)
 
 
 def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
@@ -68,11 +61,12 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
     Raises:
         ValueError: if it has the other kind. Transformers would leave the weights as they are, or find no file.
     """
-    other, kind = ("model*.safetensors", "a whole model") if is_adapted else ("adapter_config.json", "an adapter")
+    other, said = "adapter_config.json", "an adapter, but this run trains all weights"
+    if is_adapted:
+        other, said = "model*.safetensors", "a whole model, but this run trains an adapter"
     if any(Path(checkpoint).rglob(other)):
-        own = "an adapter" if is_adapted else "all weights"
         raise ValueError(
-            f"{checkpoint} has the weights of {kind}, but this run trains {own}. Resume with the options of PEFT with "
+            f"{checkpoint} has the weights of {said}. Resume with the options of PEFT with "
             f"which the checkpoint was saved, or begin a new run with its weights: model_name_or_path={checkpoint}."
         )
 
@@ -87,21 +81,6 @@ OF_OPTIMIZER = {
 STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a run goes on otherwise
 
 
-@contextmanager
-def loading(checkpoint: str) -> Iterator[None]:
-    """`with` block that loads a part of a checkpoint. Its errors, which may have any type, name the checkpoint."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{checkpoint} cannot be loaded: {type(error).__name__}: {error}. {_others(checkpoint)}"
-        ) from error
-
-
-def _others(checkpoint: str) -> str:
-    return f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
-
-
 def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
     """Compare the optimizer of a checkpoint with that of this run, by their parameter groups.
 
@@ -114,14 +93,15 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
+    remedy = f"For other settings, begin a new run with its weights: model_name_or_path={checkpoint}."
     said = [f"no {name}, so this begins anew" for name in STATE if not any(Path(checkpoint).glob(name))]
     for own, group in zip(asked, groups, strict=True):
         adamw = "decoupled_weight_decay"  # Adam has it, too, as False
         if own.keys() - group.keys() or own.get(adamw) != group.get(adamw):
-            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {_others(checkpoint)}")
+            raise ValueError(f"{checkpoint} is of another optimizer: {[*group]}, here {[*own]}. {remedy}")
         changed = [key for key in OF_OPTIMIZER if own.get(key) != group.get(key)]
         said += [f"{OF_OPTIMIZER[key]}={group[key]}, which holds, not {own[key]}" for key in changed]
-    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {_others(checkpoint)}" if said else None
+    return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None
 
 
 class Checkpoints:
@@ -134,8 +114,10 @@ class Checkpoints:
         host: the trainer.
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
-        handler: Transformers' callback handler, whose callbacks may have a state.
-        dynamic: a `DynamicSampling`, whose `share` is saved with the prompts. `None`: there is none.
+        queue: hands out the prompts. `None`: Transformers reads them.
+        dynamic: chooses the groups of windows. `None`: a window has all groups.
+        micro_steps: has the window in use.
+        skipped: counts skipped optimizer steps.
     """
 
     def __init__(
@@ -143,10 +125,13 @@ class Checkpoints:
         host: Host,
         rules: LogProbRules,
         prompts: int | None,
-        handler: Any,
-        dynamic: Any = None,
+        queue: PromptQueue | None,
+        dynamic: DynamicSampling | None,
+        micro_steps: MicroSteps,
+        skipped: SkippedSteps,
     ):
-        self._host, self._ranks, self._handler, self._dynamic = host, host.ranks, handler, dynamic
+        self._host, self._ranks = host, host.ranks
+        self._queue, self._dynamic, self._micro_steps, self._skipped = queue, dynamic, micro_steps, skipped
         self._shapes = Shapes.of(
             host.args,
             processes=host.ranks.count,
@@ -154,20 +139,8 @@ class Checkpoints:
             rules={name: str(getattr(rules, name)) for name in ("reference", "sampler_is_old", "correction")},
             samples_ahead=windows_ahead(host) > 0,
         )
-        self._runs = manifest.new_run(None)
-        # The states of the callbacks and the position in the prompts, from before the running optimizer step.
-        self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
-
-    def begin_run(self, checkpoint: str | None) -> None:
-        """Give the run a name. If it saves checkpoints, those of other runs in its folder no longer count.
-
-        Args:
-            checkpoint: folder of the checkpoint with which it begins. `None`: a new run.
-        """
-        args, self._runs = self._host.args, manifest.new_run(checkpoint)
-        if args.save_strategy != "no":
-            path = Path(args.output_dir, manifest.RUN)
-            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
+        # The position in the prompts and the states of the callbacks, from before the running optimizer step.
+        self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
@@ -181,63 +154,74 @@ class Checkpoints:
         yield
         self._ranks.agree(manifest.finish, folder, runs, main_only=True)
 
-    def begin_optimizer_step(self, queue: PromptQueue | None) -> None:
-        """Store the states of the callbacks and the position in the prompts from before the optimizer step.
+    def begin_optimizer_step(self) -> None:
+        """Store the position in the prompts and the states of the callbacks from before the optimizer step.
 
         `save` writes them if a resumed run has to sample the window in use again.
-
-        Args:
-            queue: hands out the prompts. `None`: Transformers reads them.
         """
-        self._before = self._states(queue)
+        self._before = self._states()
 
-    def _states(self, queue: PromptQueue | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        prompts = None if queue is None else queue.state_dict()
+    def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        prompts = None if self._queue is None else self._queue.state_dict()
         if prompts is not None and self._dynamic is not None:
-            prompts |= {"share": self._dynamic.share}
-        return states_of(dash_callbacks(self._handler)), prompts
+            prompts["share"] = self._dynamic.share
+        states = states_of(dash_callbacks(self._host.callback_handler))
+        return prompts, states if self._ranks.rank == 0 else {}
 
-    def save(
-        self,
-        folder: str,
-        *,
-        micro_step: int,
-        skipped_steps: int,
-        window: Part | None,
-        samples_again: bool,
-        queue: PromptQueue | None,
-    ) -> None:
-        """Save this rank's file of a checkpoint and, on the first rank, the states of the callbacks.
+    def save(self, folder: str, micro_step: int) -> None:
+        """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
+
+        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
+        a resumed run samples them again.
 
         Args:
             folder: folder of the checkpoint.
-            micro_step: number of the micro-step at which a resumed run continues; see `SavedRun`.
-            skipped_steps: number of optimizer steps skipped so far because their gradient was not finite.
-            window: the window in use. `None`: a resumed run does not need this window.
-            samples_again: True = a resumed run samples the window in use again. Then the states from before the running
-                optimizer step are saved, because they belong to the time before this window was sampled.
-            queue: hands out the prompts. `None`: Transformers reads them.
+            micro_step: number of micro-steps that have run.
         """
-        states, prompts = self._before if samples_again else self._states(queue)
-        position = self._shapes.position(self._host.state.epoch or 0, self._host.state.max_steps)
-        SavedRun(self._shapes, position, micro_step, skipped_steps, window, prompts).save(self._file(folder))
-        if states and self._ranks.rank == 0:
-            torch.save(states, os.path.join(folder, STATES))
+        state, schedule = self._host.state, self._micro_steps.schedule
+        completed = schedule.completed(micro_step, state.global_step)  # in whole optimizer steps
+        # A window that is sampled again needs the states from before it was sampled.
+        states = self._before if schedule.samples_again(completed) else self._states()
+        window = self._micro_steps.window_to_save(completed)
+        position = self._shapes.position(state.epoch or 0, state.max_steps)
+        SavedRun(self._shapes, position, completed, self._skipped.total, window, *states).save(self._file(folder))
 
-    def resume(self, checkpoint: str, start: tuple[int, int], *, ignore_data_skip: bool) -> tuple[SavedRun | None, int]:
-        """Load a checkpoint, and give the callbacks their states.
+    def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
+        """Begin a run, if possible where a checkpoint was saved.
+
+        The run gets a name. If it saves checkpoints, those of other runs in its folder no longer count.
 
         Args:
-            checkpoint: folder of the checkpoint.
-            start: position in the dataset as Transformers counts it: (completed epochs, micro-batches that a rank has
-                taken from the current epoch).
-            ignore_data_skip: Transformers' option; see `why_a_new_window`.
+            checkpoint: folder of the checkpoint. `None`: a new run.
+            start: the position at which Transformers would begin.
         Returns:
-            (saved run, number of optimizer steps skipped before the checkpoint). The saved run is `None` if this run
-            cannot continue in the saved window; a warning then gives the reason.
+            The micro-step and the position with which the run begins. The position is `start` for a new run, if the
+            checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
+        args, self._runs = self._host.args, manifest.new_run(checkpoint)
+        if args.save_strategy != "no":
+            path = Path(args.output_dir, manifest.RUN)
+            self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
+        saved = None if checkpoint is None else self._resumed(checkpoint, start)
+        from_start = args.ignore_data_skip
+        if saved is not None:
+            self._micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
+            # Transformers miscounts in a stream that is read for several epochs.
+            start = start if from_start else saved.position
+        if self._queue is not None:
+            self._queue.begin(*start)
+            if saved is not None and from_start and saved.window is not None:
+                self._queue.has_sampled(saved.step)
+            elif saved is not None and not from_start and saved.prompts is not None:
+                self._queue.load_state_dict(saved.prompts)
+                if self._dynamic is not None:
+                    self._dynamic.share = saved.prompts.get("share", 1.0)
+        return 0 if saved is None else saved.step, start
+
+    def _resumed(self, checkpoint: str, start: Position) -> SavedRun | None:
+        """Load a checkpoint, and give the callbacks their states; `None` if the run needs a new window."""
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
@@ -246,17 +230,20 @@ class Checkpoints:
                 "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
                 "differs from an uninterrupted one."
             )
-        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip)
-        states = self._ranks.agree(load_states, checkpoint, main_only=True)
-        for name in self._ranks.agree(restore_states, dash_callbacks(self._handler), states):
+        anew = self._host.args.ignore_data_skip
+        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=anew)
+        states = {} if saved is None else saved.states
+        for name in self._ranks.agree(restore_states, dash_callbacks(self._host.callback_handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
+        self._skipped.total = 0 if saved is None else saved.skipped_steps
         if reason is not None:
             self.warn(f"{reason}; training goes on with a new generation window.")
-        return None if reason is not None else own, 0 if saved is None else saved.skipped_steps
+        return own if reason is None else None
 
     def _file(self, folder: str) -> str:
         return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
 
     def warn(self, message: str) -> None:
+        """Log a warning, on the first rank only."""
         if self._ranks.rank == 0:
             logger.warning(message)

@@ -2,9 +2,10 @@
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import get_type_hints
 
+from transformers.hf_argparser import HfArg
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
@@ -58,9 +59,9 @@ UNUSABLE: dict[str, tuple[str, str]] = {
     "split_batches": ("True", "each rank takes its own rows. Leave it out"),
 }
 
-# Loss of DASH → the options that it would ignore, each with the reason.
+# Setting → the options that do not go with it, unless they have their defaults, each with the reason.
 REFUSED: dict[str, dict[str, str]] = {
-    "aipo": {
+    "loss_type='aipo'": {
         "beta": "it has no KL term",
         "entropy_coef": "it has no entropy bonus",
         "use_adaptive_entropy": "it has no entropy bonus",
@@ -71,9 +72,21 @@ REFUSED: dict[str, dict[str, str]] = {
         "epsilon_high": "its ratio is bounded by aipo_delta only",
         "delta": "its ratio is bounded by aipo_delta only",
     },
-    "decoupled_ppo": {
+    "loss_type='decoupled_ppo'": {
         "importance_sampling_level": "its ratios are one per token",
         "vllm_importance_sampling_correction": "without the ratio to the sampler it is loss_type='dapo'",
+    },
+    "max_num_gen_batches": {
+        "multi_objective_aggregation": "it divides by the deviation of all rewards",
+        "reward_pipeline": "it trains before it is known which groups the window has",
+    },
+    "reward_pipeline": {
+        "multi_objective_aggregation": "it divides by the deviation of all rewards",
+        "filter_denominator": "it divides by all rows that are kept",
+        "entropy_coef": "it is distributed over all rows that are kept",
+        "use_adaptive_entropy": "it is distributed over all rows that are kept",
+        "top_entropy_quantile": "it keeps the tokens of highest entropy of each pass",
+        "num_iterations": "it uses the window in several steps",
     },
 }
 
@@ -164,91 +177,65 @@ class DASHConfig(GRPOConfig):
             the same path. In memory, such as in `/dev/shm`, it is fast. `None`: a folder in `output_dir`.
     """
 
-    gradient_filter_threshold: float | None = field(
+    gradient_filter_threshold: float | None = HfArg(
         default=0.0,
-        metadata={
-            "help": "Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
-            "paper: 0.1). `None`: off."
-        },
+        help="Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
+        "paper: 0.1). `None`: off.",
     )
-    filter_denominator: str = field(
+    filter_denominator: str = HfArg(
         default="all",
-        metadata={
-            "help": "What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
-            "choices": ["all", "kept"],
-        },
+        help="What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
     )
-    advantage_estimator: str = field(
+    advantage_estimator: str = HfArg(
         default="grpo",
-        metadata={
-            "help": "How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-            "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
-            "one of your own in `dash_trl.update.ESTIMATORS`."
-        },
+        help="How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
+        "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
+        "one of your own in `dash_trl.update.ESTIMATORS`.",
     )
-    loss_type: str = field(
+    loss_type: str = HfArg(
         default="dapo",
-        metadata={
-            "help": f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
-            "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
-            "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
-            "(docs/concepts/staleness.md)."
-        },
+        help=f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
+        "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
+        "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
+        "(docs/concepts/staleness.md).",
     )
-    aipo_delta: float = field(
-        default=8.0,
-        metadata={"help": "With loss_type='aipo': the largest importance weight. A token above it has no gradient."},
+    aipo_delta: float = HfArg(
+        default=8.0, help="With loss_type='aipo': the largest importance weight. A token above it has no gradient."
     )
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={"help": "Token budget of one model pass. `None`: that of TRL's padded micro-batch."},
+    max_tokens_per_microbatch: int | None = HfArg(
+        default=None, help="Token budget of one model pass. `None`: that of TRL's padded micro-batch."
     )
-    share_prompts: bool | None = field(
-        default=None,
-        metadata={"help": "Compute a prompt once for all rows of a pass that have it. `None`: if it is faster."},
+    share_prompts: bool | None = HfArg(
+        default=None, help="Compute a prompt once for all rows of a pass that have it. `None`: if it is faster."
     )
 
-    async_level: int = field(
-        default=0,
-        metadata={"help": "The number of generation windows that may be sampled ahead of training."},
+    async_level: int = HfArg(default=0, help="The number of generation windows that may be sampled ahead of training.")
+    max_num_gen_batches: int = HfArg(
+        default=1, help="Sample up to this number of generation batches to fill a window with groups that have signal."
     )
-    max_num_gen_batches: int = field(
-        default=1,
-        metadata={
-            "help": "Sample up to this number of generation batches to fill a window with groups that have signal."
-        },
+    bf16: bool | None = HfArg(
+        default=None, help="Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."},
+    logging_nan_inf_filter: bool = HfArg(
+        default=False, help="Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."
     )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={"help": "Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."},
+    reward_pipeline: bool = HfArg(
+        default=False, help="Train on groups that are scored while the rewards of others are awaited."
     )
-    reward_pipeline: bool = field(
-        default=False,
-        metadata={"help": "Train on groups that are scored while the rewards of others are awaited."},
+    eval_k: list[int] | None = HfArg(
+        default=None, help="Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."
     )
-    eval_k: list[int] | None = field(
-        default=None,
-        metadata={"help": "Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."},
+    tool_timeout: float = HfArg(
+        default=600.0, help="Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."
     )
-    tool_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."},
+    vllm_server_urls: list[str] | None = HfArg(
+        default=None, help="Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."
     )
-    vllm_server_urls: list[str] | None = field(
-        default=None,
-        metadata={"help": "Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."},
+    vllm_request_timeout: float = HfArg(
+        default=600.0, help="Seconds that a server may take for one prompt's completions; then another server is asked."
     )
-    vllm_request_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds that a server may take for one prompt's completions; then another server is asked."},
-    )
-    vllm_weight_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder in which weights are written for the servers. `None`: in `output_dir`."},
+    vllm_weight_dir: str | None = HfArg(
+        default=None, help="Folder in which weights are written for the servers. `None`: in `output_dir`."
     )
 
     def __post_init__(self) -> None:
@@ -334,7 +321,7 @@ class DASHConfig(GRPOConfig):
 
     def _check_loss(self) -> None:
         loss = f"loss_type={self.loss_type!r}"
-        self._refuse(REFUSED.get(self.loss_type, {}), loss)
+        self._refuse(REFUSED.get(loss, {}), loss)
         if self.loss_type != "aipo":
             self._refuse({"aipo_delta": "only 'aipo' has it"}, loss)
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
@@ -350,15 +337,10 @@ class DASHConfig(GRPOConfig):
         steps = f"steps_per_generation={self.steps_per_generation}"
         of_window = self.per_device_train_batch_size * self.steps_per_generation
         of_step = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
-        estimator = f"advantage_estimator={self.advantage_estimator!r}"
-        deviation, rest = "divides by the deviation of all rewards", f", which do not split into groups of {size}"
+        rest = f", which do not split into groups of {size}"
         both = {
-            "scale_rewards='batch'": (self.scale_rewards == "batch", deviation),
-            "multi_objective_aggregation='normalize_then_sum'": (
-                self.multi_objective_aggregation == "normalize_then_sum",
-                deviation,
-            ),
-            estimator: (
+            "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
+            f"advantage_estimator={self.advantage_estimator!r}": (
                 not ESTIMATORS[self.advantage_estimator].per_group,
                 "uses the rewards of all rows of the window",
             ),
@@ -369,19 +351,8 @@ class DASHConfig(GRPOConfig):
                 "leaves the end of the learning-rate schedule open: set it",
             ),
             f"{device}, {steps}": (of_window % size != 0, f"leaves a process {of_window} completions{rest}"),
-            "reward_pipeline=True": (self.reward_pipeline, "trains before it is known which groups the window has"),
         }
         pipeline = {
-            "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
-            f"entropy_coef={self.entropy_coef}": (
-                self.entropy_coef != 0 or self.use_adaptive_entropy,
-                "is distributed over all rows that are kept",
-            ),
-            f"top_entropy_quantile={self.top_entropy_quantile}": (
-                self.top_entropy_quantile < 1,
-                "keeps the tokens of highest entropy of each pass",
-            ),
-            f"num_iterations={self.num_iterations}": (self.num_iterations > 1, "uses the window in several steps"),
             f"{steps}, gradient_accumulation_steps={accumulated}": (
                 accumulated % self.steps_per_generation != 0 and self.steps_per_generation % accumulated != 0,
                 "begins a window within an optimizer step",
@@ -392,12 +363,14 @@ class DASHConfig(GRPOConfig):
             ),
         }
         for option, is_on, others in (
-            (f"max_num_gen_batches={self.max_num_gen_batches}", self.samples_dynamically, both | queue),
-            ("reward_pipeline=True", self.reward_pipeline, both | pipeline),
+            ("max_num_gen_batches", self.samples_dynamically, both | queue),
+            ("reward_pipeline", self.reward_pipeline, both | pipeline),
         ):
+            setting = f"{option}={getattr(self, option)}"
+            self._refuse(REFUSED[option] if is_on else {}, setting)
             for name, (is_set, reason) in others.items():
                 if is_on and is_set:
                     raise ValueError(
-                        f"{option} with {name}, which {reason}. But the groups of a window come one after the other. "
+                        f"{setting} with {name}, which {reason}. But the groups of a window come one after the other. "
                         "Change one of these options."
                     )

@@ -141,7 +141,7 @@ def load_code_dataset(
     prompts = _prompts(dataset, problem_column, prompt_template, "code", chat)
     columns = {name: dataset[name][:] for name in _columns("tests", None, TEST_COLUMNS, dataset)}
     loaded: dict[str, Any] = {"prompt": prompts, "entry_point": [None] * len(dataset), **columns}
-    tested = [next(filter(None, map(row.get, ("tests", "inputs"))), None) for row in dataset]
+    tested = [row.get("tests") or row.get("inputs") or None for row in dataset]
     _require_all(tested, dataset, "tests in 'tests', or in 'inputs' and 'outputs'")
     named = [None if name and not name.isidentifier() else True for name in loaded["entry_point"]]
     _require_all(named, dataset, "an `entry_point` that a program can define (for a method, name its class)")

@@ -169,9 +169,10 @@ class Ranks:
         Returns:
             [N, …], the rows of rank 0 first.
         """
+        rows = rows.to(self._accelerator.device)
         if rows.dim() > 1:
-            rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1, pad_index=pad)
-        return self._accelerator.gather(rows.to(self._accelerator.device)).cpu()
+            rows = self._accelerator.pad_across_processes(rows, dim=1, pad_index=pad)
+        return self._accelerator.gather(rows).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks. The values must be picklable."""
@@ -188,10 +189,6 @@ class Ranks:
     def exact_sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
         return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
-
-    def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return int(self.gather(torch.tensor([number])).min())
 
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""

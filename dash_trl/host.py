@@ -29,6 +29,7 @@ class Host(Protocol):
         reward_weights: [F], the current weights of the reward functions.
         ranks: the ranks of the run.
         recorder: logs figures and seconds.
+        callback_handler: has Transformers' callbacks.
         rollout_func: the user's function that samples. `None`: there is none.
     """
 
@@ -40,6 +41,7 @@ class Host(Protocol):
     reward_weights: Tensor
     ranks: Ranks
     recorder: Recorder
+    callback_handler: Any
     rollout_func: Any
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ checkpoint is incomplete. Without it, the checkpoint is of another trainer, and 
 """
 
 import json
-import os
 import secrets
 import shutil
 import sys
@@ -46,7 +45,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content))
-    os.replace(part, path)
+    part.replace(path)
 
 
 def find(folder: Path) -> tuple[Path | None, list[str]]:
@@ -69,9 +68,7 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _damaged(checkpoint: Path) -> list[str]:
-    files = _read(checkpoint / LIST).get("files", {})
-    if not files and (checkpoint / LIST).exists():
-        return [LIST]
+    files = _read(checkpoint / LIST).get("files", {LIST: []})  # [] is the checksum of a file that does not exist
     wrong = [name for name, known in files.items() if _checksum(checkpoint / name) != known]
     return wrong or [TRAINER_STATE_NAME][bool(_read(checkpoint / TRAINER_STATE_NAME)) :]
 

@@ -54,8 +54,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     parser.set_defaults_with_config(
         **{"logging_steps": 1} | (toy_defaults if model.model_name_or_path in (None, TOY) else {})
     )
-    script, args, *others = parser.parse_args_and_config(argv)
-    return script, args, *others
+    return parser.parse_args_and_config(argv)
 
 
 def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:

@@ -218,8 +218,7 @@ def decoded(
         B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
     """
     are_messages = is_conversational({"prompt": prompts[0]})
-    parsers = [getattr(tokenizer, name, None) for name in ("response_template", "response_schema")]
-    if are_messages and parsers != [None, None]:
+    if are_messages and any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
         return [[_parsed(tokenizer, *row, tools)] for row in zip(completion_ids, prompt_ids, strict=True)]
     _tell_what_vanishes(tokenizer, {*chain.from_iterable(completion_ids)})
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -228,8 +227,8 @@ def decoded(
 
 def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
     """Warn, once, of special tokens that the user has added, because texts for rewards lack them."""
-    usual = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
-    usual += str(tokenizer.chat_template)
+    named = f"{tokenizer.bos_token}{tokenizer.eos_token}{tokenizer.pad_token}{tokenizer.unk_token}"
+    usual = f"{named}{tokenizer.chat_template}"
     added = tokenizer.added_tokens_decoder.items()
     lost = {one.content for number, one in added if number in ids and one.special and one.content not in usual}
     if (lost := lost - _told) and PartialState().is_main_process:
@@ -275,16 +274,15 @@ def generate_options(model: Any, generation_config: Any) -> Any:
     return model._prepare_generation_config(generation_config)[0]
 
 
-def sampling_changes(model: Any, generation_config: Any) -> list[str]:
+def sampling_changes(model: Any, config: Any) -> list[str]:
     """Return what makes transformers' `generate` sample from another distribution than the model's.
 
     Args:
         model: the model.
-        generation_config: the configuration with which `generate` is called.
+        config: the result of `generate_options`, which is changed here.
     Returns:
         The names of transformers' processors that change the distribution.
     """
-    config = generate_options(model, generation_config)
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature, config.min_p = None, config.min_p or None

@@ -32,7 +32,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
             return_dict=True,
             **trainer.chat_template_kwargs,
         )["input_ids"]
-        check_prompt_ids([ids], tokenizer, trainer.eos_token_ids, context=rules().context)
+        check_prompt_ids([ids], tokenizer, trainer.eos_token_ids, rules().context)
         return ids
 
     def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:

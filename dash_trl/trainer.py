@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 
 from dash_trl import checks, seams
 from dash_trl.callbacks import call_event, dash_callbacks
-from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared, loading
+from dash_trl.checkpoints import check_weights, checkpoint_to_resume, compared
 from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -36,7 +36,7 @@ from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
 from dash_trl.rewards import distinct, unpack, watch
-from dash_trl.rollout import EpochOrder, RolloutBatch
+from dash_trl.rollout import EpochOrder, RolloutBatch, loading
 from dash_trl.run import Run
 from dash_trl.sampling import install, weights_version
 from dash_trl.seams_of_tools import new_conversations
@@ -119,8 +119,8 @@ class DASHTrainer(GRPOTrainer):
         self._conversations = new_conversations(self)
         self.reward_func_names = distinct(self.reward_func_names)
         self.reward_funcs = [watch(*one) for one in zip(self.reward_funcs, self.reward_func_names, strict=True)]
-        if (rollout_func := self.rollout_func) is not None:
-            self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, rollout_func)
+        if self.rollout_func is not None:
+            self.rollout_func = partial(self.ranks.agree, checks.checked_rollouts, self.rollout_func)
         self._passes = seams.new_passes(self)
         self._begin_run()  # `evaluate` needs the objects of a run, too
 
@@ -132,13 +132,12 @@ class DASHTrainer(GRPOTrainer):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if self.args.reward_pipeline:
-            checks.check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
-        elif self.args.max_num_gen_batches > 1:
-            checks.check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
+        checks.check_groups_apart(self, DASHTrainer)
         self.ranks.agree(checks.check_saving, self)
         self._begin_run()
-        self._step, start = self._run.begin(resume_from_checkpoint, start)  # `_step` is TRL's count of micro-steps
+        self._step, start = self._run.checkpoints.begin(
+            resume_from_checkpoint, start
+        )  # `_step` is TRL's count of micro-steps
         # After the last epoch if the run has ended: Transformers would make one more step.
         return (num_train_epochs, 0) if self.state.global_step >= self.state.max_steps else start
 
@@ -153,7 +152,6 @@ class DASHTrainer(GRPOTrainer):
             self.reward_funcs,
             self.reward_func_names,
             may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,  # not overridden
-            handler=self.callback_handler,
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
             pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,
@@ -379,8 +377,8 @@ class DASHTrainer(GRPOTrainer):
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
             config = self.model.config
-            limits = {"context": checks.context_of(config), "vocabulary": config.get_text_config().vocab_size}
-            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, **limits)
+            checks.check_tokens(tokenized[0], config, "A prompt")
+            checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, checks.context_of(config))
             return tokenized
 
         return self.ranks.agree(checked)
@@ -509,4 +507,4 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         # Transformers calls this on every rank, for each checkpoint that a run can be resumed from.
         super()._save_rng_state(output_dir)
-        self._run.save(output_dir, self._step)
+        self._run.checkpoints.save(output_dir, self._step)

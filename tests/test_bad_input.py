@@ -218,7 +218,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "an argument of other trainers": ({"compute_metrics": print}, "no argument compute_metrics. .* with log_metric"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
-        "tools and rollout_func are both set, .* Leave one of the two out",
+        "rollout_func is set, and so is tools=.* Leave one of the two out",
     ),
     "sampling ahead on the trainer's device": (
         {"settings": {"async_level": 1}},
@@ -570,7 +570,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "none, with aipo": ({}, AIPO, "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'"),
     "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
-    "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction=True needs the"),
+    "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction needs the"),
     "of too few tokens": ({"logprobs": [[-1.0], [-1.0]]}, AIPO, "of other lengths .*one number for each token"),
     "an env_mask of too few tokens": ({"env_mask": [[1], [1]]}, {}, "env_mask of other lengths than completion_ids"),
     "of too few rows": ({"logprobs": [[-1.0]]}, {}, "logprobs of other lengths than completion_ids"),

@@ -4,9 +4,8 @@ from dash_trl.checks.arguments import (
     check_arguments,
     check_callbacks,
     check_generate,
+    check_groups_apart,
     check_losses,
-    check_per_group,
-    check_pipeline,
     check_rounding,
     check_subclass,
 )
@@ -21,6 +20,7 @@ from dash_trl.checks.models import (
 from dash_trl.checks.prompts import (
     check_first_step,
     check_prompt_ids,
+    check_tokens,
     checked_rollouts,
     plain_prompt,
 )

@@ -45,11 +45,11 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
             "own in a reward function, with log_metric: there are no labels for a compute_metrics."
         )
     own_rollouts, environments = others.get("rollout_func") is not None, others.get("environment_factory") is not None
-    if own_rollouts and (others.get("tools") or environments):
-        name = "tools" if others.get("tools") else "environment_factory"
+    tools = environments or bool(others.get("tools"))
+    if own_rollouts and tools:
         raise ValueError(
-            f"{name} and rollout_func are both set, but a rollout_func makes whole completions, including tool calls. "
-            "Leave one of the two out."
+            f"rollout_func is set, and so is tools={others.get('tools')} or environment_factory. But a rollout_func "
+            "makes whole completions, including tool calls. Leave one of the two out."
         )
     check_callbacks(others.get("callbacks") or ())
     if args.use_vllm and args.vllm_mode == "colocate" and args.device.type == "cpu":
@@ -64,8 +64,10 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
             "log-probs. Sample with vLLM (vllm_server_urls, or use_vllm=True), or with a rollout_func that returns "
             "'logprobs'; or use one of TRL's losses."
         )
-    for dataset, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")):
-        tools = bool(others.get("tools")) or environments
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if isinstance(eval_dataset, Mapping):
+        datasets |= {f"eval_dataset[{split!r}]": part for split, part in eval_dataset.items()}
+    for name, dataset in datasets.items():
         check_dataset(dataset, name, own_rollouts, environments=environments, conversations=tools)
     check_batch(train_dataset, args)
     check_correction(args)
@@ -178,7 +180,7 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
                 f"{name}={value!r} cannot be used in training. {remedy}, and take {name} out of generation_kwargs, or "
                 "of the model's generation config."
             )
-    if changes := sampling_changes(model, generation_config):
+    if changes := sampling_changes(model, options):
         said = (
             f"transformers' generate would sample from another distribution than the model's: {changes}. A correction "
             "needs the log-probs of that distribution, but generate does not report them. Leave the options out that "
@@ -218,20 +220,16 @@ def check_correction(args: DASHConfig) -> None:
     multiplies the ratios of all tokens of a row.
     """
     mode = args.vllm_importance_sampling_mode
-    if (  # TRL checks this only if vLLM samples in the trainer's process
-        args.loss_type == "vespo"
-        and (args.use_vllm or args.async_level)
-        and args.vllm_importance_sampling_correction
-        and mode not in ("token_truncate", "token_mask")
-    ):
+    of_sequences = args.vllm_importance_sampling_correction and mode.startswith("sequence")
+    # TRL checks this only if vLLM samples in the trainer's process.
+    if of_sequences and args.loss_type == "vespo" and (args.use_vllm or args.async_level):
         raise ValueError(
             f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
             "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
         )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
-    corrected = args.vllm_importance_sampling_correction and args.loss_type not in OFF_POLICY_LOSSES
-    if truncated and args.use_vllm and corrected and mode.startswith("sequence"):
+    if truncated and args.use_vllm and of_sequences and args.loss_type not in OFF_POLICY_LOSSES:
         logger.warning(
             f"{truncated} with vllm_importance_sampling_mode={mode!r}: these options change vLLM's distribution and "
             "its log-probs, but not the policy's. The correction multiplies the loss of a sequence by the product of "
@@ -289,58 +287,46 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that nothing in a run with `reward_pipeline` needs all groups of a window at once.
+def check_groups_apart(trainer: Any, base: Any) -> None:
+    """Checks that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
 
-    With this option, the trainer scores a few groups of a window and trains on them, while the rewards of other groups
-    are not known yet. Rewards, losses, overridden methods and callbacks must allow that.
-
-    Args:
-        trainer: the trainer.
-        base: the class `DASHTrainer`. Only methods that a subclass overrides are checked.
-        callbacks: the trainer's callbacks.
-    Raises:
-        ValueError: if a reward, a loss, a method or a callback needs the whole window.
-    """
-    if trainer.environment_factories is not None and not all(
-        isinstance(one, RunnerReward) for one in trainer.reward_funcs
-    ):
-        raise ValueError(
-            "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch at "
-            "once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise ValueError(
-            "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but the "
-            "pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
-        )
-    if type(trainer)._calculate_rewards is not base._calculate_rewards:
-        raise ValueError(
-            "reward_pipeline=True trains on groups as their rewards come, but "
-            f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a DASHCallback "
-            "(on_rewards, with per_group = True), or leave reward_pipeline out."
-        )
-    check_per_group(trainer, base, callbacks)
-
-
-def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that callbacks and an overridden `compute_advantages` are marked by `per_group = True`.
-
-    With `reward_pipeline` or `max_num_gen_batches`, they get some groups of a window at a time. So what they do to a
+    With these options, callbacks and `compute_advantages` get some groups of a window at a time. So what they do to a
     group must not depend on other groups.
 
     Args:
         trainer: the trainer.
-        base: the class `DASHTrainer`. Only a `compute_advantages` that a subclass overrides is checked.
-        callbacks: the trainer's callbacks.
+        base: the class `DASHTrainer`. Only methods that a subclass overrides are checked.
     Raises:
-        ValueError: if an overridden `compute_advantages`, or a callback with `on_rewards` or `on_advantages`, lacks the
-            attribute `per_group = True`.
+        ValueError: if a reward or a loss needs the whole window; or if an overridden `compute_advantages`, or a
+            callback with `on_rewards` or `on_advantages`, lacks the attribute `per_group = True`.
     """
     args = trainer.args
+    if args.reward_pipeline:
+        if trainer.environment_factories is not None and not all(
+            isinstance(one, RunnerReward) for one in trainer.reward_funcs
+        ):
+            raise ValueError(
+                "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch "
+                "at once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
+            )
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but "
+                "the pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
+            )
+        if type(trainer)._calculate_rewards is not base._calculate_rewards:
+            raise ValueError(
+                "reward_pipeline=True trains on groups as their rewards come, but "
+                f"{type(trainer).__name__}._calculate_rewards would be called after that. Change rewards in a "
+                "DASHCallback (on_rewards, with per_group = True), or leave reward_pipeline out."
+            )
+    elif not args.samples_dynamically:
+        return
     option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"
     judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
-    judged += [(type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in callbacks]
+    judged += [
+        (type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in trainer.callback_handler.callbacks
+    ]
     for kind, plain, names, marked in judged:
         own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
         if own and not getattr(marked, "per_group", False):

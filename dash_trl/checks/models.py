@@ -12,9 +12,6 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from dash_trl.config import DASHConfig
 
-# The entries of `model_init_kwargs` that are needed to find the config. The other entries concern the weights.
-WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-
 
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     """Checks, before any weight is loaded, that a model can be trained to generate text.
@@ -34,9 +31,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         )
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-        where = {name: settings[name] for name in WHERE if name in settings}
         try:
-            config = AutoConfig.from_pretrained(model, **where)
+            config = AutoConfig.from_pretrained(model, **settings)
         except OSError as error:
             raise ValueError(
                 f"model={model!r} cannot be loaded: neither a directory with a config.json nor a model on the Hugging "

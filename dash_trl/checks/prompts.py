@@ -19,7 +19,7 @@ def check_dataset(
     """Checks the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
 
     Args:
-        dataset: a dataset, a mapping of splits, or None.
+        dataset: a dataset, or None.
         name: name of the dataset, for errors.
         own_rollouts: True = there is a `rollout_func`, which may take prompts of any form.
         environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
@@ -28,10 +28,6 @@ def check_dataset(
         ValueError: if the dataset is empty, lacks the column `prompt` or has a column that would hide an argument of
             reward functions, or if a prompt cannot be used.
     """
-    if isinstance(dataset, Mapping):
-        for split, part in dataset.items():
-            place = f"{name}[{split!r}]"
-            check_dataset(part, place, own_rollouts, environments=environments, conversations=conversations)
     if not isinstance(dataset, Dataset | IterableDataset):
         return  # None, or a type that TRL refuses itself
     columns = dataset.column_names or ["prompt"]  # the columns of a stream may be unknown
@@ -117,28 +113,24 @@ def check_prompt_ids(
     prompt_ids: list[list[int]],
     tokenizer: Any,
     ends: Collection[int],
-    *,
     context: int | None = None,
-    vocabulary: int | None = None,
 ) -> None:
-    """Checks that the model has each prompt's tokens and room for a completion, and that prompts begin once and go on.
+    """Checks that the model has room for a completion of each prompt, and that prompts begin once and go on.
 
     Args:
         prompt_ids: token ids of the prompts.
         tokenizer: the tokenizer.
         ends: ids of the tokens that end a completion.
         context: largest number of tokens of prompt and completion together; None = unknown.
-        vocabulary: number of the model's embeddings; None = unknown.
     Raises:
-        ValueError: if a prompt fills the context, has a token that the model lacks, ends with an end token, or begins
-            with `bos_token` twice, because a text from a chat template already has the token that the tokenizer adds.
+        ValueError: if a prompt fills the context, ends with an end token, or begins with `bos_token` twice, because a
+            text from a chat template already has the token that the tokenizer adds.
     """
     if context is not None and (longest := max(map(len, prompt_ids))) >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
             "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
         )
-    check_tokens(prompt_ids, vocabulary, "A prompt")
     bos = tokenizer.bos_token_id
     if bos is not None and any(ids[:2] == [bos, bos] for ids in prompt_ids):
         raise ValueError(
@@ -153,15 +145,16 @@ def check_prompt_ids(
         )
 
 
-def check_tokens(rows: Iterable[Sequence[int]], vocabulary: int | None, name: str) -> None:
+def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
     """Raises a `ValueError` if a row has a token that is not in the model's vocabulary.
 
     Args:
         rows: lists of token ids.
-        vocabulary: number of the model's embeddings; None = unknown.
+        config: the model's configuration.
         name: what has the token, for the error.
     """
-    if vocabulary is not None and (largest := max(max(ids, default=0) for ids in rows)) >= vocabulary:
+    vocabulary = config.get_text_config().vocab_size
+    if (largest := max(max(ids, default=0) for ids in rows)) >= vocabulary:
         raise ValueError(
             f"{name} has the token {largest}, but the model has {vocabulary} embeddings. Use the model's tokenizer. If "
             "you have added tokens to it, call model.resize_token_embeddings(len(tokenizer))."
@@ -193,11 +186,11 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
                 f"rollout_func returned {len(output[name])} {name} for {len(prompts)} prompts, or an empty one: return "
                 "at least one token for each prompt, such as the end-of-sequence token."
             )
-        check_tokens(output[name], trainer.model.config.get_text_config().vocab_size, f"rollout_func's {name}")
-    log_probs, loss = output["logprobs"], trainer.args.loss_type
+        check_tokens(output[name], trainer.model.config, f"rollout_func's {name}")
+    loss = trainer.args.loss_type
     correct = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    if log_probs is None and (loss in OFF_POLICY_LOSSES or correct):
-        cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else "vllm_importance_sampling_correction=True"
+    cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else correct and "vllm_importance_sampling_correction"
+    if cause and output["logprobs"] is None:
         raise ValueError(
             f"{cause} needs the sampler's log-probs, but rollout_func returned none: return the log-probs of all "
             "completion tokens as 'logprobs', or use another loss and correction."

@@ -90,7 +90,7 @@ class GenerationBatch:
                 with timed("reward"), timed("wait_for_rewards"):
                     here += request.next_groups(wait=not here)
                     with timed("wait_for_ranks"):
-                        count = min(rewards.host.ranks.least(len(here)), left)
+                        count = min(-rewards.host.ranks.largest(-len(here)), left)
                 now, here = here[:count], here[count:]
                 left -= count
                 rows = torch.tensor([row for group in now for row in request.rows_of(group)])

@@ -17,14 +17,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from datasets import Dataset
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg, HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.figures import comparison, differences, figures_of, table
@@ -39,7 +39,7 @@ from dash_trl.evaluation.samplers import (
 from dash_trl.monitoring import plot_pass_at_k
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, RewardRunner, load_reward
 from dash_trl.sampling import WEIGHT_DIR
-from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
 TOY_LENGTH = 64  # in tokens
 
@@ -52,45 +52,31 @@ class Task:
         ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
     """
 
-    dataset_name: str | None = field(
+    dataset_name: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, MBPP+, or what has "
-            f"their columns; or {TOY}, the default of the toy model."
-        },
+        help="A hub name or a local path: GSM8K, MATH-500, AIME, MBPP+, or what has "
+        f"their columns; or {TOY}, the default of the toy model.",
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration of the dataset on the hub, such as 'main'."}
-    )
-    dataset_test_split: str = field(
-        default="test", metadata={"help": "Test split of the dataset, or a part of it: 'test[:100]'."}
-    )
-    prompt_template: str | None = field(
+    dataset_config: str | None = HfArg(default=None, help="Configuration of the dataset on the hub, such as 'main'.")
+    dataset_test_split: str = HfArg(default="test", help="Test split of the dataset, or a part of it: 'test[:100]'.")
+    prompt_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A name in dash_trl.data.PROMPT_TEMPLATES (default: 'boxed' or 'code'), or text with {problem}."
-        },
+        help="A name in dash_trl.data.PROMPT_TEMPLATES (default: 'boxed' or 'code'), or text with {problem}.",
     )
-    plain_prompts: bool = field(
-        default=False,
-        metadata={"help": "Prompts are texts also if the tokenizer has a chat template: for base models."},
+    plain_prompts: bool = HfArg(
+        default=False, help="Prompts are texts also if the tokenizer has a chat template: for base models."
     )
-    problem_column: str | None = field(
-        default=None, metadata={"help": "The column with the problems, if it has another name than in those datasets."}
+    problem_column: str | None = HfArg(
+        default=None, help="The column with the problems, if it has another name than in those datasets."
     )
-    answer_column: str | None = field(
-        default=None,
-        metadata={"help": "The column with the gold answers, if it has another name than in those datasets."},
+    answer_column: str | None = HfArg(
+        default=None, help="The column with the gold answers, if it has another name than in those datasets."
     )
-    reward_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "A Python file with the reward function; `dash_trl eval` counts scores above 0.5 as correct."
-        },
+    reward_path: str | None = HfArg(
+        default=None, help="A Python file with the reward function; `dash_trl eval` counts scores above 0.5 as correct."
     )
-    reward_name: str = field(
-        default=DEFAULT_NAME,
-        metadata={"help": "Name in the file of --reward_path: a function, a class, or a RewardRunner."},
+    reward_name: str = HfArg(
+        default=DEFAULT_NAME, help="Name in the file of --reward_path: a function, a class, or a RewardRunner."
     )
 
     @property
@@ -146,32 +132,26 @@ class Task:
 class EvaluationArguments(Task):
     """Flags of the command: those of `Task`, and flags for samples, pass@k and the folder of results."""
 
-    num_samples: int = field(default=16, metadata={"help": "Number of completions of each problem."})
-    k: list[int] | None = field(
-        default=None,
-        metadata={"help": "Values of k for pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."},
+    num_samples: int = HfArg(default=16, help="Number of completions of each problem.")
+    k: list[int] | None = HfArg(
+        default=None, help="Values of k for pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."
     )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
+    temperature: float = HfArg(default=1.0, help="Sampling temperature. 0 decodes greedily, with one sample.")
+    max_completion_length: int | None = HfArg(
+        default=None, help="Limit of a completion in tokens. Default: 2048; for toy problems 64."
     )
-    max_completion_length: int | None = field(
-        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
+    chat_template_kwargs: dict[str, Any] | str | None = HfArg(
+        default=None, help="Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Arguments of the chat template, as in training: '{\"enable_thinking\": false}'."},
+    seed: int = HfArg(default=0, help="Seed of the samples.")
+    use_vllm: bool = HfArg(default=False, help="Start vLLM servers and sample from them; else sample by transformers.")
+    vllm_server_urls: list[str] | None = HfArg(
+        default=None, help="Sample from these servers (dash_trl serve); they get the weights."
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
-    use_vllm: bool = field(
-        default=False, metadata={"help": "Start vLLM servers and sample from them; else sample by transformers."}
+    per_device_eval_batch_size: int = HfArg(
+        default=BATCH_SIZE, help="Rows that transformers samples side by side. The samples depend on it."
     )
-    vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "Sample from these servers (dash_trl serve); they get the weights."}
-    )
-    per_device_eval_batch_size: int = field(
-        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
-    )
-    output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
+    output_dir: str = HfArg(default="outputs/evaluation", help="Folder of the results.")
 
     def __post_init__(self) -> None:
         if isinstance(self.chat_template_kwargs, str):
@@ -250,7 +230,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
     with Reward(arguments.reward()) as reward:
-        found = [Checkpoint(toy_model() if model == TOY else model) for model in models]
+        found = [Checkpoint(model) for model in models]
         jobs = dict(zip(labels(models), found, strict=True))
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
         reward.check_columns(problems[0].column_names)
@@ -259,11 +239,11 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
         folder.mkdir(parents=True, exist_ok=True)
         for (label, checkpoint), rows in zip(jobs.items(), problems, strict=True):
             samples = _sample(label, checkpoint, rows, reward, arguments)
-            figures = {"model": checkpoint.name, **figures_of(samples, ks, seed=arguments.seed)}
+            figures = {"model": checkpoint.name, **figures_of(samples, ks)}
             if not results:
                 first, first_label = samples, label
             else:
-                figures["difference"] = {"from": first_label, **differences(samples, first, ks, seed=arguments.seed)}
+                figures["difference"] = {"from": first_label, **differences(samples, first, ks)}
             results[label] = figures
             settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
             (folder / f"{label}.json").write_text(f"{settings}\n")

@@ -17,6 +17,7 @@ CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than thi
 LEVEL = 0.95  # confidence level of an interval
 RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
+Rows = Sequence[Sequence[Mapping[str, Any]]]  # for each problem a list of samples, see `figures_of`
 MARK, EQUAL = "*", "[all equal]"  # if all problems are equal, an interval has no width, but the figure is not certain
 
 
@@ -33,9 +34,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def bootstrap_interval(
-    values: Sequence[float], weights: Sequence[float] | None = None, *, seed: int = 0
-) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
     """Returns the 95 % percentile interval of Σ values / Σ weights by a bootstrap over the problems (Efron 1979).
 
     Problems are resampled, because another test set would have other problems. The samples of a problem stay together.
@@ -46,27 +45,25 @@ def bootstrap_interval(
         values: [P], at least one: for example pass@k of each problem, or the number of correct samples of each problem.
         weights: [P], for example the number of scored samples of each problem. None = 1 for each problem, so that the
             interval is that of the mean.
-        seed: seed of the resampling.
     Returns:
         The lower and the upper end.
     """
     value = np.asarray(values, dtype=np.float64)
     weight = np.ones_like(value) if weights is None else np.asarray(weights, dtype=np.float64)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     draws = (generator.integers(len(value), size=len(value)) for _ in range(RESAMPLES))
     ratios = [value[drawn].sum() / weight[drawn].sum() for drawn in draws]
     low, high = np.quantile(ratios, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
-def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Any]:
+def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
     """Computes the figures of a model, in a form that can be written as JSON.
 
     Args:
         rows: for each problem a list of samples. A sample has `reward` (number; None = failed), `tokens` (number of
             tokens) and `truncated` (bool).
         ks: values of k for pass@k; at most the number of samples of a problem.
-        seed: seed of the resampling for intervals.
     Returns:
         A dictionary with these entries. A figure that cannot be estimated is None.
 
@@ -85,13 +82,13 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
     samples = [sample for row in rows for sample in row]
     counts = [_counts(row) for row in rows]
     known = [(n, c) for n, c in counts if n > 0]
-    accuracy, *interval = _estimate([c for _, c in known], [n for n, _ in known], seed)
+    accuracy, *interval = _estimate([c for _, c in known], [n for n, _ in known])
     total = max(len(samples), 1)
     failed = sum(sample["reward"] is None for sample in samples) / total
     return {
         "accuracy": accuracy,
         "accuracy_interval": interval if known else None,
-        "pass_at": {str(k): _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], None, seed) for k in ks},
+        "pass_at": {str(k): _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in ks},
         "left_out": {str(k): sum(n < k for n, _ in counts) for k in ks},
         "problems": len(rows),
         "samples": len(samples),
@@ -102,11 +99,11 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
     }
 
 
-def _estimate(values: Sequence[float], weights: Sequence[float] | None, seed: int) -> list[Any]:
+def _estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> list[Any]:
     """Returns Σ values / Σ weights and the ends of its interval (see `bootstrap_interval`); three None if empty."""
     if not values:
         return [None] * 3
-    return [sum(values) / sum(weights or [1] * len(values)), *bootstrap_interval(values, weights, seed=seed)]
+    return [sum(values) / sum(weights or [1] * len(values)), *bootstrap_interval(values, weights)]
 
 
 def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
@@ -137,20 +134,21 @@ def metrics_of(
         samples = [{"reward": None if math.isnan(one) else one, "tokens": 0, "truncated": False} for one in column]
         figures = figures_of([samples[at : at + group_size] for at in range(0, len(samples), group_size)], ks)
         place = f"rewards/{name}/" if len(names) > 1 else ""
-        accuracy = [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]
-        values = {"accuracy": accuracy, **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()}}
-        for what, estimate in {**values, "failed": [figures["failed"]]}.items():
+        values = {
+            "accuracy": [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])],
+            "failed": [figures["failed"]],
+            **{f"pass_at_{k}": value for k, value in figures["pass_at"].items()},
+        }
+        for what, estimate in values.items():
             for end, value in zip(("", "_low", "_high"), estimate, strict=False):
                 found[f"{place}{what}{end}"] = math.nan if value is None else value
     return found
 
 
 def differences(
-    rows: Sequence[Sequence[Mapping[str, Any]]],
-    others: Sequence[Sequence[Mapping[str, Any]]],
+    rows: Rows,
+    others: Rows,
     ks: Sequence[int],
-    *,
-    seed: int = 0,
 ) -> dict[str, list[Any]]:
     """Computes how much better a model is than another model on the same problems.
 
@@ -163,7 +161,6 @@ def differences(
         rows: samples of the model, as in `figures_of`.
         others: samples of the other model, as in `figures_of`, with the problems in the same order.
         ks: values of k for pass@k.
-        seed: seed of the resampling for intervals.
     Returns:
         "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. Three
         None = no problem is left.
@@ -173,7 +170,7 @@ def differences(
         name: [pass_at_k(*one, k) - pass_at_k(*other, k) for one, other in counts if min(one[0], other[0]) >= k]
         for name, k in (("accuracy", 1), *((f"pass@{k}", k) for k in ks))
     }
-    return {name: _estimate(values, None, seed) for name, values in gains.items()}
+    return {name: _estimate(values) for name, values in gains.items()}
 
 
 def comparison(name: str, found: Mapping[str, Any]) -> str:

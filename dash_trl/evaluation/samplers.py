@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ SEED_STRIDE = 1_000_003  # seeds of batches or rows are counted from a multiple 
 TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
 Prompt = str | list[dict[str, str]]
+Drawn = Iterator[tuple[int, list[list[int]]]]  # indices of prompts, and the token ids of their completions
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Checkpoint:
     The constructor reads the config and the tokenizer, but no weights.
 
     Args:
-        name: the directory or the hub name.
+        name: the directory, the hub name, or "toy".
     Attributes:
         base: name or directory of the config and the full weights: `name` itself, or, for an adapter, its base model.
         is_adapter: whether the model is an adapter.
@@ -69,7 +69,7 @@ class Checkpoint:
     """
 
     def __init__(self, name: str):
-        self.name = self.base = name
+        self.name = self.base = name = toy_model() if name == TOY else name
         adapter = Path(name, "adapter_config.json")  # peft's file
         self.is_adapter = adapter.is_file()
         if self.is_adapter:
@@ -150,7 +150,7 @@ class Sampler(ABC):
     @abstractmethod
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         """Yields each prompt when it is done: its index, and the token ids of its completions."""
 
 
@@ -172,43 +172,39 @@ class LocalSampler(Sampler):
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        generated = (
-            row
-            for start in range(0, len(rows), self.batch_size)
-            for row in self._generate(
-                rows[start : start + self.batch_size], temperature, max_completion_length, seed * SEED_STRIDE + start
-            )
-        )
-        for index in range(len(prompts)):
-            yield index, list(islice(generated, num_samples))
-
-    def _generate(self, batch: list[list[int]], temperature: float, length: int, seed: int) -> list[list[int]]:
-        ends, device, width = self.end_tokens, self.model.device, max(map(len, batch))
+        ends, device = self.end_tokens, self.model.device
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        with (
-            evaluating(self.model),
-            # generate() takes missing options from the model's generation_config.
-            with_settings(self._inner, {"generation_config": GenerationConfig()}),
-            # Saves the random state of all devices, since manual_seed changes all of them.
-            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
-            torch.no_grad(),
-        ):
-            torch.manual_seed(seed)
-            generated = self.model.generate(
-                input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
-                attention_mask=torch.tensor(
-                    [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
-                ),
-                max_new_tokens=length,
-                pad_token_id=pad,
-                eos_token_id=ends,
-                **(sampling if temperature > 0 else {"do_sample": False}),
-            )
-        rows = generated[:, width:].tolist()
-        return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)] for ids in rows]
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+        done: list[list[int]] = []
+        for start in range(0, len(rows), self.batch_size):
+            batch = rows[start : start + self.batch_size]
+            width = max(map(len, batch))
+            with (
+                evaluating(self.model),
+                # generate() takes missing options from the model's generation_config.
+                with_settings(self._inner, {"generation_config": GenerationConfig()}),
+                # Saves the random state of all devices, since manual_seed changes all of them.
+                torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+                torch.no_grad(),
+            ):
+                torch.manual_seed(seed * SEED_STRIDE + start)
+                generated = self.model.generate(
+                    input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
+                    attention_mask=torch.tensor(
+                        [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
+                    ),
+                    max_new_tokens=max_completion_length,
+                    pad_token_id=pad,
+                    eos_token_id=ends,
+                    **how,
+                )
+            first = len(done) // num_samples
+            for ids in generated[:, width:].tolist():
+                done.append(ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)])
+            for index in range(first, len(done) // num_samples):
+                yield index, done[index * num_samples : (index + 1) * num_samples]
 
 
 class ServerSampler(Sampler):
@@ -235,7 +231,7 @@ class ServerSampler(Sampler):
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
-    ) -> Iterator[tuple[int, list[list[int]]]]:
+    ) -> Drawn:
         sampling = {
             # Neutral values for options that a server would otherwise take from the model's generation_config.
             "top_p": 1.0,
@@ -283,7 +279,7 @@ def open_sampler(
         WeightMismatch: see `ServerSampler`.
     """
     if not isinstance(model, Checkpoint):
-        model = Checkpoint(toy_model() if model == TOY else str(model))
+        model = Checkpoint(str(model))
     with ExitStack() as stack:
         if use_vllm and not server_urls:
             server_urls = stack.enter_context(vllm_servers(model.base, max(1, len(visible_gpus()))))

@@ -9,7 +9,8 @@ Otherwise some prompts would be lost or used twice, so the run ends with an erro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -133,6 +134,7 @@ class SavedRun:
         window: the window in use. `None`: there is none, or it begins after `step`, so a resumed run cannot use it.
         prompts: state of the `PromptQueue`. `None`: the run has none. When ranks compare their saved runs (`one_run`),
             `window` and `prompts` are `None`.
+        states: the states of callbacks, by name; empty except on the first rank.
     """
 
     shapes: Shapes
@@ -141,42 +143,34 @@ class SavedRun:
     skipped_steps: int
     window: Part | None
     prompts: dict[str, Any] | None = None
+    states: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def save(self, path: str) -> None:
         """Write this rank's file of a checkpoint."""
-        state = {one.name: getattr(self, one.name) for one in fields(self)}
         window = None if self.window is None else self.window.state_dict()
-        torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
+        torch.save({**vars(self), "shapes": vars(self.shapes), "window": window}, path)
 
     @classmethod
     def load(cls, path: str) -> SavedRun | None:
         """Read a rank's file of a checkpoint; `None` if there is no such file."""
-
-        def built(state: dict[str, Any]) -> SavedRun:
+        if not os.path.isfile(path):
+            return None
+        with loading(path):
+            state = torch.load(path, weights_only=True)
             window = None if state["window"] is None else Part.from_state_dict(state["window"])
             return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
-        return _read(path, built)
 
-
-STATES = "callback_states.pt"  # the states of callbacks, in one file for all ranks
-
-
-def load_states(checkpoint: str) -> dict[str, Any]:
-    """Return the states of callbacks in a checkpoint, by class name; empty if the checkpoint has no such file."""
-    return _read(os.path.join(checkpoint, STATES), dict) or {}
-
-
-def _read(path: str, build: Callable[[dict[str, Any]], Any]) -> Any:
-    """Read a file of tensors, and return what `build` makes of it; `None` if there is no such file."""
-    if not os.path.isfile(path):
-        return None
+@contextmanager
+def loading(path: str) -> Iterator[None]:
+    """`with` block that loads a checkpoint or its file. Its errors, which may have any type, name the path."""
     try:
-        return build(torch.load(path, weights_only=True))
-    except Exception as error:  # a damaged file may raise anything in torch.load; one of another version, in `build`
+        yield
+    except Exception as error:
         raise ValueError(
-            f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
-            "delete this file and those of the other ranks to continue without their contents."
+            f"{path} cannot be loaded: it is damaged, or of another version, or of a run with other settings "
+            f"({type(error).__name__}: {error}). Resume from another checkpoint, or begin a new run with the weights: "
+            "give the folder of the checkpoint as model_name_or_path."
         ) from error
 
 
