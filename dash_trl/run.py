@@ -65,7 +65,9 @@ class Run:
             else None
         )
         self._host = host
-        self.queue = new_queue(args, host.callback_handler, ahead=ahead, first=dynamic and dynamic.first)
+        self.queue = new_queue(
+            args, host.callback_handler, ahead=ahead, first=None if dynamic is None else dynamic.first
+        )
         # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
         work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(host.callback_handler))
         self.rewards = Rewards(host, functions, names, in_background=may_score_early and work)
