@@ -15,6 +15,7 @@ launcher: --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_p
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
     def pass_on(number: int, _: Any) -> None:
         children = psutil.Process().children()
-        if not children:
-            end(number)
+        if not children:  # not yet, or the script has ended of the same Ctrl-C, and has said so
+            os._exit(128 + number)
         if number != signal.SIGALRM:
             come.append(number)
         if number == signal.SIGINT:  # Ctrl-C reaches the script, too; `kill -INT` of this process does not

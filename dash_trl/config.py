@@ -366,10 +366,12 @@ class DASHConfig(GRPOConfig):
             ("max_num_gen_batches", self.samples_dynamically, both | queue),
             ("reward_pipeline", self.reward_pipeline, both | pipeline),
         ):
+            if not is_on:
+                continue
             setting = f"{option}={getattr(self, option)}"
-            self._refuse(REFUSED[option] if is_on else {}, setting)
+            self._refuse(REFUSED[option], setting)
             for name, (is_set, reason) in others.items():
-                if is_on and is_set:
+                if is_set:
                     raise ValueError(
                         f"{setting} with {name}, which {reason}. But the groups of a window come one after the other. "
                         "Change one of these options."

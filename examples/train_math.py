@@ -105,12 +105,16 @@ def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
         except BaseException:  # another rank may have ended before this one
             if not signals:
                 raise
+            state = trainer.state
+            if is_done := 0 < state.max_steps <= state.global_step:
+                trainer.save_model()
             if args.should_save:
-                saved, state = get_last_checkpoint(folder), trainer.state
-                print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
-                print(
+                saved = get_last_checkpoint(folder)
+                go_on = (
                     f"To continue, repeat the command with --resume_from_checkpoint {saved}" if saved else NOTHING_SAVED
                 )
+                print(f"\nStopped after step {state.global_step} of {state.max_steps}.", end=" ")
+                print(f"The model is in {folder}" if is_done else go_on)
             sys.exit(128 + signals[0])  # as a shell reports the signal
     after = measure()
     if args.should_save:

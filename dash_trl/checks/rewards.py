@@ -23,6 +23,10 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(isinstance(one, RunnerReward) for one in rewards or [None]))
     known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
+    size, rows = args.num_generations, args.per_device_train_batch_size * args.steps_per_generation
+    batches = {"per_device_train_batch_size x steps_per_generation": (rows, size)}
+    if eval_dataset is not None:
+        batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size, args.num_generations_eval or size
     for one in rewards or ():
         if args.reward_pipeline and not isinstance(one, RunnerReward):
             raise ValueError(
@@ -35,21 +39,9 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         for columns in known:
             if isinstance(columns, list) and not own_rollouts:  # a rollout_func may add columns
                 form.check_columns(columns)
-        if form.post_process is not None:
-            _check_groups(
-                form.name,
-                args.per_device_train_batch_size * args.steps_per_generation,
-                "per_device_train_batch_size x steps_per_generation",
-                args.num_generations,
-            )
-            if eval_dataset is not None:
-                size = args.num_generations_eval or args.num_generations
-                _check_groups(form.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
-
-
-def _check_groups(name: str, rows: int, options: str, size: int) -> None:
-    if rows % size:
-        raise ValueError(
-            f"'{name}' has post_process_scores for whole groups, but a process has {rows} completions ({options}), "
-            f"which is not a multiple of num_generations={size}: change one of these options."
-        )
+        for options, (rows, size) in batches.items():
+            if form.post_process is not None and rows % size:
+                raise ValueError(
+                    f"'{form.name}' has post_process_scores for whole groups, but a process has {rows} completions "
+                    f"({options}), which is not a multiple of num_generations={size}: change one of these options."
+                )

@@ -162,11 +162,7 @@ class ServerGeneration(ExactMerges):
             num_generations: largest number of rows in a group.
             order: see `Job`.
         """
-        # A prompt that leaves less than `max_completion_length` in the context has a limit of its own, but not a prompt
-        # that is too long by itself: the server reports it.
-        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
-        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
-        limited = zip(prompts, [room if 0 < room < most else None for room in left], strict=True)
+        limited = zip(prompts, self._room(prompts), strict=True)
         runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(limited)]
         groups = [
             (ids, min(num_generations, count - done), most)
@@ -174,6 +170,15 @@ class ServerGeneration(ExactMerges):
             for done in range(0, count, num_generations)
         ]
         return self.pool.completions(groups, self.sampling(), order=order)
+
+    def _room(self, prompts: list[list[int]]) -> list[int | None]:
+        """Return a token limit for each prompt that leaves less than `max_completion_length` in the context, else None.
+
+        A prompt that is too long by itself has none, either: the server reports it.
+        """
+        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
+        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
+        return [room if 0 < room < most else None for room in left]
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of all requests, under vLLM's names."""
