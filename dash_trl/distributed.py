@@ -57,9 +57,12 @@ class Lines:
         self._ends: dict[int, socket.socket] = {}
         self._listener: Any = None
         if rank == 0:
-            self._listener = socket.create_server(("", 0))
-            self._listener.setblocking(False)
-            store.set("dash_trl/port", str(self._listener.getsockname()[1]))
+            port = 0
+            with suppress(OSError):  # a name of this node that others use, but this node itself does not have
+                self._listener = socket.create_server((host, 0))  # not on other addresses of this node
+                self._listener.setblocking(False)
+                port = self._listener.getsockname()[1]
+            store.set("dash_trl/port", str(port))
         else:
             with suppress(OSError):  # a firewall between nodes
                 self._ends[0] = socket.create_connection((host, int(store.get("dash_trl/port"))), 10)
