@@ -99,11 +99,13 @@ def test_the_minimal_script_draws_and_saves_and_started_again_goes_on(toy, tmp_p
 class Interrupts(TrainerCallback):
     """Sends signals in the second step: the first one, and the others while the run ends."""
 
+    step = 2
+
     def __init__(self, first, *others):
         self.first, self.others = first, others
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
+        if state.global_step == self.step:
             try:
                 signal.raise_signal(self.first)
             finally:
@@ -132,8 +134,12 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
                 flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": saves, "save_steps": 1})
             )
         assert ended.value.args == (code,) and [signal.getsignal(number) for number in (ctrl_c, term)] == before
-    assert ended_at_once == [130]
+    assert ended_at_once == [130] and not (tmp_path / "model.safetensors").exists()
     assert len(re.findall(f"Stopped after step 2 of 3. .*{said}", capsys.readouterr().out)) == 3
+    monkeypatch.setattr(Interrupts, "step", 3)  # all steps are done
+    with pytest.raises(SystemExit):
+        train_math.main(flags({**SMALL, "max_steps": 3, "output_dir": tmp_path, "save_strategy": "no"}))
+    assert (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
