@@ -85,8 +85,10 @@ def train(name: str, folder: str, model: str, url: str, steps: int, save: Path |
     kind, own = METHODS[name]
 
     class Timed(kind):
-        def _generate_single_turn(self, *args: Any) -> Any:
-            return spent("sampling_s", super()._generate_single_turn, *args)
+        if kind is GRPOTrainer:  # DASH logs its own time
+
+            def _generate_single_turn(self, *args: Any) -> Any:
+                return spent("sampling_s", super()._generate_single_turn, *args)
 
         def _calculate_rewards(self, *args: Any) -> Any:
             return spent("rewards_s", super()._calculate_rewards, *args)
@@ -132,7 +134,10 @@ def train(name: str, folder: str, model: str, url: str, steps: int, save: Path |
     trainer.train()
     if save:
         trainer.save_model(str(save / name))
-    rows = zip(clock.rows, trainer.state.log_history, strict=False)  # a last log follows those of the steps
+    rows = [*zip(clock.rows, trainer.state.log_history, strict=False)]  # a last log follows those of the steps
+    for row, log in rows:
+        sampling = log.get("time/generate", 0.0)
+        row |= {"sampling_s": row["sampling_s"] + sampling, "update_s": row["update_s"] - sampling}
     return [row | {"signal": 1 - log["frac_reward_zero_std"], "reward": log["reward"]} for row, log in rows]
 
 

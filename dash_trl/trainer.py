@@ -113,6 +113,8 @@ class DASHTrainer(GRPOTrainer):
             checks.check_tied_adapter(self.model)
             seams.add_end_tokens(self, (args.generation_kwargs or {}).get("stop_token_ids") or ())
             install(self)
+            if on_servers(self):
+                checks.check_called(type(self), DASHTrainer, ["_generate_single_turn"])
         elif not own_rollouts:
             checks.check_generate(self.model, self.generation_config, exact=one_ahead(self))
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)

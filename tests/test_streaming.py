@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHTrainer, RewardRunner
 from tests.fake_server import factory, settle
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import assert_same_update, parameters, prompts, refusal
+from tests.tiny import assert_same_update, parameters, prompts, refusal, refused
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -160,5 +160,13 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
         def _calculate_rewards(self, inputs, *known):
             return super()._calculate_rewards([{**example, "answer": -1} for example in inputs], *known)
 
-    _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=2)
+    class Unused(DASHTrainer):
+        def _generate_single_turn(self, *args):
+            raise NotImplementedError
+
+    servers = [server()]
+    refused(
+        "Unused._generate_single_turn would not be called", trained, tiny_model, tmp_path, servers, trainer_class=Unused
+    )
+    _, reward = trained(tiny_model, tmp_path, servers, trainer_class=Marked, max_steps=2)
     assert [row["answer"] for row in reward.rows] == [-1] * 2 * ROWS

@@ -3,6 +3,7 @@
 from dash_trl.checks.arguments import (
     check_arguments,
     check_callbacks,
+    check_called,
     check_generate,
     check_groups_apart,
     check_losses,

@@ -342,24 +342,33 @@ def check_groups_apart(trainer: Any, base: Any) -> None:
 NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
-def check_subclass(kind: type, base: type) -> None:
-    """Checks that a subclass of `DASHTrainer` does not define a method that training never calls.
-
-    Warns if the subclass computes the loss without `regularizer_scale`, the weight of a term that it may add.
+def check_called(kind: type, base: type, names: Iterable[str] = NOT_CALLED) -> None:
+    """Raises a `ValueError` if a subclass overrides a method of TRL that `DASHTrainer` does not call in training.
 
     Args:
         kind: the subclass.
         base: `DASHTrainer`.
-    Raises:
-        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training.
+        names: names of the methods.
     """
-    for name in NOT_CALLED:
+    for name in names:
         if getattr(kind, name) is not getattr(base, name):
             raise ValueError(
                 f"{kind.__name__}.{name} would not be called during training: DASHTrainer samples in its own way. "
                 "Sample in a rollout_func, change rollouts in a DASHCallback (on_rollouts_sampled), or override "
                 "compute_advantages."
             )
+
+
+def check_subclass(kind: type, base: type) -> None:
+    """Calls `check_called`, and warns if a subclass computes the loss without `regularizer_scale`.
+
+    `regularizer_scale` is the weight of a term that the subclass may add.
+
+    Args:
+        kind: the subclass.
+        base: `DASHTrainer`.
+    """
+    check_called(kind, base)
     for name in ("compute_loss", "_compute_loss"):
         own = unwrap(getattr(kind, name))
         if own is not unwrap(getattr(base, name)) and "regularizer_scale" not in own.__code__.co_consts:
