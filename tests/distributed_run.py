@@ -423,9 +423,8 @@ def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
     end = whole(train(save_strategy="steps", save_steps=1, **settings))
     settings |= {"resume": str(output / "checkpoint-1")}
     train(expected=end, **settings)
-    if RANK == 1:
-        (output / "checkpoint-1" / "generation_window_1.pt").unlink()
-    with pytest.raises(ValueError, match="generation_window_1.pt is missing"):
+    (output / "checkpoint-1" / "generation_window_1.pt").unlink(missing_ok=True)
+    with pytest.raises((ValueError, RankFailed), match="generation_window_1.pt is missing"):
         train(**settings)
 
 
