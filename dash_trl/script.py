@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset
 from trl import ModelConfig, TrlParser
 
+from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.evaluation import TOY, TOY_LENGTH, Task, evaluate
 
 # The fields of TRL and Transformers that --help shows; --help_all shows all.
@@ -54,7 +55,9 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     parser.set_defaults_with_config(
         **{"logging_steps": 1} | (toy_defaults if model.model_name_or_path in (None, TOY) else {})
     )
-    return parser.parse_args_and_config(argv)
+    script, args, *others = parser.parse_args_and_config(argv)
+    args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    return script, args, *others
 
 
 def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:

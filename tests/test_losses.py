@@ -206,7 +206,7 @@ def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):
     whole = trained(save_strategy="steps", save_steps=1)
     resumed = trained(resume=str(tmp_path / "checkpoint-1"))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-    for other, said in (("dapo", "sampler_is_old=True"), ("decoupled_ppo", "vllm_importance_sampling=False")):
+    for other, said in (("dapo", "sampler_is_old=True"), ("decoupled_ppo", "correction=None")):
         refused(said, trained, resume=str(tmp_path / "checkpoint-1"), loss_type=other)
 
 

@@ -178,7 +178,7 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
         values = MonteCarloValue(3)(requests, trainer)
         check(values, requests, 3, reward)
         assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
-    assert caplog.text.count("The reward function 'even' returned nan") == 1
+    assert caplog.text.count("The reward function 'even' failed on") == 1
 
     def broken(**kwargs):
         raise OSError("no connection")

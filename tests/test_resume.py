@@ -1,5 +1,6 @@
 """A resumed run equals an uninterrupted one: parameters, window, order of the prompts; or it says that it cannot."""
 
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -78,6 +79,8 @@ def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp
     saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
     recorded(tiny_model, tmp_path, **saving, max_steps=3)
     recorded(tiny_model, tmp_path, **saving, max_steps=1)
+    for old in tmp_path.glob("checkpoint-*"):  # Transformers deletes by age, if this is more than a second
+        os.utime(old, (0, 0))
     windows, resumed = recorded(tiny_model, tmp_path, True, **saving, max_steps=2, save_total_limit=1)
     assert len(windows) == 1 and resumed.state.global_step == 2
     assert "/checkpoint-1, not from a later one:" in caplog.text and "checkpoint-3 is of another" in caplog.text
