@@ -299,7 +299,11 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
         [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
         r"\['lora_r', 'use_dora'\] have no effect without",
     ),
-    (train_math, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no whole checkpoint of its run: in /"),
+    (
+        train_math,
+        ["--resume_from_checkpoint", "true"],
+        "resume_from_checkpoint='true' names no whole checkpoint of its run: in /",
+    ),
     (
         train_math,
         [*THERE, *DATA, "--reward_path", "own.py", "--reward_name", "compute_scores"],
