@@ -101,10 +101,11 @@ def test_without_learning_every_ratio_is_one(name, dtype, settings, tiny_model, 
 @pytest.mark.parametrize("settings", [{}, {**MINI, "max_steps": 4, "max_tokens_per_microbatch": 90}])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(name, settings, tmp_path, caplog):
-    model, data = saved(name, tmp_path), prompts(200).select(range(0, 200, 9))  # of different lengths
+    model = saved(name, tmp_path)
+    data = prompts(40).map(lambda row, i: {"prompt": "1 + " * (i % 4) + row["prompt"]}, with_indices=True)
     settings = {"learning_rate": 0.1, "dataset": data, **settings}
     ours = run(DASHTrainer, model, tmp_path, **settings)
-    most = settings.pop("max_tokens_per_microbatch", 4 * 40)
+    most = settings.pop("max_tokens_per_microbatch", 4 * 60)
     assert all(log.get("packing/max_tokens", 0) <= most for log in ours.state.log_history)
     trls = run(GRPOTrainer, model, tmp_path, **settings)
     ends = [parameters(one.model) for one in (trls, ours)]
