@@ -105,7 +105,7 @@ def new_passes(trainer: Any) -> ModelPasses:
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     adapter = getattr(trainer.model, "active_peft_config", None)
-    return ModelPasses(
+    passes = ModelPasses(
         [model.get_base_model() if is_peft_model(model) else model for model in models],
         invoked_adapter=bool(getattr(adapter, "alora_invocation_tokens", None)),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
@@ -115,6 +115,9 @@ def new_passes(trainer: Any) -> ModelPasses:
         share_prompts=trainer.args.share_prompts,
         router_losses=trainer.aux_loss_enabled,
     )
+    if passes.full_width:  # else DDP copies RoPE's frequencies from rank 0, whose passes may have another length
+        trainer.accelerator.ddp_handler.broadcast_buffers = False
+    return passes
 
 
 @contextmanager
