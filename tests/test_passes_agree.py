@@ -102,7 +102,7 @@ def test_without_learning_every_ratio_is_one(name, dtype, settings, tiny_model, 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(name, settings, tmp_path, caplog):
     model = saved(name, tmp_path)
-    data = prompts(40).map(lambda row, i: {"prompt": "1 + " * (i % 4) + row["prompt"]}, with_indices=True)
+    data = prompts(40).map(lambda row, i: {"prompt": "1 + " * ((i + 2) % 4) + row["prompt"]}, with_indices=True)
     settings = {"learning_rate": 0.1, "dataset": data, **settings}
     ours = run(DASHTrainer, model, tmp_path, **settings)
     most = settings.pop("max_tokens_per_microbatch", 4 * 60)
