@@ -115,7 +115,7 @@ def new_passes(trainer: Any) -> ModelPasses:
         share_prompts=trainer.args.share_prompts,
         router_losses=trainer.aux_loss_enabled,
     )
-    if passes.full_width:  # else DDP copies RoPE's frequencies from rank 0, whose passes may have another length
+    if passes.full_width:  # RoPE's buffers depend on each rank's own passes, so DDP cannot broadcast them
         trainer.accelerator.ddp_handler.broadcast_buffers = False
     return passes
 

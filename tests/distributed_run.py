@@ -93,6 +93,16 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
         "sliding window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
         "tied head": {"vocab_size": 4000, "tie_word_embeddings": True},
         "one layer": {"num_hidden_layers": 1},
+        "longrope": {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 20,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+            },
+        },
         "untied head": {"vocab_size": 4000, "tie_word_embeddings": False},
     }
     paths = {name: save_tiny_model(tmp_path_factory.mktemp("model"), **own) for name, own in settings.items()}
@@ -193,6 +203,14 @@ def test_the_update_is_trls(train, output, name):
     trainer = train(model, expected=expected, reward=reward, **settings, **ours)
     if name == "untied head":
         trainer.save_model(str(output / "saved"))
+
+
+@WITH_DDP
+def test_each_rank_has_frequencies_of_its_own(train):
+    """As in TRL, if DDP does not copy those of rank 0, whose rows are longer."""
+    rollouts = [ScriptedRollouts(longest=24 - 20 * RANK) for _ in range(2)]
+    trls = train("longrope", GRPOTrainer, rollouts=rollouts[0], max_steps=3, ddp_broadcast_buffers=False)
+    train("longrope", expected=whole(trls), rollouts=rollouts[1], max_steps=3)
 
 
 @pytest.mark.parametrize("turns", [3 * RANK, 2 + RANK], ids=["a rank calls no tool", "other numbers of turns"])
