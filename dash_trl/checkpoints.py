@@ -136,7 +136,11 @@ class Checkpoints:
             host.args,
             processes=host.ranks.count,
             prompts=prompts,
-            rules={name: str(getattr(rules, name)) for name in ("reference", "sampler_is_old", "correction")},
+            rules={
+                "beta above 0": str(rules.reference),
+                "sampler_is_old": str(rules.sampler_is_old),
+                "correction": str(rules.correction),
+            },
             samples_ahead=windows_ahead(host) > 0,
         )
         # The position in the prompts and the states of the callbacks, from before the running optimizer step.

@@ -321,6 +321,9 @@ def same_figures(one: Any, other: Any, close: float) -> None:
 
 # --------------------------------------------------------------------------------------------------------- kinds
 
+# Without dynamic RoPE, whose passes depend on the longest one before, also of an evaluation or before a checkpoint.
+FORGETFUL = tuple(one for one in OPTIONS["rope"] if one != "dynamic")
+
 
 def kind(name: str, **options: Any) -> Any:
     """Registers a function that compares the runs of a case. It returns why the case is vacuous, "" if it is not."""
@@ -357,6 +360,7 @@ def trl(case: dict, folder: Path) -> str:
     bf16=(False, True),
     loss_type=LOSSES[:-2],
     corrected=(False,),  # log-probs for it take passes of their own, of which dynamic RoPE remembers the longest
+    stream=(False,),  # where a callback ends an epoch within a window, later steps of a stream are shorter than planned
     learning_rate=(0.0,),
 )
 def law(case: dict, folder: Path) -> str:
@@ -383,12 +387,16 @@ def law(case: dict, folder: Path) -> str:
     **ANY_ORDER,
     save_strategy=("steps",),
     change=CHANGES,
+    rope=FORGETFUL,
 )
-@kind("resumed", save_strategy=("steps",), within=(False, True), change=({},))
+@kind("resumed", save_strategy=("steps",), within=(False, True), change=({},), rope=FORGETFUL)
 def resumed(case: dict, folder: Path) -> str:
     at, change = case["at"], case["change"]
     if not at:
         return "no checkpoint"
+    micro_steps = at * case["gradient_accumulation_steps"]
+    if change and micro_steps % (case["steps_per_generation"] * case["num_iterations"]) == 0:
+        return "between windows"  # where settings may change
     whole, said = trained(DASHTrainer, case, folder / "whole"), SAID.tell()
     try:
         rest = trained(DASHTrainer, case | change, folder / "rest", resume=f"{folder}/whole/checkpoint-{at}")
@@ -409,7 +417,7 @@ class WithoutDraws(DASHTrainer):
             return super().evaluate(*args, **kwargs)
 
 
-@kind("evaluated", saves=("no", "steps"), stream=(False,), cuts=((),))
+@kind("evaluated", saves=("no", "steps"), stream=(False,), cuts=((),), rope=FORGETFUL)
 def evaluated(case: dict, folder: Path) -> str:
     others = {"eval_strategy": "steps", "save_strategy": case["saves"]}
     plain, other = (trained(WithoutDraws, case, folder, **one) for one in ({}, others))

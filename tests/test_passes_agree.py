@@ -138,6 +138,7 @@ class Changes(DASHTrainer):
         other[:half, :-logits_to_keep] += attention_mask[:half, :-logits_to_keep]  # shared prompts differ now
         for ids, mask in (
             (input_ids, shown),
+            (input_ids, attention_mask * 0),  # as if all were dummy rows
             (other, attention_mask),
             (input_ids[:half], attention_mask[:half]),
             (input_ids[half:], attention_mask[half:]),

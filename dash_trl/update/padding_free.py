@@ -462,11 +462,16 @@ class ModelPasses:
         Returns:
             As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
         """
-        batch = input_ids, attention_mask, logits_to_keep
         key, layout = self._running
-        if layout is None or key != _key(*batch):  # a layout belongs to its mask
+        if layout is None or key != _key(input_ids, attention_mask, logits_to_keep):  # a layout belongs to its mask
+            if (
+                not attention_mask.any()
+            ):  # only dummy rows, of an override; the LM head needs a position to predict from
+                attention_mask = attention_mask.clone()
+                attention_mask[0, :2] = 1
             layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep), input_ids.device)
         if self.padding_free:
+            batch = input_ids, attention_mask, logits_to_keep
             return packed_log_probs(model, *batch, flash=self.flash, layout=layout, **kwargs)
         real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
