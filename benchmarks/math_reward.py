@@ -7,6 +7,9 @@ must get 1. In some forms it is also scored against a different gold answer of a
 forms, completion and gold answer contain the same text, so math-verify is not needed; in the form "equation",
 math-verify has to parse and compare. Two gold answers are different if their `canonical` texts differ. `canonical`
 shares no code with the reward or with math-verify.
+
+If the data has `answers.jsonl`, with pairs of a gold answer and a completion, the verdicts of an expert and those of
+math-verify alone, the last rows count the wrong answers that are paid, and the right ones that are missed.
 """
 
 import json
@@ -25,8 +28,7 @@ sys.path.insert(0, str(ROOT))  # the script runs without an installation
 from dash_trl.rewards import MathAccuracyReward  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
-# File → for each number, a gold answer is compared with a different one at least so many problems further on.
-FILES = {"gsm8k/train.jsonl": (1,), "gsm8k/test.jsonl": (1,), "math500/test.jsonl": (1, 7, 33)}
+FILES = ("gsm8k/train.jsonl", "gsm8k/test.jsonl", "math500/test.jsonl")
 
 
 def canonical(gold: str) -> str | Fraction:
@@ -72,21 +74,21 @@ FORMS: dict[str, Callable[[str], str | None]] = {
 AGAINST_OTHERS = ("sentence", "box", "box twice")  # forms in which answers are also compared with other gold answers
 
 
-def others(golds: Sequence[str], shift: int) -> list[str]:
-    """Returns for each gold the first different gold that is at least `shift` problems further on."""
+def others(golds: Sequence[str]) -> list[str]:
+    """Returns for each gold the next different gold."""
     forms, n = [canonical(gold) for gold in golds], len(golds)
-    return [golds[next(j % n for j in range(i + shift, i + n) if forms[j % n] != forms[i])] for i in range(n)]
+    return [golds[next(j % n for j in range(i + 1, i + n) if forms[j % n] != forms[i])] for i in range(n)]
 
 
 def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]:
     """Runs all checks on all gold answers; returns the figures of each check and the rows with a wrong score."""
     report: dict[str, Any] = {"golds": 0, "checks": [], "failures": []}
-    for file, shifts in FILES.items():
+    for file in FILES:
         lines = map(json.loads, (data / file).read_text().splitlines())
         golds = [line["answer"].split("####")[-1].strip() for line in lines]
         report["golds"] += len(golds)
         checks = [(form, "self", golds) for form in FORMS]
-        checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
+        checks += [(form, "other", others(golds)) for form in AGAINST_OTHERS]
         for form, name, answers in checks:
             rows = [row for row in zip(map(FORMS[form], answers), golds, answers, strict=True) if row[0] is not None]
             start = time.perf_counter()
@@ -98,10 +100,25 @@ def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]
     return report
 
 
+def verdicts(reward: Callable[..., list[float]], table: Path) -> list[dict[str, Any]]:
+    """Returns the number of wrong answers that are paid, and of right answers that are missed."""
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    ours = reward([row["completion"] for row in rows], [row["gold"] for row in rows])
+    counts = []
+    for name, scores in (("this reward", ours), ("math-verify", [row["math_verify"] for row in rows])):
+        pairs = [(row["expert"], score == 1) for row, score in zip(rows, scores, strict=True)]
+        counts.append(
+            {"check": f"{table.name}, {name}", "paid": pairs.count((0, True)), "missed": pairs.count((1, False))}
+        )
+    return counts
+
+
 def main(data: Path, workers: int | None) -> dict[str, Any]:
     with closing(MathAccuracyReward(workers=workers)) as reward:
         reward([in_box("1")], ["1"])  # starts the workers
         report = run(reward, data)
+        if (table := data / "answers.jsonl").exists():
+            report["checks"] += verdicts(reward, table)
     for row in [*report["checks"], {"check": "all", "golds": report["golds"], "failed": len(report["failures"])}]:
         harness.say(row["check"], row)
     return report

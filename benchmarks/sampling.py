@@ -8,13 +8,10 @@ One server has the toy model (0.5 M parameters, float32, on a CPU). Completions 
   The pool sends both; they alternate. Median of 5 rounds.
 - `overhead`: time of a batch of 256 rows in the pool, relative to the server's own time. The server's time is the mean
   latency of a request in /metrics, since all rows are sampled together from the first token to the last.
-- `bare_overhead`: the same for a minimal client, which alternates with the pool. It sends all requests at once and
-  reads the bytes of the answers.
 - `sync_…`: `seconds` of a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, and
   `copy_seconds` for copying a file of the same size.
 """
 
-import asyncio
 import re
 import shutil
 import tempfile
@@ -24,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-import aiohttp
 import harness
 import torch
 from accelerate import Accelerator
@@ -53,26 +49,12 @@ def latency(url: str) -> tuple[float, float]:
     return float(found[0][1]), float(found[1][1])
 
 
-def bare_client(url: str, model: str, prompts: list[tuple[list[int], int]], options: dict[str, Any]) -> None:
-    async def ask(session: aiohttp.ClientSession, ids: list[int], n: int) -> None:
-        request = {"model": model, "prompt": ids, "n": n, "logprobs": 0, "return_token_ids": True, **options}
-        async with session.post(f"{url}/v1/completions", json=request, headers=key_header(url)) as response:
-            await response.read()
-            assert response.status == 200
-
-    async def ask_all() -> None:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await asyncio.gather(*(ask(session, ids, n) for ids, n in prompts))
-
-    asyncio.run(ask_all())
-
-
 def sampling(path: str) -> dict[str, float]:
     options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     prompts = make_prompts(path, max(BATCHES) // GROUP)
     few = prompts[: BATCHES[0] // GROUP]
     work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows of a batch → all rows
-    rates, overheads = defaultdict(list), defaultdict(list)
+    rates, overheads = defaultdict(list), []
     with vllm_servers(path, port=8600) as (url,):
         pool = ServerPool([url])
         pool.wait_until_ready()
@@ -81,21 +63,20 @@ def sampling(path: str) -> dict[str, float]:
             for start in range(0, len(rows), at_a_time // GROUP):
                 pool.run(pool.completions(rows[start : start + at_a_time // GROUP], options))
 
-        by_bare_client = partial(bare_client, url, path, options=options)
         by_pool(prompts[:4])  # the first requests compile kernels
         for _ in range(ROUNDS):
             for at_a_time, rows in work.items():
                 rates[at_a_time].append(GROUP * len(rows) / harness.timed(by_pool, rows, at_a_time)[1])
-            for name, client in 2 * (("overhead", by_pool), ("bare_overhead", by_bare_client)):
+            for _ in range(2):
                 before = latency(url)
-                wall = harness.timed(client, few)[1]
+                wall = harness.timed(by_pool, few)[1]
                 total, count = (b - a for a, b in zip(before, latency(url), strict=True))
-                overheads[name].append(wall / (total / count))
+                overheads.append(wall / (total / count))
     rate = harness.medians(rates)
     return {
         **{f"completions_per_second_{at_a_time}": rate[at_a_time] for at_a_time in work},
         **{f"preemptive_ratio_{batch}": rate[batch] / rate[MICRO_STEP] for batch in BATCHES},
-        **harness.medians(overheads),
+        **harness.medians({"overhead": overheads}),
     }
 
 

@@ -296,14 +296,15 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
     try:
         parts = ReadInstruction.from_spec("+".join(splits) if split == "all" else split)
         ranges = parts.to_absolute({name: len(rows) for name, rows in splits.items()})
+        ranges = [one for one in ranges if one.from_ < one.to]
+        if not ranges:
+            raise ValueError("no row is in it")
     except ValueError as error:
         raise ValueError(
             f"{source!r} has no split {split!r} ({error}): choose one of {list(splits)}, or a part of one, such as "
             f"'{next(iter(splits))}[:100]'."
         ) from error
-    return concatenate_datasets(
-        [splits[one.splitname].select(range(one.from_, one.to) if one.from_ < one.to else []) for one in ranges]
-    )
+    return concatenate_datasets([splits[one.splitname].select(range(one.from_, one.to)) for one in ranges])
 
 
 def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:

@@ -1,4 +1,4 @@
-"""Reading answers: the last box of a text, and what is left of it without thoughts; `math_cases.py` has the rest."""
+"""Reading answers: the last box of a text, and what is left of it without thoughts; `math_cases.jsonl` has the rest."""
 
 from dash_trl.rewards import final_text, last_boxed
 
@@ -14,7 +14,7 @@ READ = {
         (r"\\\boxed{5}", "5"),
         (r"} \boxed{5} {", "5"),
         (r"{ \boxed{5", None),
-        (r"\boxed{}", ""),
+        (r"\boxed{}", None),
         (r"\boxed{3} and cut off: \boxed{4", "3"),
         (r"cut off: \boxed{4 + \boxed{3}", "3"),
         ("no box", None),

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -99,17 +100,21 @@ def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
 
 def test_episodes_as_text():
     for text, arguments, episodes in [
-        ("Sofia xSo y", {"markers": ["So"]}, ["Sofia xSo y", ""]),  # within a word it is none
-        ("é🙂é🙂 Wait 🙂é So é🙂", {"markers": ["Wait", "So"]}, ["é🙂é🙂", "Wait 🙂é", "So é🙂", ""]),
+        ("Sofia xSo y", {"markers": ["So"], "end": False}, ["Sofia xSo y", ""]),  # within a word it is none
+        ("é🙂é🙂 Wait 🙂é So é🙂", {"markers": ["Wait", "So"]}, ["é🙂é🙂", "Wait 🙂é", "So é🙂"]),
         # Without markers sentences end episodes, and then length does.
         (
             "one two three. four five six. seven eight",
-            {"markers": ["Wait"], "max_episode_tokens": 20},
+            {"markers": ["Wait"], "max_episode_tokens": 20, "end": False},
             ["one two three.", "four five six.", "seven eight", ""],
         ),
-        ("a\nb\nc", {"markers": line_starts}, ["a", "b", "c", ""]),
-        ("Waiting, Nowadays. Wait, so So we", {}, ["Waiting, Nowadays.", "Wait, so", "So we", ""]),
-        ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b", ""]),
+        ("a\nb\nc", {"markers": line_starts}, ["a", "b", "c"]),
+        ("Waiting, Nowadays. Wait, so So we", {}, ["Waiting, Nowadays.", "Wait, so", "So we"]),
+        ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b"]),
+        # A heading, an early answer or a denied one is not the final answer.
+        ("We add.\n#### Step 2\nSo 8. But why?", {}, ["We add.\n#### Step 2", "So 8.", "But why?"]),
+        ("The answer is 12. Wait, no. So 9", {}, ["The answer is 12.", "Wait, no.", "So 9"]),
+        ("先算。再加。", {"max_episode_tokens": 11, "end": False}, ["先算。", "再加。", ""]),
         ("", {}, [""]),
         ("", {"end": False}, [""]),
     ]:
@@ -164,23 +169,40 @@ TURNS = {
     "only what the policy wrote is looked at": (
         [("we add. Wait, no", OWN), ("no. So x. The answer is 7", TOOL), ("x is 4. So the answer is 4", OWN)],
         EACH,
-        ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So ", "the answer is 4<|end|>"],
+        ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So the answer is 4<|end|>"],
     ),
     "turns that are shorter than an episode": (
         [("x", OWN), ("7", TOOL), ("y", OWN), ("8", TOOL), ("z", OWN)],
         {},
-        ["x<|end|>7", "y<|end|>8", "z", "<|end|>"],
+        ["x<|end|>7", "y<|end|>8", "z<|end|>"],
     ),
     "an answer before a call of a tool is not the final one": (
         [("x. The answer is 4. Wait, no", OWN), ("7", TOOL), ("it is 7", OWN)],
         EACH,
-        ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7", "<|end|>"],
+        ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7<|end|>"],
     ),
     "a tool has the last word": ([("x", OWN), ("7<|end|>", TOOL)], {}, ["x<|end|>7<|end|>", ""]),
     "turns without a word": ([("", OWN), ("7", TOOL), ("", OWN)], {}, ["<|end|>7", "<|end|>"]),
-    "an environment begins": ([("7", TOOL), ("x", OWN)], {}, ["7x", "<|end|>"]),
+    "an environment begins": ([("7", TOOL), ("x", OWN)], {}, ["7x<|end|>"]),
     "nothing is the policy's": ([("7", TOOL)], {}, ["7"]),
 }
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "The answer is 9.",
+        "Answer: 9",
+        "**Final Answer:** 9",
+        "<answer>9</answer>",
+        "#### 9",
+        "12-3 = 9.",
+        "So \\boxed{9}.",
+        "答案是9。",
+    ],
+)
+def test_boundaries_do_not_depend_on_the_phrase_of_the_answer(answer):
+    assert cut(f"7+5=12. So 12-3 is left. {answer}")[1] == cut("7+5=12. So 12-3 is left. The answer is 8.")[1]
 
 
 def test_an_episode_ends_where_the_policy_s_next_turn_begins():

@@ -170,6 +170,9 @@ OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 MISTAKES = [
     ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
     ((*OURS, "--temperature", 0), "greedy decoding"),
+    ((*OURS, "--num_samples", 0), "num_samples of 1 or more"),
+    ((*OURS, "--temperature", "nan"), "num_samples of 1 or more"),
+    ((*OURS, "--dataset_test_split", "train[:0]"), "no row is in it"),
     ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
     ((*OURS, "--reward_path", "judge.py"), "rubric"),
     ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),

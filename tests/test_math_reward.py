@@ -1,6 +1,7 @@
 """The accuracy reward: finding answers, comparing them, and what becomes of hanging and dying workers."""
 
 import copy
+import json
 import math
 import os
 import pickle
@@ -8,13 +9,13 @@ import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from benchmarks.math_reward import DATA, FILES, in_box, run
 from dash_trl.rewards import MathAccuracyReward
 from dash_trl.workers import default_workers
-from tests.math_cases import RIGHT, UNSCORED, WRONG
 
 needs_data = pytest.mark.skipif(
     not all((DATA / file).exists() for file in FILES), reason=f"GSM8K and MATH-500 are not in {DATA}"
@@ -46,8 +47,26 @@ def reward():
         yield reward
 
 
-TABLES = ((RIGHT, 1.0), (WRONG, 0.0), (UNSCORED, math.nan))
-HARD = (in_box("9^{9^9}"), "5x", 0.0)  # math-verify gives up after 5 s
+CASES = [json.loads(line) for line in Path(__file__).with_name("math_cases.jsonl").read_text().splitlines()]
+REPEATED = 20_000
+# (completion, gold answer, score); None = unscored.
+DEGENERATE = [
+    (in_box("5" * 1000), "5" * 1000, 1),
+    (in_box("5") * REPEATED, "5", 1),
+    ("a" * 3_000 + " 7\nin all", "7", 0),  # half a line is read
+    (r"\boxed{5 " * 300, "5", 0),
+    (r"\boxed{" * REPEATED, "5", 0),
+    ("\\" * REPEATED, "5", 0),
+    ("\\[" * REPEATED, "5", 0),
+    ("#### " * REPEATED, "5", 0),
+    ("answer is " * REPEATED, "5", 0),
+    ("".join(rf"\boxed{{{number}}}, " for number in range(REPEATED)), "1", 0),
+    (in_box("5" + "+0" * REPEATED), "5", 0),
+    (in_box("-" * 900 + "5"), "6", 0),
+    (in_box("9^{9^9}"), "5x", 0),  # math-verify gives up after 5 s
+    (in_box("5"), "1" + "+1" * 600, None),
+    (in_box("5" * 1001), "5" * 1001, None),
+]
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
@@ -55,11 +74,12 @@ HARD = (in_box("9^{9^9}"), "5x", 0.0)  # math-verify gives up after 5 s
 
 def test_the_scores_of_answers(reward):
     """Also of degenerate ones: work is limited row by row, and too much work is a wrong answer."""
-    table = [(*row, score) for cases, score in TABLES for rows in cases.values() for row in rows] + [HARD]
+    table = [(case["completion"], case["gold"], case["score"]) for case in CASES] + DEGENERATE
     random.Random(0).shuffle(table)
     completions, golds, scores = zip(*table, strict=True)
     found = list(map(str, reward(completions, golds)))
-    rows = zip(completions, golds, found, map(str, scores), strict=True)
+    due = ("nan" if score is None else str(float(score)) for score in scores)
+    rows = zip(completions, golds, found, due, strict=True)
     assert [(one[:80], gold[:80], score) for one, gold, score, wanted in rows if score != wanted] == []
 
 

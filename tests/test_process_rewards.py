@@ -173,7 +173,7 @@ def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatc
 
 
 # Rewards of the two rows of a group by three functions with the weights 1, 0.1 and -0.5; None = the function does not
-# apply. And whether they are not valued by default; with skip_silent=False, only what is unscored is not.
+# apply. And whether they are not valued by default; with skip_silent=False, only what is unscored or solved is not.
 GROUPS = [
     ([[1.0, 1.0, 0.0]] * 2, True),
     ([[1.0, None, None]] * 2, True),  # as in a run on mathematics and programs,
@@ -198,7 +198,16 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
     settings = {"reward": functions, "reward_weights": [1.0, 0.1, -0.5], "num_generations": 2}
     trainer, rollouts = train(tiny_model, tmp_path, process, **settings)
     skipped = [not request.boundaries for request in process.value.requests]
-    assert skipped == [silent and not arguments or NAN in row for group, silent in GROUPS for row in group]
+    solved = [
+        all(row[0] != 0.0 and NAN not in row for row in group) or group[0][1] == 1.0 == group[1][1]
+        for group, _ in GROUPS
+    ]
+    due = [
+        silent and (not arguments or of) or NAN in row
+        for (group, silent), of in zip(GROUPS, solved, strict=True)
+        for row in group
+    ]
+    assert skipped == due
     assert not rollouts.advantages[torch.tensor(skipped)].any() and rollouts.advantages.any()
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
@@ -206,7 +215,7 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
 def test_equal_outcomes_of_a_group_may_count(tiny_model, tmp_path, caplog):
     """Against other groups; or with V alone, which is said, if it is asked for."""
     for estimator, skips, valued in (("rloo", True, False), ("single_path", True, True), ("rloo", False, True)):
-        process = ProcessRewardCallback(Boundaries(), skip_silent=skips)
+        process = ProcessRewardCallback(Boundaries(), skip_silent=skips, markers=every_third)
         settings = {"reward": lambda prompts, **_: 8 * [1.0] + 8 * [0.0], "advantage_estimator": estimator}
         _, rollouts = train(tiny_model, tmp_path, process, **settings)
         assert any(request.boundaries for request in process.value.requests) == valued, estimator
@@ -375,7 +384,11 @@ def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path,
             pairs = zip(requests, ends, strict=True)
             return [
                 [
-                    NAN if fault == "merged" and 0 < at < one.boundaries[-1] else end if at else 0.5
+                    NAN
+                    if fault == "merged" and 0 < at < one.boundaries[-1] or fault == "missing"
+                    else end
+                    if at
+                    else 0.5
                     for at in one.boundaries
                 ]
                 for one, end in pairs

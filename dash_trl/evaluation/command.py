@@ -15,6 +15,7 @@ of these names. For more see docs/howto/evaluate.md.
 import argparse
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -156,10 +157,11 @@ class EvaluationArguments(Task):
     def __post_init__(self) -> None:
         if isinstance(self.chat_template_kwargs, str):
             self.chat_template_kwargs = dict(json.loads(self.chat_template_kwargs))
-        if self.temperature == 0 and self.num_samples > 1:
+        is_greedy = (self.temperature, self.num_samples) == (0, 1)
+        if not (is_greedy or 0 < self.temperature < math.inf and self.num_samples > 0):
             raise ValueError(
-                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
-                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
+                f"temperature={self.temperature} with num_samples={self.num_samples}: take num_samples of 1 or more, "
+                "and a temperature above 0, or temperature 0 with one sample (greedy decoding)."
             )
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:

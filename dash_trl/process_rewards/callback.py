@@ -48,8 +48,8 @@ class ProcessRewardCallback(DASHCallback):
             these. The column is needed only if the value estimator needs answers.
         skip_silent: True = groups whose outcome advantages are all 0 get no process rewards, so V alone never drives a
             step. False = only solved groups among them get none. So the policy can learn from a problem that no
-            completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its completions
-            are.
+            completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its rewards are
+            above 0.
     Raises:
         ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; when training begins,
             if an argument of `Segmenter` is wrong; during training, if the answer column is missing, or if an
@@ -149,7 +149,8 @@ class ProcessRewardCallback(DASHCallback):
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
         lengths = own.sum(dim=1)
-        silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1) & self.skip_silent
+        silent, solved = (one.view(-1, group_size).all(dim=1) for one in (rollouts.advantages == 0, outcome > 0))
+        silent &= solved | self.skip_silent
         skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
         requests, found = self._values(rollouts, ~skipped, trainer)
         pairs = zip(requests, found, strict=True)

@@ -17,18 +17,19 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dash_trl.process_rewards.arguments import check_escapes
+from dash_trl.rewards import ANSWER_BEGINS
 
 # Words with which a model begins a new thought: those that "Training-Free Process Rewards for LLM RL" prints, with
 # their commas and spaces, so that "Waiting" begins none. The post's own list goes on.
 EPISODE_MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
 
-# Regular expression for the beginning of the final answer. The last value, V_n, belongs to the prefix before the final
-# answer, because in the final answer the policy only repeats its result.
-FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
+# Regular expression for the beginning of the final answer: what `MathAccuracyReward` reads. The last value, V_n,
+# belongs to the prefix before the final answer, because in the final answer the policy only repeats its result.
+FINAL_ANSWER = ANSWER_BEGINS
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
 _WORD = re.compile(r"\w")
-_SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)\]]*\s+|\n+")
+_SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][\"'”’」)\]]*\s*|\n+")
 
 Markers = Sequence[str] | Callable[[str], Iterable[int]]
 
@@ -92,9 +93,9 @@ class Segmenter:
     `max_episode_tokens` tokens, the episode ends at the last sentence end within this length. If this length contains
     no sentence end, the episode has exactly this length. Either cut comes earlier if otherwise fewer than
     `min_episode_tokens` tokens would be left for the next episode. The last boundary is the beginning of the final
-    answer. If no final answer is found, because the completion is truncated or has another format, the last boundary is
-    the end of the completion, before the end-of-sequence token. V at this boundary then measures the progress of the
-    whole completion.
+    answer. If no final answer is found in a completion that has ended, it begins with the last episode or with the last
+    sentence that has a number, whichever is later, so that credit does not depend on how the answer is phrased. If the
+    completion is truncated, the last boundary is its end, and V there measures the progress of the whole completion.
 
     In a completion of several turns, each turn of the policy begins an episode, even if the previous episode is shorter
     than `min_episode_tokens`. So the call of a tool and the tool's answer belong to one episode. Markers and sentence
@@ -110,7 +111,8 @@ class Segmenter:
         final_answer: regular expression for the beginning of the final answer. The last match counts, with one
             exception: if no word or fewer than `min_episode_tokens` tokens separate two matches, the earlier match
             counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed". A match that
-            is followed by more than `max_episode_tokens` tokens does not count, because it stands within a thought.
+            is followed by a marker, or by more than `max_episode_tokens` tokens, does not count, because it stands
+            within a thought.
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -188,19 +190,24 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        answers = list(self._final_answer.finditer(text)) if is_last else []
+        if callable(self._markers):
+            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
+        else:
+            cuts = [match.start() for match in self._marker.finditer(text)]
+        ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+        answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= max(cuts, default=0)]
         begins = [token_at(answer.start()) for answer in answers]
         while len(begins) > 1:
             last, before = answers.pop(), answers[-1]
             if begins[-1] - begins[-2] >= self._shortest and _WORD.search(text, before.end(), last.start()):
                 break
             begins.pop()
+        if is_last and not begins and written < len(token_ids):  # it has ended
+            found = [at for sign in (r"\w", r"\d") for at in [0, *ends] if re.search(sign, text[at:])]
+            sentence = len(text[: found[-1] if found else 0].rstrip())
+            begins = [max(token_at(sentence - 1) + 1 if sentence else 0, *map(token_at, cuts), 0)]
         end = begins[-1] if begins and written - begins[-1] <= self._longest else written
-        if callable(self._markers):
-            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
-        else:
-            cuts = [match.start() for match in self._marker.finditer(text)]
-        sentences = [token_at(match.end()) for match in _SENTENCE_END.finditer(text)]
+        sentences = list(map(token_at, ends))
         return self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end)
 
     def _boundaries(self, cuts: list[int], sentences: list[int], end: int) -> tuple[int, ...]:

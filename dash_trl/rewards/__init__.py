@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dash_trl.rewards.runner import RewardRunner
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public
-    from dash_trl.rewards.answers import plain_answer
+    from dash_trl.rewards.answers import ANSWER_BEGINS, plain_answer
     from dash_trl.rewards.failures import (
         FailureWatch,
         WatchedReward,

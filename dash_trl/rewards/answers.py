@@ -24,14 +24,6 @@ MAX_ANSWER_CHARS = 1_000
 Span = tuple[int, int, str]  # start, end, content
 
 
-# The final answer of a completion: its text, and its sentence.
-#
-# The text has the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a list "5, 7",
-# which equals neither of them. It is empty if the completion has no answer. math-verify searches the sentence for the
-# answer if the text is no formula. The sentence is empty if the answer is a box or a formula.
-Answer = tuple[str, str]
-
-
 def final_text(completion: str) -> str:
     """Removes the thoughts from a completion, as open models mark them: with `<think>…</think>` and the like.
 
@@ -84,18 +76,21 @@ def plain_answer(value: Any) -> str:
     return "" if value is None or value != value else str(plain).strip()
 
 
-def find_answer(completion: str) -> Answer:
+def find_answer(completion: str) -> str:
     r"""Finds the final answer in a completion, without its thoughts.
 
     The answer is the first of the following that the completion has:
 
-    1. the last box, ``\boxed{...}``;
-    2. the last line ``#### ...``;
+    1. the last box that is not empty, ``\boxed{...}``;
+    2. the last line ``#### ...`` that is no heading;
     3. the text after the last "answer is", "answer:", "correct option is", "答案是" or the like;
     4. a formula at the end;
-    5. the last sentence; between tags, the last line.
+    5. the last sentence with a number, or a last line of one or two words; between tags, the last line.
 
     If the completion has a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts.
+
+    Clauses such as "when n = 5" do not count. Of a sentence with other words, the answer is its only number; a word
+    that changes numbers, such as "half", or several numbers make it no answer.
 
     Boxes or formulas with only "and", "or", commas or spaces between them count together as a list, and so do numbers
     with "or" between them. So a completion cannot give two answers and get a reward for the right one. If the
@@ -106,31 +101,34 @@ def find_answer(completion: str) -> Answer:
         completion: the text of a completion.
 
     Returns:
-        The answer. Its text is empty if the completion has no answer.
+        The answer in the spelling of `normalize_answer`; empty if the completion has none for sure.
     """
     *before, opened = _TAG.split(final_text(completion))
     text = _END_OF_TAG.split(opened)[0]
     boxes, is_cut_off = _scan_boxes(text)
     if boxes or is_cut_off:
-        return _as_list(_runs(text, boxes)[-1] if boxes else []), ""
+        return _as_list(_runs(text, boxes)[-1]) if boxes else ""
     text = _EMPHASIS.sub(r"\2", text)
     line = last_hashes(text)
-    if line is not None:
-        return _in_sentence(line[:MAX_ANSWER_CHARS], f"answer is {line[:MAX_ANSWER_CHARS]}", _OR)
-    tail = text[-TAIL_CHARS:].rstrip(" \t\n.*。")
+    tail = (text if line is None else f"answer: {line[:MAX_ANSWER_CHARS]}")[-TAIL_CHARS:].rstrip(" \t\n.*。")
     *_, announced = [None, *_ANNOUNCED.finditer(tail)]
     rest = tail[announced.end() :] if announced else tail
+    if rest.endswith(("?", "？")):
+        return ""
     formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
     for run in _runs(rest, formulas):
-        if run[0][0] == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[run[-1][1] :]):
-            return _as_list(run), ""
+        start, end = run[0][0], run[-1][1]
+        if start == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[end:]):
+            around = _END.split(rest[:start])[-1] + _CLAUSE.sub("", f"5{_END.split(rest[end:])[0]}")[1:]
+            return "" if _CHANGES.search(around) or announced and re.search(r"\d", around) else _as_list(run)
     pieces = rest.splitlines() if before and not announced else _END.split(rest)
     sentences = [one[:MAX_ANSWER_CHARS] for one in pieces if one.strip()] or [""]
     if announced:
-        return _in_sentence(sentences[0], f"answer is {sentences[0]}", _OR)
+        return _in_sentence(sentences[0])
     # The last sentence may have no number: "She has 18 eggs left. I hope this helps!"
-    prose = next((one for one in reversed(sentences) if re.search(r"\d", one)), "")
-    return _in_sentence(sentences[-1], prose, _OR_IN_CLAUSE)
+    with_number = (one for one in reversed(sentences) if re.search(r"\d", one))
+    is_short = before or len(sentences[-1].split()) < 3
+    return _in_sentence(sentences[-1] if is_short else next(with_number, sentences[-1]))
 
 
 def last_boxed(text: str) -> str | None:
@@ -140,7 +138,7 @@ def last_boxed(text: str) -> str | None:
         text: any text.
 
     Returns:
-        The content without the box, or None if no box is complete.
+        The content without the box, or None if no box is complete and has content.
     """
     boxes = _scan_boxes(text)[0]
     return boxes[-1][2] if boxes else None
@@ -153,10 +151,9 @@ def last_hashes(text: str) -> str | None:
         text: any text.
 
     Returns:
-        The text after `####` in the last line that has such text; None if no line has it.
+        The text after `####` in the last line that has such text and is no heading; None if no line has it.
     """
-    lines = (rest.lstrip("# \t").partition("\n")[0].strip() for rest in reversed(text.split("####")[1:]))
-    return next(filter(None, lines), None)
+    return next((line for line in reversed([one.strip(" #\t") for one in _HASHES.findall(text)]) if line), None)
 
 
 def gold_text(gold: str) -> str:
@@ -189,7 +186,7 @@ def _scan_boxes(text: str) -> tuple[list[Span], bool]:
             while boxes and boxes[-1][0] > opened.start():
                 boxes.pop()  # this box lies inside the box that just closed
             boxes.append((opened.start(), token.end(), text[opened.end() : token.start()].strip()))
-    return boxes, any(opened["box"] for opened in stack)
+    return [box for box in boxes if box[2]], any(opened["box"] for opened in stack)
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
@@ -208,28 +205,35 @@ def _as_list(run: Sequence[Span]) -> str:
     contents = list(dict.fromkeys(content for *_, content in run))
     if sum(map(len, contents)) > MAX_ANSWER_CHARS:
         return ""
-    return ", ".join({answer.replace(" ", ""): answer for answer in map(normalize_answer, contents)}.values())
+    return ", ".join({answer.replace(" ", ""): answer for answer in map(_cleaned, contents)}.values())
 
 
-def _in_sentence(sentence: str, prose: str, joint: re.Pattern[str]) -> Answer:
-    """Returns the answer in a sentence: the sentence itself, or the numbers in it with "or" between them.
+def _cleaned(answer: str) -> str:
+    """Returns an answer in the spelling of `normalize_answer`, without what introduces it or says when it holds."""
+    return normalize_answer(_BEGINNING.sub("", _CLAUSE.sub("", normalize_answer(answer))))
 
-    Args:
-        sentence: the text of the sentence.
-        prose: see `Answer`.
-        joint: pattern of the "or" between two answers.
-    """
-    places = [_NUMBER.findall(place) for place in joint.split(sentence)]
-    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
-    return (", ".join(offered), "") if len(offered) > 1 else (normalize_answer(sentence), prose)
+
+def _in_sentence(sentence: str) -> str:
+    """Returns the answer in a sentence: a formula, a choice, words, the only number, or numbers with "or" between."""
+    answer = _cleaned(sentence)
+    if LABEL.match(answer) or not (_WORDS.search(answer) and re.search(r"\d", answer)):
+        return answer
+    value = answer if _OR.search(answer) else _EQUALS.split(answer)[-1]
+    if _CHANGES.search(answer):
+        return ""
+    alone = _PHRASE.sub("", value)
+    numbers = list(dict.fromkeys(_NUMBER.findall(alone) or _NUMBER.findall(value)))
+    return ", ".join(numbers) if len(numbers) == 1 or _OR.search(value) else ""
 
 
 _BOX_TOKEN = re.compile(
-    r"(?P<box>\\{1,2}(?:boxed|fbox)\s*+\{)|\\{1,2}(?:boxed|fbox)\s++(?P<bare>[^\s${}]++)|\\.|[{}]", re.DOTALL
+    r"(?P<box>(?:\\{1,2}fbox|\\{0,2}(?<![a-zA-Z])boxed)\s*+\{)|\\{1,2}(?:boxed|fbox)\s++(?P<bare>[^\s${}]++)|\\.|[{}]",
+    re.DOTALL,
 )
 _JOINT = re.compile(
-    r"(?:[\s$,;&~*]|\\[()\[\] ,;:!]|\\q?quad(?![a-zA-Z])|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
-    r"|\b(?:and|or|either|maybe|perhaps|possibly)\b)*+"
+    r"(?:[\s$,;&~*|/()]|\\[()\[\] ,;:!\\]|\\hfill|[.:]\s+(?=[Oo]r)|\\q?quad(?![a-zA-Z])"
+    r"|\\text\s*+\{\s*+(?:and|or)?\s*+\}"
+    r"|\b(?:and|[Oo]r|else|also|as well as|vs|versus|alternatively|either|maybe|perhaps|possibly)\b)*+"
 )
 _THINK = r"(?:\w+:)?(?:think|thinking|thought|reasoning)"  # also of <seed:think> and <mm:think>
 # Each alternative begins with a character, which makes the search fast.
@@ -248,17 +252,68 @@ _TAG, _END_OF_TAG = (re.compile(rf"<{end}(?i:answer|final_answer|response)>|<{en
 # Markdown's marks around words: *73*, __73__, `73`. Not the * of a product, nor the _ of an index.
 _EMPHASIS = re.compile(r"(?<![\w*\\)\]}^$`])(\*{1,3}|__?|`+)(?=[^\s*_`])([^*_`\n]*[^\s*_`])\1(?![\w*`])")
 _ANNOUNCED = re.compile(
-    r"(?i)(?:\banswers?\s*+(?:is\b(?!n't|\s+not\b)|are\b|would\s+be\b|[:：=])"
+    r"(?i:(?:\banswer\s+is\s+not\s+\S+?,?\s+but\b"
+    r"|(?<!\bor )(?<!\bor the )\banswers?\s*+(?:is\b(?!n't|\s+not\b)|are\b|would\s+be\b|[:：=])"
     r"|\banswer\s+(?:to|for|of)\b[^.:\n]{1,80}?\bis\b"
     r"|\b(?:correct|right|best|final)\s+(?:option|choice|statement)\s*+(?:is\b|would\s+be\b|[:：])"
-    r"|\b(?:is|be|choose|pick|select|with)\s+(?:option|choice)\b(?=\W{1,3}[A-J]\b)"
+    r"|\b(?:is|be|choose|pick|select|with)\s+(?:option|choice)\b(?=\W{1,3}[A-J]\b)|\b(?=[A-J]\s+is\s+(?:correct|right)\b)"
+    r"|\b(?:go\s+with|choose|pick|select)\b(?=\W{1,3}[A-J]\b)|选(?=\W{0,2}[A-J](?![a-zA-Z]))"
+    r"|\b(?:option|choice)\b(?=\W{1,3}[A-J]\W+is\s+(?:correct|right)\b)"
     r"|(?:答案|选项|選項|正解|答え)(?:是|为|為|は|[:：])|[故应應]选|답은|정답[:：]"
     r"|\b(?:réponse|respuesta|resposta|risposta|antwort|ответ)(?:\s+\w+)?\s*+(?:est\b|es\b|é\b|è\b|ist\b|lautet\b|[:：—–]))"
-    r"(?:[:：\s*\"“「]|\b(?:option|choice)\b)*+"
+    r"(?:[:：\s*\"“「]|\b(?:option|choice)\b)*+)"
 )
 _FORMULA = re.compile(r"(?<!\\)(?:\$\$(.+?)\$\$|\$((?:[^$\\]|\\.)+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
-_END = re.compile(r"[.;!?](?!\d)|[。；！？\n]")  # the end of a sentence
-_NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
-# An "or" in the last clause of a sentence, so no comma follows it. In "1/4 mile, or 440 yards", it gives no choice.
-_OR = re.compile(r"(?:\b(?:or|ou|oder|или)\b|或)(?!.*,(?!\d))")
-_OR_IN_CLAUSE = re.compile(rf"(?<!, ){_OR.pattern}")
+# The end of a sentence; "5. Or 7" goes on.
+_END = re.compile(r"(?<!\bRs)(?<!\\)[.;!](?!\d|\s*(?:[Oo]r|[Aa]lso|[Oo]therwise)\b)|[。；！\n](?!\s*or\b)")
+_NUMBER = re.compile(
+    r"-?\\frac\{-?\d+\}\{\d+\}|-?\(\d+\+\\frac\{\d+\}\{\d+\}\)"
+    r"|[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+|:\d+)?(?![a-zA-Z\d])"
+    r"(?:\s*\\%|\s*\\times 10\^\{-?\d+\})?"
+)
+_OR = re.compile(r"\b(?:or|ou|oder|или)\b|或")
+# A line that begins with four hashes; a heading begins with a word or "1. ", and has more text below it.
+_HASHES = re.compile(r"(?<!#)####(?!#)(?!\s*(?:\d+[.)]\s+)?[A-Za-z]{3}[^\n]*\n\s*\S)((?:(?!####)[^\n])*)")
+# A clause that says when or why an answer holds, or what it is not; none that offers another answer.
+_CLAUSE = re.compile(
+    r"(?<=[\w)}\]$%.])(?:[,;]?[\s~]+(?:since|because|when|whenever|if|where|reached|given|(?:at|for|with)(?=\s+\w+\s*=))\b"
+    r"|,?\s+is\s+(?:correct|right)\b|[,;]\s*(?:not|as)\b"
+    r"|(?:\s|\\ |\\quad)+\((?:[^()\d]+=[^()]*|(?:one|two|three|four|five|six|seven|eight|nine|ten)[a-z]*)\)\s*$)"
+    r"(?!.*(?:\b(?:or|otherwise|else|but|also|wrong|incorrect|means)\b|not [^,]*\d|\\ne|或"
+    r"|\d.*\b(?:if|when|at|for)\b)).*",
+    re.DOTALL,
+)
+# "The maximum is 9", "Maximum: 9", "Option B"
+_BEGINNING = re.compile(
+    r"^[a-zA-Z\s]*\b(?:is|are|equals)\b(?:\s+an?\b)?|^[a-zA-Z\s]{3,}:\s*(?=-?\d)|^\s*[Oo]ption\s+(?=[A-J]\b)"
+)
+_CHANGES = re.compile(
+    r"(?i)\b(?:not|no|never|cannot|\w+n['’]t|negative|plus|minus|times|divided|multiplied|modulo|mod|least|most|than"
+    r"|or (?:more|less|fewer|so)|out of|\d+ (?:in|to) \d+|(?:ten|hundred|thousand|illion)th|except|without"
+    r"|unlike|impossible|false|wrong|incorrect|excluded|doubt|exceeds|bound|reciprocal|inverse|opposite|negation"
+    r"|multiple|divisor|digits of|log of|in base|cube|tens|lakh|crore|mil|differs|below|above"
+    r"|under|over|between|half|halves"
+    r"|third|quarter|double|twice|(?:four|fif|six|seven|eigh|nin|ten)th|dozen|score|gross|hundred|thousand|[a-z]*illion"
+    r"|squared|cubed|root|factorial)s?\b"
+    r"|\\%\s*of\s*\d|的平方|次方|根号|分之|倍|一半|至[少多]|[大小多少超]于|超过|以[上下内外]|没有|除[了以]|并非|非|[不百千万亿]"
+)
+# What a number in a sentence may count besides the answer: "on 3 pens", "of the 4 friends"; and brackets.
+_PHRASE = re.compile(
+    r"(?i:\b(?:of|on|in|for|by|from|to|per|within|after|before|at|with))\s+(?:[a-z]+\s+)?-?\d[\d.]*"
+    r"(?=\s+(?!and\b|or\b)[a-z]|\s*$)|\((?!.*\bor\b)[^()]*\)"
+)
+_EQUALS = re.compile(r"(?<![<>!:])=|\\approx")
+WORDS = re.compile(r"(?<![\\a-zA-Z{])(?!(?:and|or)\b)[a-zA-Z]{3,}|[^\W\d_a-zA-Zα-ω]")  # no commands, no environments
+_WORDS = re.compile(rf"(?<![\\a-zA-Z{{])[a-zA-Z]{{2}}|{WORDS.pattern}")
+# The label of a choice, (B) or B., and no second label: "(A) or (B)" chooses nothing. A mark and a space end a label,
+# unlike in A(5), and no operator follows it, unlike in (A) + 5.
+LABEL = re.compile(
+    r"\(?\s*([A-J])(?:[).\s]*\Z|\s*[).:](?:[\s~]|\\[ ,;]|\\q?quad)+)"
+    r"(?!.*(?<![a-zA-Z\\])[A-HJ](?![a-zA-Z]))(?![).:\s]*[+*/^=<>])(?!.*\bor\b)",
+    re.DOTALL,
+)
+# Where the final answer of a text may begin. It begins with its last sentence, if the text has none of these.
+ANSWER_BEGINS = (
+    r"(?:\*\*|\$|\b(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore|[Tt]he|[Ff]inal|[Ii]t|is)\b,?\s*){0,4}"
+    rf"(?:{_ANNOUNCED.pattern}|\\(?:boxed|fbox)\b|{_HASHES.pattern}|{_TAG.pattern})"
+)

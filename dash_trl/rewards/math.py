@@ -9,8 +9,9 @@ r"""`MathAccuracyReward`: checks whether the final answer of a completion equals
 math-verify (https://github.com/huggingface/Math-Verify) compares the two answers. `docs/results/rewards.md` lists where
 this deviates from plain math-verify, with the verdicts that each deviation changes.
 
-As in math-verify, floats are equal if they agree to 6 decimals, the last member of a chain of equations counts, lists
-have no order, and units and the base of a number are ignored. Deviation: small numbers must also agree to 1 %.
+As in math-verify, the last member of a chain of equations counts, lists have no order, and units are ignored.
+Deviations: equal numbers are equal exactly, but a decimal with six or more digits may round a fraction; brackets around
+several members, primes and the bases of numbers must be the same; words that are left make an answer no number.
 
 Rows are scored in worker processes, because math-verify's time-outs use SIGALRM, which works only in the main thread of
 a process. If reading or comparing an answer takes longer than math-verify's limit (5 s each), the answer is wrong. Some
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dash_trl.rewards.answers import MAX_ANSWER_CHARS, find_answer, gold_text, plain_answer
+from dash_trl.rewards.answers import LABEL, MAX_ANSWER_CHARS, WORDS, find_answer, gold_text, plain_answer
 from dash_trl.rewards.spelling import as_words, is_words
 from dash_trl.workers import ProcessCalls, call_all, default_workers
 
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Limit in seconds by the clock for one row. math-verify's own limits may add up to this for a row with a hard answer.
 TIMEOUT = 30.0
-
-# math-verify rounds floats to 6 decimals and sets products below 1e-15 to 0. So it takes 1.6e-19 for 9.1e-31. Numbers
-# below this limit must also agree to 1 %.
-SMALL = 1e-4
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
@@ -62,23 +59,30 @@ def score_answer(completion: str, gold: str) -> float:
     Raises:
         UnreadableGold: if the answer has another text than the gold answer, and the gold answer cannot be read.
     """
-    bare, (text, prose) = gold_text(gold), find_answer(completion)
+    bare = gold_text(gold)
+    if _NUMBERS.fullmatch(bare):  # a list, so each comma separates
+        completion = re.sub(r"(?<=\d),(?=\d)", ", ", completion)
+    text = find_answer(completion)
     if text == bare and any(map(str.isalnum, bare)):
         return 1.0
-    label, chosen = _LABEL.match(bare), _LABEL.match(text)
+    label, chosen = LABEL.match(bare), LABEL.match(text)
     if label and chosen:
         return float(label[1] == chosen[1])
+    if label:
+        bare = bare[label.end() :] or bare
+    elif chosen:
+        text = text[chosen.end() :]
     if is_words(bare):
         return float(as_words(text) == as_words(bare))
     if "=" not in bare:
-        text = _last_member(text)
+        text = _CHAIN.sub("", text).strip()
     if _INTEGER.fullmatch(text) and _INTEGER.fullmatch(bare):
         return float(int(text) == int(bare))
-    from math_verify import verify
-
-    known = read_gold(bare)
-    found = ([] if prose and _WORDS.search(text) else _read(text)) or _read(prose, in_prose=True)
-    return float(verify(known, found, allow_set_relation_comp=True) and not _are_small_and_differ(known, found))
+    read_gold(bare)  # an error if it cannot be read
+    if _APART.search(text) or WORDS.search(text) and not WORDS.search(bare) or not _same_kind(bare, text):
+        return 0.0
+    signs = [r"\%", ""][: 1 + ("%" in bare + text)]  # 50 % is 0.5, and 50 percent of something
+    return float(any(_are_equal(*(one.replace(r"\%", sign) for one in (bare, text))) for sign in signs))
 
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have the same gold answer
@@ -103,53 +107,72 @@ def read_gold(bare: str) -> list[Any]:
     return expressions
 
 
-def _are_small_and_differ(known: list[Any], found: list[Any]) -> bool:
-    """Returns whether two answers are different numbers that math-verify rounds to 0, such as 2^{-99} and 2^{-98}."""
-    numbers = [one[0].doit().evalf() for one in (known, found) if getattr(one[0], "is_number", False)]
-    return bool(
-        len(numbers) == 2 and max(map(abs, numbers)) < SMALL and abs(numbers[0] - numbers[1]) > abs(numbers[0]) / 100
-    )
+def _same_kind(gold: str, answer: str) -> bool:
+    """Whether brackets around several members, and bases, are the gold's. An answer may leave out all but [ ]."""
+    (known, bases), (found, others) = ([pattern.findall(one) for pattern in _KINDS] for one in (gold, answer))
+    optional = {("(", ")"), (r"\{", r"\}")} if not found else {(r"\{", r"\}")} if not known else set()
+    brackets = sorted(known) == sorted(found) or {*known, *found} <= optional or not ("," in gold and "," in answer)
+    return brackets and (bases == others or not others)
 
 
-def _last_member(answer: str) -> str:
-    """Returns the last member of a chain such as ``f(2) = 3 + 2 = 5``; the whole answer if it is no chain."""
-    *others, last = _EQUALS.split(answer)
-    is_list = _SEPARATOR.search(re.sub(r"\([^()]*\)", "", "".join(others)))
-    return answer if is_list else last.strip()
+def _are_equal(gold: str, answer: str) -> bool:
+    """Whether two answers are equal: for math-verify, and exactly.
+
+    Decimals are exact, too, but six digits of a fraction are equal to the fraction. `a ≈ b` is a, if b is within 5 %.
+    """
+    from math_verify import verify
+
+    known, (found, *about) = read_gold(gold), map(_read, answer.split(r"\approx"))
+    if not verify(known, found, allow_set_relation_comp=True):
+        return False
+    for one in about:
+        value, *rounded = map(_exact, [found[0], *one[:1]])
+        if not rounded or str(abs(value - rounded[0]) <= abs(value) / 20) != "True":  # it may be a relation
+            return False
+    if _ROUNDED.fullmatch(f"{gold} {answer}"):
+        return True
+    return verify(_exact(known[0]), _exact(found[0]), allow_set_relation_comp=True, numeric_precision=DIGITS)
 
 
-def _read(answer: str, in_prose: bool = False) -> list[Any]:
-    """Reads a formula with math-verify, or searches for an answer in prose."""
-    from math_verify import parse
+def _exact(value: Any) -> Any:
+    """Returns an expression with fractions instead of decimals."""
+    from sympy import Float, Rational
+
+    exact = value.xreplace({digits: Rational(str(digits)) for digits in value.atoms(Float)})
+    return exact.doit() if getattr(exact, "is_number", False) else exact
+
+
+def _read(answer: str) -> list[Any]:
+    """Reads a formula with math-verify."""
+    from math_verify import LatexExtractionConfig, parse
 
     if len(answer) > MAX_ANSWER_CHARS:
         return []
-    if in_prose:
-        return parse(answer, fallback_mode="no_fallback")
-    # math-verify's patterns for prose are not used, because they would find a number even in "? 5".
-    return parse(rf"\boxed{{{answer}}}", [_without_units()], fallback_mode="no_fallback")
-
-
-@functools.cache
-def _without_units() -> Any:
-    """Returns a configuration with which math-verify removes no units, since it would remove the ab of 3ab, too."""
-    from math_verify import LatexExtractionConfig
-
     config = LatexExtractionConfig()
-    return replace(config, normalization_config=replace(config.normalization_config, units=False))
+    # math-verify would remove the ab of 3ab, too, as a unit.
+    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
+    # math-verify's patterns for prose are not used, because they would find a number even in "? 5".
+    return parse(rf"\boxed{{{answer}}}", [config], fallback_mode="no_fallback")
 
 
-_WORDS = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{2,}")  # words, not commands such as \frac or \begin{pmatrix}
+# A fraction, and at least six digits of it.
+_FRACTION, _DIGITS = r"-?(?:\\frac\{\d+\}\{\d+\}|\d+/\d+)", r"-?\d*\.(?=\d{6})\d{0,2}[1-9]\d+"
+_ROUNDED = re.compile(f"{_FRACTION} {_DIGITS}|{_DIGITS} {_FRACTION}")
 _INTEGER = re.compile(r"-?\d{1,15}")  # is compared without math-verify, which takes a millisecond
-_EQUALS = re.compile(r"(?<![<>!:])=")
-_SEPARATOR = re.compile(r"[,;]|(?<![a-zA-Z])(?:or|and)(?![a-zA-Z])")  # of a list
-# The label of a choice, (B) or B. or \textbf{(B)}, and no second label: "(A) or (B)" chooses nothing. A mark and a
-# space end a label, unlike in A(5), and no operator follows it, unlike in (A) + 5.
-_LABEL = re.compile(
-    r"(?:\(|\\(?:text(?:bf|rm)?|mathrm)\s*\{)*+([A-J])(?=[).}\s]*\Z|\}*[).:](?:[}\s~]|\\[ ,;]|\\q?quad))"
-    r"(?!.*(?<![a-zA-Z\\])[A-HJ](?![a-zA-Z]))(?![).:}\s]*[+*/^=<>])(?!.*\bor\b)",
-    re.DOTALL,
+# All but the last member of a chain; the whole of an equation such as x^2 = 10, which is no value.
+_CHAIN = re.compile(
+    r"^\s*(?:(?:[-|]|\d+|\\sqrt\s*|\\frac\s*\{?1\}?|e\^|\\(?:sin|cos|tan|log|ln)\s*)\s*\{?[a-z](?![a-zA-Z])"
+    r"|[a-z]\s*(?:\^|/|[+-]\s*\d))"
+    r"[^=,<>!:]*=.*|^(?:(?!\bor\b|\\(?:ne|not|lnot)|[<>]|\b(?:not|no|wrong)\b)[^,;()]|\([^()]*\))*(?<![<>!:/])=(?!/)"
 )
+_NUMBERS = re.compile(r"-?\d+(?:,\s*-?\d+)+")
+_APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]")  # 1 2 3 is no product
+# Brackets around several members; bases of numbers.
+_KINDS = [
+    re.compile(pattern)
+    for pattern in (r"(\(|\[|\\\{)(?:[^()\[\]\\]|\\[^{}])*?,(?:[^()\[\]\\]|\\[^{}])*?(\)|\]|\\\})", r"\d_\{?(\d+)")
+]
+DIGITS = 100  # with which irrational numbers are compared; fractions are compared exactly
 
 
 # ------------------------------------------------------------------------------------------------- inside a worker

@@ -6,17 +6,16 @@ Each rule changes a verdict of math-verify, rightly, on the answers of GSM8K or 
 
 import re
 import unicodedata
-from decimal import Decimal
 
 
 def normalize_answer(answer: str) -> str:
     r"""Rewrites an answer in the LaTeX that math-verify reads, so that equal answers often get equal text.
 
-    - Unicode becomes LaTeX (see `_to_latex`), and so do pi, sqrt(2) and 1e3.
-    - Dollars that delimit a formula, bold print, an "=" at the start and a full stop at the end are removed.
+    - Unicode becomes LaTeX (see `_to_latex`), and so do pi, sqrt(2), 2 sin x, 6.02 x 10^23 and 1e3.
+    - Dollars, styles such as bold print, an "=" at the start and a full stop at the end are removed.
     - 12 345, ``12\,345`` and 12,345 become 12345, and 5 million becomes 5000000. ``2 1/2`` becomes ``\frac{5}{2}``.
-    - Words after a number are removed as its unit: "72 apples" becomes 72. Number words, such as dozen, are not.
-    - The imaginary unit is written with a space, because math-verify reads ``5i`` and ``5 i`` as different symbols.
+    - A unit at the end is removed: "72 apples" becomes 72. Units are a list and words in the plural, such as apples.
+    - "negative 5" becomes -5. A column of a matrix becomes a tuple.
 
     Args:
         answer: the text of an answer.
@@ -24,16 +23,12 @@ def normalize_answer(answer: str) -> str:
     Returns:
         The same answer in LaTeX.
     """
-    answer = re.sub(r"(?<!\\)\$|\*\*", "", _to_latex(answer))
-    for pattern, spelling in _SPELLINGS if re.search("[a-zA-Z]", answer) else ():
-        answer = pattern.sub(spelling, answer)
-    answer = _GROUPS.sub(lambda found: found["tuple"] or re.sub(r"\D", "", found[0]), answer)
-    answer = _LARGE.sub(lambda one: f"{Decimal(one[1]).scaleb(_THOUSANDS[one[2]]):f}", answer)
-    answer = _MIXED.sub(lambda one: rf"\frac{{{int(one[1]) * int(one[3]) + int(one[2])}}}{{{one[3]}}}", answer)
-    answer = re.sub(r"^(?:\s|=|\\approx)+", "", answer)
+    answer = _GROUPS.sub(lambda found: found["tuple"] or re.sub(r"\D", "", found[0]), _to_latex(answer))
+    for pattern, spelling in _SPELLINGS.items():
+        answer = re.sub(pattern, spelling, answer)
     bare = answer.rstrip('.,;: \t\n。"”」`')
     answer = answer[: len(bare) + 1] if bare.endswith("\\") else bare  # keeps the comma of `5\,`
-    return _UNITS.sub("", answer).strip()
+    return re.sub(r"\s*,\s*", ", ", _UNITS.sub("", answer)).strip()
 
 
 def _to_latex(text: str) -> str:
@@ -50,12 +45,12 @@ def as_words(text: str) -> str:
     r"""Rewrites an answer in words in one spelling, so that answers can be compared as text.
 
     Args:
-        text: an answer.
+        text: an answer, in the spelling of `normalize_answer`.
 
     Returns:
-        The words in lower case, without LaTeX: "c" for ``\text{(C)}.``, "no solution" for ``$\textbf{No  solution}$``.
+        The words in lower case, without LaTeX: "c" for ``(C)``, "no solution" for ``No~ solution``.
     """
-    text = re.sub(r"\\[ ,;!]|[$*~_`\"“”「」]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
+    text = re.sub(r"\\[ ,;!]|[{}$*~_`\"“”「」]", " ", text)
     text = " ".join(text.split()).rstrip(". ")
     return re.sub(r"^\( ?([^()]*?) ?\)$", r"\1", text).casefold()
 
@@ -64,45 +59,80 @@ def is_words(gold: str) -> bool:
     r"""Returns whether a gold answer consists of words, so that it must be compared as text.
 
     Args:
-        gold: a gold answer, as `gold_text` returns it.
+        gold: a gold answer, in the spelling of `normalize_answer`.
 
     Returns:
-        True for ``\text{Evelyn}``, ``No solution``, ``Yes`` and ``\text{(C)}``. False for ``5\text{ cm}`` (a number)
-        and for up to three letters such as ``xy``, which may be a product.
+        True for Evelyn, No solution, Yes, ACB and C. False for 5 and for up to three letters such as xy, which may be a
+        product.
     """
-    is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
-    is_long = bool(re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{4}|^(?:yes|no)$", gold, re.IGNORECASE))
-    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", as_words(gold))) and (is_wrapped or is_long)
+    is_long = re.search(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4}|[A-Z]{2}|(?i:yes|no)$)|[^\W\d_a-zA-Zα-ω]", gold)
+    return bool(is_long and re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", as_words(gold)))
 
 
-_NAMES = zip("π∞∈∪≤≥≠×·⋅±", "pi infty in cup le ge ne times cdot cdot pm".split(), strict=True)
+_NAMES = zip("π∞∈∪≤≥≠×·⋅±≈", "pi infty in cup le ge ne times cdot cdot pm approx".split(), strict=True)
 _SYMBOLS = str.maketrans({char: rf"\{name} " for char, name in _NAMES} | {"°": r"^\circ "})
-_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox)\s*\{"
-_SPELLINGS = [
-    (re.compile(pattern), spelling)
-    for pattern, spelling in (
-        (rf"{_TEXT}([-+]?\\?\$?\.?\d[^{{}}]*|[^{{}}]*\b(?:or|and|thousand|million|billion)\b[^{{}}]*)\}}", r" \1 "),
-        (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
-        (r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])", r"\1 \\times 10^{\2}"),
-        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
-        (r"\\?\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (rf"(?<=\d)(?:(?:st|nd|rd|th)(?![a-zA-Z])|\s*\^?\{{?{_TEXT}(?:st|nd|rd|th)\}}\}}?)", ""),
-        (r"\\mathrm\s*\{e\}", " e "),
-        (rf"{_TEXT}i\}}|(?<=\d)\s*(?:\\cdot\s*)?i(?![a-zA-Z])", " i"),
-    )
-]
+_CELL = r"((?:(?!\\\\)[^&])+)"
+_COLUMN = rf"\\begin\{{[pb]matrix\}}{_CELL}"
+_SPELLINGS = {
+    r"\\?\$|\*\*|\\(?:color|tag)\{\w+\}": "",
+    r"\\(?:[hH]uge|LARGE|Large|large|small|displaystyle|textstyle|bf|rm|tt)(?![a-zA-Z])": "",
+    r"\\(?:textcolor\{\w+\}|underline|emph|boldsymbol|bm|bold|colorbox\{\w+\}|boxed|fbox)(?=\s*\{)": "",
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf)|[mh]box)\s*\{([^{}]*)\}": r" \1 ",
+    r"\\(?:lor|vee)(?![a-zA-Z])": " or ",
+    r",\s*and\b": ",",
+    r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\d)|负\s*(?=\d)|(?<![\w)}])[–—]\s*(?=\d)": "-",
+    r"(?:\\left\s*)?\\langle": "(",
+    r"(?:\\right\s*)?\\rangle": ")",
+    rf"{_COLUMN}\\\\{_CELL}\\end\{{[pb]matrix\}}": r"(\1,\2)",
+    rf"{_COLUMN}\\\\{_CELL}\\\\{_CELL}\\end\{{[pb]matrix\}}": r"(\1,\2,\3)",
+    r"\\varnothing|\\\{\s*\\\}": r"\\emptyset ",
+    r"\\dots(?![a-zA-Z])": r"\\ldots ",
+    r"\^\s*\{?\s*\\prime\s*\}?|'|\\prime(?![a-zA-Z])": r"\\varphi ",  # 5' are not 5°
+    r"\.(\d)\1+\s*(?:\\ldots|\.\.\.)": r".\\overline{\1}",
+    r"\.(\d*)\\overline\s*\{(\d+)\}": r".\1\2\2\2\2\2\2\2",
+    r"(?<=\d)\s*(?:\\ldots|\.\.\.)\s*$": " etcetera",
+    r"<<[^<>]*>>": "",  # a calculation in GSM8K
+    r"\\(sin|cos|tan)\s*\(?(\d+)\)?\s*\^\{?\\circ\s*\}?": r"\\\1(\\frac{\2\\pi}{180})",
+    r"(?<=\d)_\{?10\}?(?!\d)": "",
+    r"\\degree(?![a-zA-Z])": r"^\\circ ",
+    r"(?<=\d)\s+x\s+(?=10\^)": r" \\times ",
+    r"10\^(\d{2,})": r"10^{\1}",
+    r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])": r"\1 \\times 10^{\2}",
+    r"(?<![\w.,/^])(\d+(?:\.\d+)?)(?:\s|~|\\ )*thousand(?![a-zA-Z])": r"\1 \\times 10^{3}",
+    r"(?<![\w.,/^])(\d+(?:\.\d+)?)(?:\s|~|\\ )*million(?![a-zA-Z])": r"\1 \\times 10^{6}",
+    r"(?<![\w.,/^])(\d+(?:\.\d+)?)(?:\s|~|\\ )*billion(?![a-zA-Z])": r"\1 \\times 10^{9}",
+    r"\\[dt]?frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
+    # A mixed number; an index, as in \log_2\frac18, is none.
+    r"(?<![\w.,/^])(\d{1,15})\s*\\[dt]?frac\s*(\{\d+\}\s*\{\d+\})": r"(\1+\\frac\2)",
+    r"(?<![\w.,/^])(\d{1,15})\s+(\d+)/(\d+)(?![\d.])": r"(\1+\\frac{\2}{\3})",
+    r"(?<![a-zA-Z\\])pi(?![a-zA-Z])": r"\\pi ",
+    r"(?<![a-zA-Z\\])infinity(?![a-zA-Z])": r"\\infty ",
+    r"\\?\bsqrt\s*\(([^()]*)\)|(?<=\d)sqrt\s*\(([^()]*)\)": r"\\sqrt{\1\2}",
+    r"(?<![a-zA-Z\\])(sin|cos|tan|log|ln)(?![a-zA-Z])": r"\\\1 ",
+    r"(?<=\d)\s*\^?\{?\s*(?:st|nd|rd|th)\b\s*\}?": "",
+    r"(?<=\d)\s*(?:\\cdot\s*)?i(?![a-zA-Z])": " i",
+    r"(?<=\d)\s*percent\b|(?:\\?%)+": r"\\%",
+    r"^(?:[a-z]\s*\\approx|\s|=|\\approx)+|^\s*(?:USD|Rs\.?|[€£¥])\s*(?=[\d.])": "",
+}
 # Groups of three digits. A comma without a space separates the members of (5,120) and \{1,200\}, which are no numbers
 # (lm-evaluation-harness #4038). (1,000) is a number, since no member is 000; so is the formula \(1,200\).
 _GROUPS = re.compile(
     r"(?P<tuple>(?:(?<![\\\d})])[(\[]|\\\{)\s*-?\d+(?:,-?(?!0\d)\d+)+\s*(?:\\right)?(?:[)\]]|\\\}))"
     r"|(?<![\d.,/^])[1-9]\d{0,2}(?:(?:,|\{,\}|[ ~]|\\[ ,;]|,?\\!\s*)\d{3})+(?!\d)"
 )
-_MIXED = re.compile(r"(?<![\d.,/^])(\d{1,15})\s*(?:\\[dt]?frac\s*\{?|(?<=\s))(\d+)(?:\}\s*\{|/)(\d+)(?![\d.])\}?")
-_THOUSANDS = {"thousand": 3, "million": 6, "billion": 9}
-_LARGE = re.compile(r"(?<![\w.,/^])(\d{1,15}(?:\.\d{1,10})?)(?:\s|~|\\ )*(thousand|million|billion)(?![a-zA-Z])")
-_NUMBER_WORDS = "hundred|thousand|million|dozen|square[ds]|cubed|hal(?:f|ves)|third|quarter|fourth|fifth|tenth"
+# Words in the plural, but not those that change a number.
+_PLURAL = (
+    r"(?!(?:times|cos|dozens|scores|pairs|couples|tens|(?:zero|one|two|three|four|five|seven|eight|nine)s|sixe?s|halves|thirds"
+    r"|quarters|hundreds|thousands|[a-z]*illions|percents|lakhs|crores|grosses|powers|factorials|modulos|googols|wrongs)\b)"
+    r"(?:[a-z]{2,}(?<![su])(?<!th)s|months)"
+)
+_UNIT = (
+    rf"(?:\\mu\s*)?(?:(?<=[\s,;!~])[mglLshJNVAWK]|[kcmn]m|[km]g|m[lL]|lbs?|oz|gal|ft|km/h|kmh|mph|min|sec|hrs?)\b"
+    rf"|(?:square |cubic )?(?:people|men|women|children|feet|degree|dollar|cent|hour|minute|second|day|week|month|year"
+    rf"|mile|inch|foot|unit|[a-z]*meter|[a-z]*gram|[a-z]*liter|{_PLURAL})\b"
+    rf"|[€£¥元个人円岁度米]|(?:平方)?[厘千]?米|USD|EUR|[ap]\.?m|\\Omega|\^\s*\{{?\\circ\s*\}}?"
+)
 _UNITS = re.compile(
-    rf"(?<=[\d}})])(?:\s|~|\\[ ,;!])*(?!.*(?:{_NUMBER_WORDS}))"
-    rf"(?:{_TEXT}[^{{}}\d]*(?:\^\d)?\}}|(?:(?<=[\s~,])[a-z]{{3,}}(?: [a-z]+)*|(?<=\s)[ckm]?m)\.?)"
-    r"(?:\s*\^\s*\{?\d\}?)?$"
+    rf"(?<=[\d}})])(?:\s|~|\\[ ,;!])*(?:{_UNIT})\.?(?:\s*\^\s*\{{?\d\}}?)?(?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{{?\d\}}?)?"
+    r"(?: (?:each|left|old|per [a-z]+))?\s*$"
 )
