@@ -353,8 +353,8 @@ BUSY_ITSELF = """
 import os
 from dash_trl.sandbox import Sandbox
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
-program = "import os\\ndef f(x):\\n    [os.fork() for _ in range(3)]\\n    while True: pass"
-print(Sandbox(cpu_seconds=1, wall_seconds=5).run(program, ["assert f(1)"]).reason)
+program = "import os\\ndef f(x):\\n    [os.fork() for _ in range(4)]\\n    while True: pass"
+print(Sandbox(cpu_seconds=1, wall_seconds=10, processes=20).run(program, ["assert f(1)"]).reason)
 """
 
 
