@@ -141,8 +141,8 @@ def load_code_dataset(
     prompts = _prompts(dataset, problem_column, prompt_template, "code", chat)
     columns = {name: dataset[name][:] for name in _columns("tests", None, TEST_COLUMNS, dataset)}
     loaded: dict[str, Any] = {"prompt": prompts, "entry_point": [None] * len(dataset), **columns}
-    tested = [row.get("tests") or row.get("inputs") or None for row in dataset]
-    _require_all(tested, dataset, "tests in 'tests', or in 'inputs' and 'outputs'")
+    tested = [row.get("tests") or isinstance(row.get("inputs"), list) and row["inputs"] or None for row in dataset]
+    _require_all(tested, dataset, "tests in 'tests', or in the lists 'inputs' and 'outputs' (json.loads makes them)")
     named = [None if name and not name.isidentifier() else True for name in loaded["entry_point"]]
     _require_all(named, dataset, "an `entry_point` that a program can define (for a method, name its class)")
     return dataset.from_dict(loaded | (_solutions(dataset) if solution else {}))
@@ -174,12 +174,13 @@ def mbpp_row(row: Mapping[str, Any]) -> dict[str, Any]:
     setup += [one for one in listed if "assert" not in one]
     tests = ["\n".join([*setup, one]).lstrip() for one in _scripts(row.get("test")) or asserts]
     problem, shown = (row.get("text") or row.get("prompt") or "").strip(), "".join(asserts[:1]).strip()
-    # The function that the tests call is the first that the solution defines and the first assert names.
-    defined = re.findall(r"^def (\w+)", str(row.get("code")), re.MULTILINE)
+    # The tests may use further names of the solution, such as a class `Pair`: then no name is the only one.
+    defined = re.findall(r"^(?:def|class) (\w+)", str(row.get("code")), re.MULTILINE)
+    used = [name for name in defined if re.search(rf"\b{name}\s*\(", "".join(tests))]
     return {
         "problem": problem and problem + FIRST_TEST + shown,
         "tests": tests,
-        "entry_point": next((name for name in defined if re.search(rf"\b{name}\s*\(", shown)), None),
+        "entry_point": used[0] if len(used) == 1 else None,
         "code": row.get("code"),
     }
 

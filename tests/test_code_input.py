@@ -223,5 +223,7 @@ def test_the_reward_of_a_program_that_reads():
         assert [score(ADD, **columns), score("print(3)", **columns)] == [1.0, 0.0]
         assert reward(f"```python\n{'print(3)'}\n```", **columns)[1]["passed"] == 0.5
         assert score(ADD, tests=[], entry_point=None, **columns) == 1.0
-        assert "2 inputs and 1 outputs" in refusal(score, ADD, inputs=["1", "2"], outputs=["1"])
+        assert "['1', '2'] and outputs ['1'] are not lists of the same number" in refusal(
+            score, ADD, inputs=["1", "2"], outputs=["1"]
+        )
         assert "this row has no tests" in refusal(score, ADD, inputs=[], outputs=[])

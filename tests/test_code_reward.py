@@ -50,6 +50,7 @@ def found(completion: str, *columns: object, tests: str | None = "assert f(1)", 
 
 
 OTHER = "def f(x): return 2"
+DOCUMENTED = 'def f(x):\n    """As in\n    ```python\n    f(1)\n    ```\n    """\n    return x'
 # program → the completions of which it is run, with the entry point f
 COMPLETIONS = {
     F: [
@@ -80,6 +81,8 @@ COMPLETIONS = {
         f"{fenced(G)}</think>{fenced(F)}",
     ],
     OTHER: [f"{fenced(F)}\n{fenced(OTHER)}", f"{F}\n```\nOr:\n{fenced(OTHER)}"],
+    # fences in its docstring
+    DOCUMENTED: [fenced(DOCUMENTED), f"{fenced(F)}\n{fenced(DOCUMENTED)}\nIt returns x."],
     # another kind of line ends
     "f = 1": ["```python\r\nf = 1\r\n```\r\nIt is 1."],
     # defined otherwise
@@ -130,6 +133,15 @@ def test_scores(reward):
     assert reward("I do not know.", TESTS) == (0.0, {"passed": 0.0, "explanation": "no program"})
 
 
+FAILING = (
+    "from solution import f",
+    "from math import no_name",
+    "x = 1 / 0",
+    "open('no file')",
+    "import sys\nsys.exit(1)",
+)
+
+
 def test_tests_that_score_no_program_are_an_error(reward):
     for tests, error, reason in [
         *[(empty, ValueError, "this row has no tests") for empty in (None, [], "", [" "], [""])],
@@ -137,9 +149,18 @@ def test_tests_that_score_no_program_are_an_error(reward):
         ("assert 1 == 1", UnfitTests, "never call anything of the program"),
         ("def check(candidate):\n    assert candidate(1) == 2", UnfitTests, "never call anything of the program"),
         ("class Node: pass\nassert f(Node()) == 1", UnfitTests, "a value of type 'Node'"),
+        # they fail by themselves
+        *[(f"{one}\nassert f(1) == 2", UnfitTests, "fail before they call") for one in FAILING],
+        (["assert f(1) == 2", "import no_package"], UnfitTests, "fail before they call"),
     ]:
         with pytest.raises(error, match=reason):
             reward(fenced(RIGHT), tests)
+    # a name that they do not define is not the program's, which could forge it
+    with pytest.raises(UnfitTests, match="do not define 'isclose'"):
+        reward(fenced(f"{RIGHT}\ndef isclose(*a): return True"), "assert isclose(f(1), 5)", "f")
+    for inputs, outputs in (("12", "24"), ('["1"]', '["2"]'), (["1"], "2")):
+        with pytest.raises(ValueError, match="are not lists"):
+            reward(fenced("print(input())"), inputs=inputs, outputs=outputs)
 
 
 def test_what_counts_as_a_test(reward):
@@ -160,8 +181,10 @@ VALUES = """
 None; True; 0; -5; 2**53 + 1; -2**70; 10**5000; 0.1; 1e300; -0.0; float('inf'); 1j; complex(float('inf'), -0.0)
 ''; 'é\\n\\ud800'; b'\\0\\xff'; bytearray(b'ab'); []; [1, [2.5, None]]; (); (1,); ((1, 2), [3]); set(); {1, 'a'}
 frozenset({(1, 2)}); {}; {1: 'a', (1, 2): {3: [4]}}; range(3); range(5, -7, -2); deque([1, 2])
+Fraction(-1, 3); Decimal('0.10'); date(2020, 2, 29); time(1, 2); timedelta(1, 2, 3); timezone.utc
+datetime(2020, 1, 2, 3, tzinfo=timezone.utc)
 """
-IMPORTS = "import sys\nfrom collections import *\nsys.set_int_max_str_digits(0)\n"
+IMPORTS = "from collections import *\nfrom datetime import *\nfrom decimal import *\nfrom fractions import *\n"
 
 
 def test_values_cross_both_ways(reward):

@@ -15,6 +15,7 @@ from dash_trl.data import (
     load_code_dataset,
     load_math_dataset,
     make_prompt,
+    mbpp_row,
 )
 from tests.tiny import refused, write_rows
 
@@ -307,6 +308,12 @@ def test_completions_of_math(tmp_path):
             assert loaded["completion"] == ([{"role": "assistant", "content": text}] if chat else text), (row, template)
 
 
+def test_tests_that_use_several_names_of_the_solution_have_no_entry_point():
+    for test, name in (("assert f(1) == 2", "f"), ("assert f(Pair(1)) == 2", None)):
+        row = {"test_list": [test], "code": "class Pair: pass\ndef f(x): return 2"}
+        assert mbpp_row(row)["entry_point"] == name
+
+
 def test_completions_of_code(tmp_path):
     program = MBPP["code"]
     fenced = f"```python\n{program}\n```"
@@ -357,6 +364,11 @@ def test_what_is_missing_is_named(tmp_path):
             load_code_dataset,
             [MBPP, {**MBPP, "test_list": []}],
             "1 of 2 rows lack tests in 'tests', .*; the first is row 1",
+        ),
+        (
+            load_code_dataset,
+            [{"prompt": "p", "inputs": "12", "outputs": "24"}],
+            "1 of 1 rows lack tests .* lists 'inputs' and 'outputs'",
         ),
         (
             load_code_dataset,

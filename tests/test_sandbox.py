@@ -349,6 +349,38 @@ def test_a_program_that_has_to_wait_for_a_cpu_is_not_scored():
     assert line.endswith("4 s of wall time: the machine is busy")
 
 
+BUSY_ITSELF = """
+import os
+from dash_trl.sandbox import Sandbox
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+program = "import os\\ndef f(x):\\n    [os.fork() for _ in range(4)]\\n    while True: pass"
+print(Sandbox(cpu_seconds=1, wall_seconds=10, processes=20).run(program, ["assert f(1)"]).reason)
+"""
+
+
+@pytest.mark.usefixtures("python")
+def test_a_program_that_keeps_the_cpus_busy_is_wrong():
+    (line,) = said(BUSY_ITSELF)
+    assert line.endswith("for each other")
+
+
+AS_PROCESS_1 = """
+import os
+from pathlib import Path
+from dash_trl.sandbox import Sandbox
+for kind in ("namespaces", "rlimits"):
+    box = Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=2)
+    print(box.run("import time\\ndef f(x): time.sleep(600)", ["assert f(1)"]).passed)
+print(os.getpid(), [one for one in Path("/proc").glob("[0-9]*/stat") if ") Z " in one.read_text()])
+"""
+
+
+@pytest.mark.usefixtures("python")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_trainer_that_is_process_1_keeps_no_zombies():
+    assert said(AS_PROCESS_1, "unshare", "--pid", "--fork", "--mount-proc") == ["0", "0", "1 []"]
+
+
 # ---------------------------------------------------------------------------------------------------- right and wrong
 
 FORGES_AN_ANSWER = """
@@ -395,13 +427,14 @@ WRONG = [
 
 def test_what_is_wrong(box):
     def check(program: str, test: str) -> None:
-        verdict = box.run(program, [test], entry_point="sum")
+        verdict = box.run(program, [test], entry_point="sum" if program == "pass" else "f")
         assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, (program, test, verdict)
 
     check_all(check, WRONG)
 
 
 USES = {
+    "a signal to its tests": "import os\ndef f(): return os.kill(os.getppid(), 2) is None",
     "threads, timers, an event loop": """
 import asyncio, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor

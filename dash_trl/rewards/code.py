@@ -75,10 +75,10 @@ class CodeReward(AbstractContextManager["CodeReward"]):
             SandboxError: if the program could not be confined or its tests could not be run, see `Sandbox.run`.
         """
         scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
-        if len(inputs or ()) != len(outputs or ()):
+        if str in (type(inputs), type(outputs)) or len(inputs or ()) != len(outputs or ()):
             raise ValueError(
-                f"this row has {len(inputs or ())} inputs and {len(outputs or ())} outputs, but each input needs one "
-                "output: remove the row or correct it"
+                f"this row's inputs {inputs!r:.100} and outputs {outputs!r:.100} are not lists of the same number of "
+                "texts, one output for each input: remove the row or correct it, such as by json.loads"
             )
         scripts += zip(inputs or (), outputs or (), strict=True)
         if not any(one if isinstance(one, tuple) else one.strip() for one in scripts):
@@ -145,10 +145,12 @@ def _split(text: str) -> tuple[str, str, list[str]]:
     before: list[str] = []
     blocks: list[tuple[str, list[str]]] = []
     first = ""  # the language of the first fence
+    quotes = 0  # number of triple quotes in the block: a fence in a docstring does not end it
     fence = None
     lines = before
     for line in text.split("\n"):
         bare = line.strip()
+        quotes += line.count('"""')
         mark = bare[: len(bare) - len(bare.lstrip(bare[:1]))] if bare[:1] in ("`", "~") else ""
         info = re.sub(r"[{.]*(\w*).*", r"\1", bare[len(mark) :].strip().lower())  # of `python title="a.py"`, `{python}`
         if len(mark) < 3 or "`" in bare[len(mark) :]:
@@ -158,9 +160,9 @@ def _split(text: str) -> tuple[str, str, list[str]]:
                 blocks.clear()
             elif not blocks:
                 first = info
-            fence, lines = mark, []
+            fence, lines, quotes = mark, [], 0
             blocks.append((info, lines))
-        elif mark.startswith(fence) and not info:
+        elif mark.startswith(fence) and not info and quotes % 2 == 0:
             fence, lines = None, []
         else:
             lines.append(line)

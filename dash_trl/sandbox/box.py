@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 # Fraction of wall time. A program that runs out of wall time, but waited for a CPU during less than this fraction, has
 # failed. Otherwise the machine is too busy, and the program is not scored.
 IDLE = 0.5
+# Multiple of the limit of CPU time. On a busy machine, the checker and one process of the program stay below it. A
+# program that is above it has waited for a CPU because of its own other processes.
+MOST_RUN = 2.5
 PYTHON = [os.path.realpath(sys.executable), "-P", "-s", "-S"]  # the program that runs it is named by its arguments
 # If the machine runs out of memory, the kernel kills a program before the trainer. In the sandbox /proc is read-only.
 EXPENDABLE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$0" "$@"']
@@ -50,10 +53,9 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONINTMAXSTRDIGITS": "0",
     "PYTHONPATH": ":".join(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")),
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 # System folders and files that a program may read. Not all of /usr: in a container the checkout is often /usr/src/app,
 # and /usr/local/etc/npmrc may contain a key.
@@ -78,43 +80,40 @@ NO_NAMESPACES = (
 # ------------------------------------------------------------------------------------------------------- system calls
 
 # A filter for system calls (seccomp) refuses those that reach around the namespaces and limits. All others are allowed.
-# Numbers on x86-64 and ARM64:
-REFUSED = {
-    "unshare": (272, 97),  # namespaces of its own, in which a program would be root
-    "setns": (308, 268),
-    "clone3": (435, 435),  # its flags cannot be read by a filter; the C library uses clone instead
-    "memfd_create": (319, 279),  # memory that no limit counts
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),  # so much memory of the kernel, too
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "vmsplice": (278, 75),  # a pipe then holds 2 MB for each page that it counts
-    "io_setup": (206, 0),  # has a limit for the whole machine, which one program can use up
-    "keyctl": (250, 219),  # the user's keys, which have no namespace
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "setpriority": (
-        141,
-        140,
-    ),  # a program that waits long for a CPU looks like one on a busy machine, and is not scored
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "io_uring_setup": (425, 425),  # opens sockets without the call `socket`
-    "bpf": (321, 280),  # these three have had many holes, and Python does not use them
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-}
+# Name, numbers on x86-64 and ARM64, reason (also of the calls below it):
+REFUSED = """\
+unshare 272 97                namespaces of its own, in which a program would be root
+setns 308 268
+clone3 435 435                its flags cannot be read by a filter; the C library uses clone instead
+memfd_create 319 279          memory that no limit counts
+memfd_secret 447 447
+shmget 29 194                 so much memory of the kernel, too
+semget 64 190
+msgget 68 186
+setxattr 188 5
+lsetxattr 189 6
+fsetxattr 190 7
+setxattrat 463 463
+vmsplice 278 75               a pipe then holds 2 MB for each page that it counts
+io_setup 206 0                has a limit for the whole machine, which one program can use up
+keyctl 250 219                the user's keys, which have no namespace
+add_key 248 217
+request_key 249 218
+setpriority 141 140           a program that waits long for a CPU looks like one on a busy machine, and is not scored
+sched_setparam 142 118
+sched_setscheduler 144 119
+sched_setattr 314 274
+sched_setaffinity 203 122
+ptrace 101 117
+process_vm_readv 310 270
+process_vm_writev 311 271
+io_uring_setup 425 425        opens sockets without the call `socket`
+bpf 321 280                   these three have had many holes, and Python does not use them
+perf_event_open 298 241
+userfaultfd 323 282
+"""
 # machine → number of its architecture, column of `REFUSED`, numbers of `clone` and `socket`
-MACHINES = {"x86_64": (0xC000003E, 0, 56, 41), "aarch64": (0xC00000B7, 1, 220, 198)}
+MACHINES = {"x86_64": (0xC000003E, 1, 56, 41), "aarch64": (0xC00000B7, 2, 220, 198)}
 X32 = 0x40000000  # on x86-64, numbers from here on are a second set of the same calls
 NEW_NAMESPACES = 0x7E020080  # flags of `clone`
 AF_UNIX = 1  # the memory of all TCP sockets of the machine has one limit; AF_VSOCK is a way to the machine's host
@@ -130,8 +129,8 @@ def call_filter(machine: str) -> bytes:
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0), (at_least, 0, 1, X32), refuse]
-    for numbers in REFUSED.values():
-        lines += [(equal, 0, 1, numbers[column]), refuse]
+    for call in REFUSED.splitlines():
+        lines += [(equal, 0, 1, int(call.split()[column])), refuse]
     # If the call is `clone`: its first argument must have none of the flags.
     lines += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), refuse, allow]
     lines += [(equal, 1, 0, new_socket), allow, (load, 0, 0, 16), (equal, 0, 1, AF_UNIX), allow]
@@ -263,12 +262,20 @@ class Sandbox:
                 if process.poll() is not None:  # killed before its child asked to end with it
                     raise SandboxError("the program could not be run: bwrap was killed, but not its child") from None
                 reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
-                if waited(process.pid) < IDLE * self.wall_seconds:
-                    return Verdict(0, len(tests), f"{reason}: they wait for something", math.nan)
+                # The zeros are for a kernel that does not tell.
+                _, ran, waited, _ = map(sum, zip([0] * 4, *family(process.pid), strict=True))
+                if waited < IDLE * self.wall_seconds * 1e9 or ran > MOST_RUN * self.limits["RLIMIT_CPU"] * 1e9:
+                    return Verdict(0, len(tests), f"{reason}: they wait for something or for each other", math.nan)
                 raise TimeoutError(f"{reason}: the machine is busy") from None
             finally:
+                orphans = family(process.pid)[1:]
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                for orphan, *_ in orphans:
+                    with suppress(OSError):  # only a trainer that is process 1 inherits them
+                        os.kill(orphan, signal.SIGKILL)
+                        os.waitpid(orphan, 0)
         verdict = read_verdict(output.decode(), nonce, len(tests))
         if verdict is None or process.returncode == -signal.SIGKILL:
             raise SandboxError(f"the program could not be run (exit code {process.returncode}): {errors.decode()}")
@@ -315,18 +322,18 @@ class Sandbox:
         raise ValueError(NO_NAMESPACES + ("; ".join(failures) or "no bwrap is installed for this machine"))
 
 
-def waited(process: int) -> float:
-    """Return for how many seconds a process, its first child, and so on, were ready to run, but had no CPU.
+def family(process: int) -> list[list[int]]:
+    """List a process and its descendants: `bwrap`, the checker, the solution, and the program's other processes.
 
-    Args:
-        process: id of `bwrap`, whose descendants are the checker, the solution, and a program that reads its input.
+    Each has four numbers: its id, the nanoseconds for which it ran, those for which it was ready to run but had no CPU,
+    and how often it ran.
     """
-    seconds = 0.0
-    with suppress(IndexError, OSError):
-        for _ in range(4):
-            seconds += int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
-            process = int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
-    return seconds
+    found = []
+    with suppress(OSError):  # it has ended
+        found.append([process, *map(int, Path(f"/proc/{process}/schedstat").read_text().split())])
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            found += [one for child in file.read_text().split() for one in family(int(child))]
+    return found
 
 
 def oom_kills() -> int:

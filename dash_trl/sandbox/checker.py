@@ -35,6 +35,9 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
@@ -73,19 +76,19 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "str": (str, str.__str__, str),
     "list": (list, list, list),
     "tuple": (tuple, list, tuple),
-    "set": (set, list, set),
-    "frozenset": (frozenset, list, frozenset),
     "deque": (deque, list, deque),
     "dict": (dict, lambda value: [[*pair] for pair in dict.items(value)], dict),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
-    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     "keys": (type({}.keys()), list, lambda keys: dict.fromkeys(keys).keys()),
     "values": (type({}.values()), list, lambda values: dict(enumerate(values)).values()),
     "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
     "iterator": ((), list, iter),
     "array": ((), list, array_of),
+    **{
+        kind.__name__: (kind, lambda value: value.__reduce__()[1], lambda parts, kind=kind: kind(*parts))
+        for kind in (set, frozenset, range, bytearray, Fraction, Decimal, datetime, date, time, timedelta, timezone)
+    },
 }
 
 
@@ -204,7 +207,6 @@ class Solution:
         sink: requests to the solution.
 
     Attributes:
-        requests: number of requests.
         objects: the program's objects that the tests have got, by their numbers.
         ended: why the solution has ended; None if it has not.
         cpu_seconds: CPU time of the solution; known when it has ended.
@@ -212,7 +214,6 @@ class Solution:
 
     def __init__(self, process: int, source: Any, sink: Any):
         self.process, self.source, self.sink = process, source, sink
-        self.requests = 0
         self.objects: dict[int, Object] = {}
         self.ended: str | None = None
         self.cpu_seconds = math.nan
@@ -231,7 +232,6 @@ class Solution:
                 after which `all(map(f, inputs))` would be true. Also if the solution has ended.
             Unfit: if an argument cannot be sent.
         """
-        self.requests += 1
         request = json.dumps(encode([operation, *arguments], number_of))
         try:
             print(request, file=self.sink, flush=True)
@@ -300,26 +300,50 @@ def number_of(value: Any) -> int:
 
 
 class Names(dict[str, Any]):
-    """Global names of a test script. A name that neither the script nor Python defines is the program's.
+    """Global names of a test script. The entry point is the program's; if it is not known, all other names are.
 
     But names of built-in functions and of modules are Python's own. Otherwise the program could forge `all`,
     `isinstance` or `math.isclose`. Only the entry point may have such a name (a task of MBPP is to write `sum`).
 
     Args:
-        solution: the link to the solution.
+        solution: the link to the solution; None: the script ends at the first name of the program.
         entry_point: name of the function that the script calls; None if it is not known.
+
+    Attributes:
+        reached: whether the script has used a name of the program.
     """
 
-    def __init__(self, solution: Solution, entry_point: str | None):
+    def __init__(self, solution: Solution | None, entry_point: str | None):
         super().__init__(__name__="tests")
-        self.solution, self.entry_point = solution, entry_point
+        self.solution, self.entry_point, self.reached = solution, entry_point, False
 
     def __missing__(self, name: str) -> Any:
-        if name != self.entry_point and hasattr(builtins, name):
-            raise KeyError(name)  # then Python looks it up in `builtins`
-        if name != self.entry_point and name in {*sys.stdlib_module_names, "numpy", "np"}:
-            return importlib.import_module("numpy" if name == "np" else name)
+        if name != self.entry_point:
+            if hasattr(builtins, name):
+                raise KeyError(name)  # then Python looks it up in `builtins`
+            if name in {*sys.stdlib_module_names, "numpy", "np"}:
+                return importlib.import_module("numpy" if name == "np" else name)
+            if self.entry_point:  # the program could forge `isclose` or `Counter`
+                raise Unfit(f"they do not define {name!r}, which is not the entry point {self.entry_point!r}")
+        self.reached = True
+        if self.solution is None:
+            raise Unfit
         return self.setdefault(name, self.solution.ask("attribute", Object(self.solution, 0), name))
+
+
+def reaches(test: types.CodeType, entry_point: str | None) -> bool:
+    """Run a script up to the first name of the program, and return whether there is one.
+
+    Raises:
+        Unfit: if the script fails before, so that it would fail for any program.
+    """
+    names = Names(None, entry_point)
+    try:
+        exec(test, names)
+    except BaseException as error:
+        if not names.reached:
+            raise Unfit(f"they fail before they call the program: {error!r}") from None
+    return names.reached
 
 
 TOLERANCE = 1e-6  # absolute or relative, used if the expected number has a decimal point or an exponent
@@ -400,9 +424,12 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
     reasons: list[BaseException] = []
     try:
         tests = prepared(job["tests"])
+        scripts = [one for one in tests if isinstance(one, types.CodeType)]
+        if [reaches(one, job["entry_point"]) for one in scripts].count(False) == len(tests):
+            raise Unfit("they never call anything of the program")
         before()
         print(json.dumps(job["program"]), file=solution.sink)
-        if has_scripts := any(isinstance(one, types.CodeType) for one in tests):
+        if scripts:
             solution.ask("load")
         for test in tests:
             try:
@@ -415,8 +442,6 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
                 passed += 1
             except (Exception, SystemExit) as error:
                 reasons.append(error)
-        if has_scripts and solution.requests == 1 and not reasons:
-            raise Unfit("they never call anything of the program")
     except Unfit as error:
         unfit = str(error)
     except Exception as error:  # the program raised it before it had defined its functions
@@ -500,6 +525,7 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
         os._exit(0)
     os.close(requests)
     os.close(from_solution)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal by which the program could end process 1
     print("ready", file=output, flush=True)
     job = json.load(source)
     solution = Solution(child, os.fdopen(answers), os.fdopen(to_solution, "w"))

@@ -56,8 +56,8 @@ class ProgramSandbox(Protocol):
             program: Python source code.
             tests: scripts, or pairs of an input and the expected output, see `Test`. The program's output passes if
                 `same_output` finds it equal to the expected output.
-            entry_point: name of the function that the scripts call; None if it is not known. It is needed only if
-                Python itself has a function or a module of this name, such as `sum` or `code`.
+            entry_point: the only name of the program that the scripts use. None: they may use any, except those of
+                Python's own functions and modules, such as `sum` or `code`.
         """
         ...
 
