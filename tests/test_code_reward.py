@@ -250,7 +250,7 @@ assert a.g() == 3 and a.x == 3
 def f(x): x.append(4); x[0][0] = 9
 ---
 x = [[1], 2]
-f(x)
+y = f(x)
 assert x == [[1], 2]
 ## a dictionary of its own kind
 from collections import Counter, defaultdict
@@ -388,10 +388,24 @@ def test_what_programs_and_tests_exchange(reward):
         assert verdict.right, (name, verdict)
 
 
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(a): a.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
+        ("class A: pass\nclass B(A): pass", "assert isinstance(B(), A)"),
+        ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept Bad:\n    pass"),
+        ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
+    ],
+)
+def test_what_cannot_be_sent_to_tests_is_unscored(program, test, reward):
+    with pytest.raises(UnfitTests, match="at what it returns|coroutine"):
+        reward.sandbox.run(program, [test])
+
+
 def test_a_set_has_the_same_order_in_every_sandbox():
     program = "import random\ndef f(): return str([list({'a', 'b', 'c', 'd', 'e'}), random.random()])\n"
     program += "def g(x): raise ValueError(x)"
-    reasons = {Sandbox().run(program, ["g(f())"]).reason for _ in range(2)}
+    reasons = {Sandbox().run(program, ["y = g(f())"]).reason for _ in range(2)}
     assert len(reasons) == 1 and "ValueError: [[" in reasons.pop()
 
 

@@ -22,6 +22,7 @@ This module imports nothing from this package, because it runs without the packa
 and `remote.py` sends its source to a server.
 """
 
+import ast
 import builtins
 import ctypes
 import importlib
@@ -38,6 +39,7 @@ from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
@@ -67,6 +69,10 @@ def array_of(values: list[Any]) -> Any:
     return array if array.size or "solution" in sys.modules else values
 
 
+def apply(kind: Any, parts: list[Any]) -> Any:
+    return kind(*parts)
+
+
 # tag in the JSON data → type, function that converts a value to plainer data, function that converts the data back.
 # An instance of a class that derives from one of these types is sent as a value of the first type that fits, but not if
 # it is the program's class and has methods.
@@ -86,7 +92,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "iterator": ((), list, iter),
     "array": ((), list, array_of),
     **{
-        kind.__name__: (kind, lambda value: value.__reduce__()[1], lambda parts, kind=kind: kind(*parts))
+        kind.__name__: (kind, lambda value: value.__reduce__()[1], partial(apply, kind))
         for kind in (set, frozenset, range, bytearray, Fraction, Decimal, datetime, date, time, timedelta, timezone)
     },
 }
@@ -458,6 +464,31 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
     }
 
 
+def check_link(script: str) -> None:
+    """Check that a script asks for results of the program, which cross the link to it, and for nothing else.
+
+    Raises:
+        Unfit: if it would fail for any program, because it sees what a call changes or prints, not what it returns, or
+            a class or a coroutine of the program.
+    """
+    nodes = [*ast.walk(ast.parse(script))]
+    own = {*dir(builtins), *(getattr(one, "name", None) for one in nodes)}
+    own |= {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    catches = "raises" in script or any(isinstance(one, ast.Try) for one in nodes)
+    for one in nodes:
+        seen = None
+        if isinstance(one, ast.ExceptHandler):
+            seen = one.type
+        elif isinstance(one, ast.Expr) and not catches:
+            seen = getattr(one.value, "func", None)
+        elif isinstance(one, ast.Call) and getattr(one.func, "id", None) in ("isinstance", "issubclass"):
+            seen = one.args[-1]
+        if isinstance(seen, ast.Name) and seen.id not in own:
+            raise Unfit(f"they look at what {ast.unparse(one)!r} changes, prints or is, not at what it returns")
+    if "asyncio" in script:
+        raise Unfit("a coroutine cannot be sent to them")
+
+
 def prepared(tests: list[Any]) -> list[Any]:
     """Return tests with compiled scripts.
 
@@ -471,6 +502,9 @@ def prepared(tests: list[Any]) -> list[Any]:
         with suppress(ImportError):
             compare_shapes(importlib.import_module(COMPARE[name]), name)
     try:
+        for one in tests:
+            if isinstance(one, str):
+                check_link(one)
         # `str.__str__` raises an error for what is no text.
         return [compile(one, "tests.py", "exec") if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
