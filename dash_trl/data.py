@@ -26,6 +26,7 @@ MBPP+ is published as one split of 378 problems. Here it has the two of the pape
 the first 264 problems are "train", and the last 114 (594, 596, … 809) are "test". "all" means the whole dataset.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 
 from dash_trl.rewards import last_boxed, last_hashes, plain_answer
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TEMPLATES = {
     "plain": "{problem}",
@@ -46,6 +49,7 @@ PROMPT_TEMPLATES = {
 FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
+CONTEXT_COLUMNS = ("context", "passage", "choices", "options", "input")  # parts of a problem, which no prompt shows
 SOLUTION_COLUMNS = ("completion", "solution", "answer", "code")
 ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point")
@@ -211,6 +215,11 @@ def _prompts(dataset: Dataset, column: str | None, template: str | None, default
         raise ValueError(
             f"prompt_template = {template!r} has no {{problem}}, so every prompt would be the same: put {{problem}} "
             f"where the problem goes, or use one of the named templates {sorted(PROMPT_TEMPLATES)}."
+        )
+    if left_out := [one for one in CONTEXT_COLUMNS if one in dataset.column_names and one != column]:
+        logger.warning(
+            f"The prompts show the column {column!r}, but not {left_out}. If the problems need these, add a column "
+            "that has all of it by dataset.map, and name it as problem_column."
         )
     prompts = [make_prompt(problem, text, chat) for problem in dataset[column]]
     _require_all(prompts, dataset, f"a problem in {column!r}")

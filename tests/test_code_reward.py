@@ -80,6 +80,9 @@ COMPLETIONS = {
         f"<think>{fenced(G)}</think>{fenced(F)}",
         f"{fenced(G)}</think>{fenced(F)}",
     ],
+    # a helper in an earlier block
+    f"{G}\n{F} + g(0)": [f"{fenced(G)}\nThen:\n{fenced(F + ' + g(0)')}"],
+    "f = print": ["It is\n```f = print```\nand no more.", "```python f = print```"],
     OTHER: [f"{fenced(F)}\n{fenced(OTHER)}", f"{F}\n```\nOr:\n{fenced(OTHER)}"],
     # fences in its docstring
     DOCUMENTED: [fenced(DOCUMENTED), f"{fenced(F)}\n{fenced(DOCUMENTED)}\nIt returns x."],

@@ -114,6 +114,11 @@ def test_layouts(tmp_path):
         assert load_math_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
 
+def test_columns_that_no_prompt_shows_are_named(tmp_path, caplog):
+    load_math_dataset(new_file(tmp_path, [{"question": "1?", "answer": "1", "choices": ["1", "2"]}]))
+    assert "'question', but not ['choices']" in caplog.text
+
+
 # ----------------------------------------------------------------------------------------------------------- sources
 
 

@@ -107,6 +107,11 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 _PYTHON = ("", "python", "py", "python3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
+_DEFINED = re.compile(r"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+(\w+)", re.MULTILINE)
+# A fence on one line.
+_ONE_LINE = re.compile(
+    r"^(`{3,})(?:python|py)?[ \t]*((?:\w+[ \t]*[(=]|def |class |import |from )[^`\n]*)\1[ \t]*$", re.MULTILINE
+)
 
 
 def find_program(completion: str, entry_point: str | None = None, *, reads: bool = False) -> str | None:
@@ -114,6 +119,7 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
 
     - The program is the last fenced block of Python that defines the entry point, because a block that only calls the
       program often follows. If no block defines the entry point, the program is the last fenced block of Python.
+    - An earlier block that defines what the program uses, but does not define, comes before it.
     - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
       the text before a fence without a language, because this fence may close a block that the prompt opened.
     - Thoughts do not count, nor does what precedes them (`final_text`).
@@ -132,7 +138,14 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
     if not candidates:
         return None
     whole = [one for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))]
-    return textwrap.dedent((whole or unfenced or blocks)[-1])
+    program = (whole or unfenced or blocks)[-1]
+    own = {entry_point, *_DEFINED.findall(program)}
+    earlier = [
+        one
+        for one in candidates[: candidates.index(program)]
+        if {*_DEFINED.findall(one)}.difference(own).intersection(re.findall(r"\w+", program))
+    ]
+    return "\n".join(map(textwrap.dedent, [*earlier, program]))
 
 
 def _split(text: str) -> tuple[str, str, list[str]]:
@@ -148,7 +161,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
     quotes = 0  # number of triple quotes in the block: a fence in a docstring does not end it
     fence = None
     lines = before
-    for line in text.split("\n"):
+    for line in _ONE_LINE.sub(r"\1python\n\2\n\1", text).split("\n"):
         bare = line.strip()
         quotes += line.count('"""')
         mark = bare[: len(bare) - len(bare.lstrip(bare[:1]))] if bare[:1] in ("`", "~") else ""
