@@ -435,6 +435,7 @@ class DASHTrainer(GRPOTrainer):
         """Call an event of the callbacks, which may change the rollouts. An error on one rank is raised on all."""
         arguments = self.args, self.state, self.control
         others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
+        others["rewards_run"] = self._run.rewards.run_in_background
         for callback in dash_callbacks(self.callback_handler):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 

@@ -337,6 +337,7 @@ def test_mistakes():
         ({"base_url": "http:///v1"}, "is not the address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
+        ({"base_url": "http://127.0.0.1:9/v1?key=secret"}, r"base_url='http://127.0.0.1:9/v1' .* a query"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
         ({"template": "{prompt}"}, r"has no \{completion\}"),
         ({"template": "{{completion}}"}, r"has no \{completion\}"),

@@ -123,7 +123,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         """Computes the values of all rows while reward functions run in the background."""
         trainer, started = kwargs["trainer"], time.perf_counter()
-        if self.overlaps_rewards and trainer._run.rewards.run_in_background:
+        if self.overlaps_rewards and kwargs["rewards_run"]:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
             self._seconds += time.perf_counter() - started
@@ -173,7 +173,7 @@ class ProcessRewardCallback(DASHCallback):
         credit = trainer.ranks.agree(self._credit, rewards)
         rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
         if trainer.log_completions:
-            trainer._log_completion_extra(CREDIT, self._credit_cells(rollouts, trainer._tokenizer))
+            trainer._log_completion_extra(CREDIT, self._credit_cells(rollouts, kwargs["processing_class"]))
             self._columns = trainer._logs["extra"]
         figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
         self._seconds += time.perf_counter() - started

@@ -213,8 +213,8 @@ class JudgeReward:
             `max_tokens` is given here.
 
     Raises:
-        ValueError: if there is no API key; if `base_url` is not an address, or has a user or a password; if the
-            template has no `{completion}`; or if `scores` has fewer than two scores.
+        ValueError: if there is no API key; if `base_url` is not an address, or has a user, a password or a query; if
+            the template has no `{completion}`; or if `scores` has fewer than two scores.
         TypeError: if `chat.completions.create` does not take one of the options.
     """
 
@@ -235,11 +235,11 @@ class JudgeReward:
         options: Mapping[str, Any] = MappingProxyType({}),
     ):
         named = base_url or os.environ.get("OPENAI_BASE_URL")
-        if named and (not urlsplit(named).hostname or without_user(named) != named):
+        if named and (not urlsplit(named).hostname or urlsplit(named).query or without_user(named) != named):
             raise ValueError(
-                f"base_url={without_user(named)!r} is not the address of a server, or it has a user or a password, "
-                "which logs would show. Write it like http://127.0.0.1:8000/v1, and pass a key as api_key=... or a "
-                "header as options={'extra_headers': ...}."
+                f"base_url={without_user(named).partition('?')[0]!r} is not the address of a server, or it has a user, "
+                "a password or a query, which logs would show. Write it like http://127.0.0.1:8000/v1, and pass a key "
+                "as api_key=... or a header as options={'extra_headers': ...}."
             )
         self._base_url = (named or OPENAI).rstrip("/")
         # A key from the environment is sent only to OpenAI's server, or to the server that the environment names.
