@@ -195,14 +195,21 @@ def piped(tiny_model, tmp_path_factory):
         {"mask_truncated_completions": True, "beta": 0.04, "loss_type": "dapo"},
     ],
 )
-def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch, piped):
-    """As one that waits for all rewards, if its shuffle had this order."""
+def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch):
+    """As one that waits for all rewards, if its shuffle had the order in which they came."""
     if settings.get("logprobs"):
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
-    piped = mini(tiny_model, tmp_path, **settings) if settings else piped[0]
-    order = torch.tensor([4 * group + row for group in ORDER for row in range(4)])
-    drawn = torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda n, **more: drawn(n, **more) if more or n != len(order) else order)
+    arrived: list[int] = []
+
+    class Sees(DASHCallback):
+        per_group = True
+
+        def on_rewards(self, args, state, control, rollouts, **kwargs):
+            arrived.extend(row["row"] % 16 for row in rollouts.examples)
+
+    piped = mini(tiny_model, tmp_path, callbacks=[Sees()], **settings)
+    orders, drawn = iter(torch.tensor(arrived).split(16)), torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **more: drawn(n, **more) if more or n != 16 else next(orders))
     plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
     start, steps = parameters(tiny_model), 8 // settings.get("gradient_accumulation_steps", 1)
     assert len(piped.ends) == len(plain.ends) == steps + 1

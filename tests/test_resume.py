@@ -198,7 +198,7 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, cap
 
 def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved):
     message = (
-        r"batch_size=4 \(now 8\).*reference=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
+        r"batch_size=4 \(now 8\).*beta above 0=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
     )
     refused(message, recorded, tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **WIDER, beta=0.04, max_steps=6)
 
