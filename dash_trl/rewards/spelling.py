@@ -23,6 +23,8 @@ def normalize_answer(answer: str) -> str:
     Returns:
         The same answer in LaTeX.
     """
+    if answer.isascii() and answer.isdecimal():
+        return answer
     answer = _GROUPS.sub(lambda found: found["tuple"] or re.sub(r"\D", "", found[0]), _to_latex(answer))
     for pattern, spelling in _SPELLINGS.items():
         answer = re.sub(pattern, spelling, answer)
