@@ -139,12 +139,8 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
         return None
     whole = [one for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))]
     program = (whole or unfenced or blocks)[-1]
-    own = {entry_point, *_DEFINED.findall(program)}
-    earlier = [
-        one
-        for one in candidates[: candidates.index(program)]
-        if {*_DEFINED.findall(one)}.difference(own).intersection(re.findall(r"\w+", program))
-    ]
+    used = {*re.findall(r"\w+", program)}.difference(_DEFINED.findall(program), [entry_point])
+    earlier = [one for one in candidates[: candidates.index(program)] if used.intersection(_DEFINED.findall(one))]
     return "\n".join(map(textwrap.dedent, [*earlier, program]))
 
 
