@@ -434,8 +434,12 @@ class DASHTrainer(GRPOTrainer):
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts. An error on one rank is raised on all."""
         arguments = self.args, self.state, self.control
-        others = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
-        others["rewards_run"] = self._run.rewards.run_in_background
+        others = {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "trainer": self,
+            "rewards_run": self._run.rewards.run_in_background,
+        }
         for callback in dash_callbacks(self.callback_handler):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 

@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue
+from dash_trl.update.isolation import padding_effect
 from tests.test_pipeline import Delayed
 from tests.test_values import random_requests
 from tests.tiny import VOCABULARY, assert_same_update, parameters, prompts, run, save_tiny_model
@@ -171,3 +172,18 @@ def test_values_do_not_depend_on_their_neighbours_if_rope_depends_on_the_width(t
     requests = [replace(one, prompt_ids=tuple(range(4, 4 + 2 * ORIGINAL))) for one in requests]
     together = value.score(requests, model, tokenizer)
     assert together == [row for one in reversed(requests) for row in value.score([one], model, tokenizer)][::-1]
+
+
+def test_right_position_ids_are_taken_whichever_rounding_is_smaller():
+    """Otherwise the weights decide, and a resumed run may take the other passes."""
+    base, model = torch.randn(1, 64), torch.nn.Linear(2, 2)
+    model.dtype = torch.float32
+
+    def near(noise: float) -> Any:
+        return lambda ids, mask, keep: (base[:, -keep:] + noise * (mask == 0).any(),)
+
+    trial = {"vocabulary": 64, "pad_token_id": 0, "device": torch.device("cpu")}
+    for plain, placed in ((0.0, 1e-7), (1e-7, 0.0), (1.0, 1e-7)):
+        assert padding_effect(near(plain), near(placed), model, **trial) == 1
+    assert padding_effect(near(0.0), near(1.0), model, **trial) == 0
+    assert padding_effect(near(1.0), near(1.0), model, **trial) == 2

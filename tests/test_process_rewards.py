@@ -173,23 +173,23 @@ def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatc
 
 
 # Rewards of the two rows of a group by three functions with the weights 1, 0.1 and -0.5; None = the function does not
-# apply. And whether they are not valued by default; with skip_silent=False, only what is unscored or solved is not.
+# apply. And whether the group is silent, so by default not valued; and solved, so not with skip_silent=False either.
 GROUPS = [
-    ([[1.0, 1.0, 0.0]] * 2, True),
-    ([[1.0, None, None]] * 2, True),  # as in a run on mathematics and programs,
-    ([[None, 1.0, None]] * 2, True),  # each with a function of its own
-    ([[1.0, 1.0, 0.0], [1.0, NAN, 0.0]], True),  # the second row is unscored
-    ([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], False),
-    ([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], False),
-    ([[0.0, 1.0, 0.0]] * 2, True),
-    ([[0.0, 0.0, 1.0]] * 2, True),
+    ([[1.0, 1.0, 0.0]] * 2, True, True),
+    ([[1.0, None, None]] * 2, True, True),  # as in a run on mathematics and programs,
+    ([[None, 1.0, None]] * 2, True, True),  # each with a function of its own
+    ([[1.0, 1.0, 0.0], [1.0, NAN, 0.0]], True, False),  # the second row is unscored
+    ([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], False, True),
+    ([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], False, True),
+    ([[0.0, 1.0, 0.0]] * 2, True, True),
+    ([[0.0, 0.0, 1.0]] * 2, True, False),
 ]
 
 
 @pytest.mark.parametrize("arguments", [{}, {"skip_silent": False}])
 def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
     def rewarded(number):
-        return lambda prompts, **_: [row[number] for group, _ in GROUPS for row in group]
+        return lambda prompts, **_: [row[number] for group, *_ in GROUPS for row in group]
 
     functions = [rewarded(number) for number in range(3)]
     for function, name in zip(functions, "abc", strict=True):
@@ -198,16 +198,9 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
     settings = {"reward": functions, "reward_weights": [1.0, 0.1, -0.5], "num_generations": 2}
     trainer, rollouts = train(tiny_model, tmp_path, process, **settings)
     skipped = [not request.boundaries for request in process.value.requests]
-    solved = [
-        all(row[0] != 0.0 and NAN not in row for row in group) or group[0][1] == 1.0 == group[1][1]
-        for group, _ in GROUPS
+    assert skipped == [
+        silent and (solved or not arguments) or NAN in row for group, silent, solved in GROUPS for row in group
     ]
-    due = [
-        silent and (not arguments or of) or NAN in row
-        for (group, silent), of in zip(GROUPS, solved, strict=True)
-        for row in group
-    ]
-    assert skipped == due
     assert not rollouts.advantages[torch.tensor(skipped)].any() and rollouts.advantages.any()
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 

@@ -195,7 +195,8 @@ class Segmenter:
         else:
             cuts = [match.start() for match in self._marker.finditer(text)]
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-        answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= max(cuts, default=0)]
+        last_cut = max(cuts, default=0)
+        answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= last_cut]
         begins = [token_at(answer.start()) for answer in answers]
         while len(begins) > 1:
             last, before = answers.pop(), answers[-1]
@@ -203,9 +204,10 @@ class Segmenter:
                 break
             begins.pop()
         if is_last and not begins and written < len(token_ids):  # it has ended
-            found = [at for sign in (r"\w", r"\d") for at in [0, *ends] if re.search(sign, text[at:])]
-            sentence = len(text[: found[-1] if found else 0].rstrip())
-            begins = [max(token_at(sentence - 1) + 1 if sentence else 0, *map(token_at, cuts), 0)]
+            signs = [*re.finditer(r"\d", text)] or [*_WORD.finditer(text)]
+            last_sign = signs[-1].start() if signs else 0
+            sentence = len(text[: max(at for at in [0, *ends] if at <= last_sign)].rstrip())
+            begins = [max(token_at(sentence - 1) + 1 if sentence else 0, token_at(last_cut))]
         end = begins[-1] if begins and written - begins[-1] <= self._longest else written
         sentences = list(map(token_at, ends))
         return self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end)

@@ -273,7 +273,7 @@ _NUMBER = re.compile(
 )
 _OR = re.compile(r"\b(?:or|ou|oder|или)\b|或")
 # A line that begins with four hashes; a heading begins with a word or "1. ", and has more text below it.
-_HASHES = re.compile(r"(?<!#)####(?!#)(?!\s*(?:\d+[.)]\s+)?[A-Za-z]{3}[^\n]*\n\s*\S)((?:(?!####)[^\n])*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)(?!\s*(?:\d+[.)]\s+)?[A-Za-z]{3}[^\n]{0,200}\n\s*\S)((?:(?!####)[^\n])*)")
 # A clause that says when or why an answer holds, or what it is not; none that offers another answer.
 _CLAUSE = re.compile(
     r"(?<=[\w)}\]$%.])(?:[,;]?[\s~]+(?:since|because|when|whenever|if|where|reached|given|(?:at|for|with)(?=\s+\w+\s*=))\b"

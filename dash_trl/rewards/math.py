@@ -166,7 +166,7 @@ _CHAIN = re.compile(
     r"[^=,<>!:]*=.*|^(?:(?!\bor\b|\\(?:ne|not|lnot)|[<>]|\b(?:not|no|wrong)\b)[^,;()]|\([^()]*\))*(?<![<>!:/])=(?!/)"
 )
 _NUMBERS = re.compile(r"-?\d+(?:,\s*-?\d+)+")
-_APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]")  # 1 2 3 is no product
+_APART = re.compile(r"(?<![\w^.])(?<!frac )\d+\s+\d|\\approx.*[,;]")  # 1 2 3 is no product, 1 ≈ 2, 3 no value
 # Brackets around several members; bases of numbers.
 _KINDS = [
     re.compile(pattern)

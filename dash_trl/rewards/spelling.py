@@ -1,7 +1,7 @@
 r"""Brings answers to one spelling. It compares no values; `math.py` does that.
 
-Each rule changes a verdict of math-verify, rightly, on the answers of GSM8K or MATH-500 or on texts of a model
-(`docs/results/rewards.md` has the table). All functions take time linear in the length of the text.
+Each rule changes a verdict of math-verify, rightly, on answers of a dataset or of a model: `tests/math_cases.jsonl` has
+examples.
 """
 
 import re
@@ -13,7 +13,7 @@ def normalize_answer(answer: str) -> str:
 
     - Unicode becomes LaTeX (see `_to_latex`), and so do pi, sqrt(2), 2 sin x, 6.02 x 10^23 and 1e3.
     - Dollars, styles such as bold print, an "=" at the start and a full stop at the end are removed.
-    - 12 345, ``12\,345`` and 12,345 become 12345, and 5 million becomes 5000000. ``2 1/2`` becomes ``\frac{5}{2}``.
+    - 12 345, ``12\,345`` and 12,345 become 12345, 5 million ``5 \times 10^{6}``, and 2 1/2 ``(2+\frac{1}{2})``.
     - A unit at the end is removed: "72 apples" becomes 72. Units are a list and words in the plural, such as apples.
     - "negative 5" becomes -5. A column of a matrix becomes a tuple.
 

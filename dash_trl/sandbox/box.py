@@ -80,40 +80,43 @@ NO_NAMESPACES = (
 # ------------------------------------------------------------------------------------------------------- system calls
 
 # A filter for system calls (seccomp) refuses those that reach around the namespaces and limits. All others are allowed.
-# Name, numbers on x86-64 and ARM64, reason (also of the calls below it):
-REFUSED = """\
-unshare 272 97                namespaces of its own, in which a program would be root
-setns 308 268
-clone3 435 435                its flags cannot be read by a filter; the C library uses clone instead
-memfd_create 319 279          memory that no limit counts
-memfd_secret 447 447
-shmget 29 194                 so much memory of the kernel, too
-semget 64 190
-msgget 68 186
-setxattr 188 5
-lsetxattr 189 6
-fsetxattr 190 7
-setxattrat 463 463
-vmsplice 278 75               a pipe then holds 2 MB for each page that it counts
-io_setup 206 0                has a limit for the whole machine, which one program can use up
-keyctl 250 219                the user's keys, which have no namespace
-add_key 248 217
-request_key 249 218
-setpriority 141 140           a program that waits long for a CPU looks like one on a busy machine, and is not scored
-sched_setparam 142 118
-sched_setscheduler 144 119
-sched_setattr 314 274
-sched_setaffinity 203 122
-ptrace 101 117
-process_vm_readv 310 270
-process_vm_writev 311 271
-io_uring_setup 425 425        opens sockets without the call `socket`
-bpf 321 280                   these three have had many holes, and Python does not use them
-perf_event_open 298 241
-userfaultfd 323 282
-"""
+# Numbers on x86-64 and ARM64:
+REFUSED = {
+    "unshare": (272, 97),  # namespaces of its own, in which a program would be root
+    "setns": (308, 268),
+    "clone3": (435, 435),  # its flags cannot be read by a filter; the C library uses clone instead
+    "memfd_create": (319, 279),  # memory that no limit counts
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),  # so much memory of the kernel, too
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "vmsplice": (278, 75),  # a pipe then holds 2 MB for each page that it counts
+    "io_setup": (206, 0),  # has a limit for the whole machine, which one program can use up
+    "keyctl": (250, 219),  # the user's keys, which have no namespace
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "setpriority": (
+        141,
+        140,
+    ),  # a program that waits long for a CPU looks like one on a busy machine, and is not scored
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "io_uring_setup": (425, 425),  # opens sockets without the call `socket`
+    "bpf": (321, 280),  # these three have had many holes, and Python does not use them
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
 # machine → number of its architecture, column of `REFUSED`, numbers of `clone` and `socket`
-MACHINES = {"x86_64": (0xC000003E, 1, 56, 41), "aarch64": (0xC00000B7, 2, 220, 198)}
+MACHINES = {"x86_64": (0xC000003E, 0, 56, 41), "aarch64": (0xC00000B7, 1, 220, 198)}
 X32 = 0x40000000  # on x86-64, numbers from here on are a second set of the same calls
 NEW_NAMESPACES = 0x7E020080  # flags of `clone`
 AF_UNIX = 1  # the memory of all TCP sockets of the machine has one limit; AF_VSOCK is a way to the machine's host
@@ -129,8 +132,8 @@ def call_filter(machine: str) -> bytes:
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0), (at_least, 0, 1, X32), refuse]
-    for call in REFUSED.splitlines():
-        lines += [(equal, 0, 1, int(call.split()[column])), refuse]
+    for numbers in REFUSED.values():
+        lines += [(equal, 0, 1, numbers[column]), refuse]
     # If the call is `clone`: its first argument must have none of the flags.
     lines += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES), refuse, allow]
     lines += [(equal, 1, 0, new_socket), allow, (load, 0, 0, 16), (equal, 0, 1, AF_UNIX), allow]
