@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.update.isolation import padding_effect
+from dash_trl.update import padding_effect
 from tests.test_pipeline import Delayed
 from tests.test_values import random_requests
 from tests.tiny import VOCABULARY, assert_same_update, parameters, prompts, run, save_tiny_model

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.update.advantages import checked_advantages, registered
     from dash_trl.update.arguments import check_tensor
     from dash_trl.update.filtering import Filtered, filter_rows
-    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw, packing_flaw
+    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw, packing_flaw, padding_effect
     from dash_trl.update.losses import (
         NO_LOG_PROB,
         OFF_POLICY_LOSSES,
