@@ -24,7 +24,7 @@ class Host(Protocol):
         args: the settings.
         state: the state of the run, as Transformers keeps it.
         model: the policy.
-        processing_class: the tokenizer.
+        _tokenizer: the tokenizer; TRL has it beside a multimodal model's processor.
         eos_token_ids: token ids that end a completion.
         reward_weights: [F], the current weights of the reward functions.
         ranks: the ranks of the run.
@@ -36,7 +36,7 @@ class Host(Protocol):
     args: DASHConfig
     state: TrainerState
     model: Any
-    processing_class: Any
+    _tokenizer: Any
     eos_token_ids: list[int]
     reward_weights: Tensor
     ranks: Ranks

@@ -203,9 +203,7 @@ class LogProbs:
         Returns:
             B lists with one log-prob per completion token.
         """
-        rollouts = Survivors.of_tokens(
-            prompt_ids, completion_ids, pad_token_id=self._host.processing_class.pad_token_id
-        )
+        rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=self._host._tokenizer.pad_token_id)
         with self._host.recorder.timed("logprobs"):
             _, window = self._window(rollouts)
             (known,) = self._found(window, [range(1)], window.lengths[..., 1] > 0, self._host.run_pass, 1)

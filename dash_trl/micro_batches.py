@@ -24,7 +24,7 @@ class MicroBatches:
 
     def __init__(self, host: Host, passes: ModelPasses):
         self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
-        self._pad_token_id = host.processing_class.pad_token_id
+        self._pad_token_id = host._tokenizer.pad_token_id
 
     def plan(self, part: Part) -> list[MicroBatch]:
         """Distribute the survivors of a part over micro-batches; see `plan_share`.

@@ -116,7 +116,7 @@ def toy_accuracies(trainer: Any, problems: Dataset, reward: Any) -> dict[str, fl
     return {
         name: evaluate(
             trainer.accelerator.unwrap_model(trainer.model),
-            trainer.processing_class,
+            trainer._tokenizer,
             problems,
             reward,
             num_samples=samples,

@@ -21,7 +21,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor
-from transformers import Trainer
+from transformers import AutoTokenizer, Trainer
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -35,6 +35,7 @@ from dash_trl.evaluation import metrics_of
 from dash_trl.host import on_servers, one_ahead, windows_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
+from dash_trl.multimodal import freeze_towers, is_multimodal, without_towers
 from dash_trl.rewards import distinct, unpack, watch
 from dash_trl.rollout import EpochOrder, RolloutBatch, loading
 from dash_trl.run import Run
@@ -66,7 +67,7 @@ class DASHTrainer(GRPOTrainer):
         processing_class: tokenizer. `None`: the tokenizer of the model.
         kwargs: the other arguments of `trl.GRPOTrainer`. `tools` may also contain a `dash_trl.ProcessTool`.
     Raises:
-        ValueError: if the model is a vision-language model, and for every other mistake that `dash_trl.checks` finds.
+        ValueError: for every mistake that `dash_trl.checks` finds.
     """
 
     _tag_names = ["trl", "grpo", "dash"]
@@ -100,12 +101,24 @@ class DASHTrainer(GRPOTrainer):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
+        if adapter := kwargs.get("peft_config"):
+            kwargs["peft_config"] = without_towers(adapter, model, args.model_init_kwargs or {})
+        if processing_class is None and not isinstance(model, str) and not is_multimodal(model.config):
+            # The checkpoint of a text model may be a multimodal one, with a processor.
+            processing_class = AutoTokenizer.from_pretrained(
+                model.name_or_path,
+                padding_side="left",
+                truncation_side="left",
+                trust_remote_code=args.trust_remote_code,
+            )
         seams.begin_accelerate(args)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
         hidden = {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
         with seams.with_settings(args, hidden), seams.reference_of(model):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         self._accelerate_state = dict(vars(self.accelerator.state))
+        if is_multimodal(self.model.config):
+            freeze_towers(self.model.get_base_model() if is_peft_model(self.model) else self.model)
         checks.check_trainable(self.model)
         checks.check_tokenizer(self._tokenizer)
         checks.check_rounding(self.model, args, has_copies=self.is_deepspeed_enabled or self.is_fsdp_enabled)
@@ -436,7 +449,7 @@ class DASHTrainer(GRPOTrainer):
         arguments = self.args, self.state, self.control
         others = {
             "model": self.model,
-            "processing_class": self.processing_class,
+            "processing_class": self._tokenizer,
             "trainer": self,
             "rewards_run": self._run.rewards.run_in_background,
         }

@@ -24,7 +24,6 @@ from transformers import (
     AutoTokenizer,
     BloomConfig,
     Qwen2Config,
-    Qwen2VLConfig,
     T5Config,
 )
 from trl import GRPOConfig, GRPOTrainer
@@ -271,7 +270,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # models
     "a directory that is not there": ({"model": "./no/directory"}, "model='./no/directory' cannot be loaded: neither"),
-    "images to look at": ({"model": "vision"}, "a Qwen2VLForConditionalGeneration, but .* trl.GRPOTrainer"),
+    "images to look at": (
+        {"train_dataset": Dataset.from_dict({"prompt": ["1 + 1 ="] * 8, "image": [0] * 8})},
+        "train_dataset has the column 'image', but DASHTrainer trains on text only",
+    ),
     "an encoder": (
         {"model": "encoder"},
         "a T5ForConditionalGeneration, but .* decoders of text .*AutoModelForCausalLM",
@@ -303,13 +305,11 @@ def with_config(source: str, directory: Path, **changes: Any) -> str:
 @pytest.fixture(scope="module")
 def checkpoints(tiny_model, tmp_path_factory) -> dict[str, str]:
     where = tmp_path_factory.mktemp("checkpoints")
-    Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(where / "vlm")
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(where / "t5")
     own = with_config(tiny_model, where / "own", model_type="own", architectures=["OwnModel"], auto_map=AUTO_MAP)
     Path(own, "own.py").write_text(OWN_CODE)
     with_config(tiny_model, where / "folder" / "inner")
     return {
-        "vision": str(where / "vlm"),
         "encoder": str(where / "t5"),
         "own code": own,
         "folder": str(where / "folder"),

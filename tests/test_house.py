@@ -22,7 +22,7 @@ from tools.budgets import BUDGETS, counted, sums
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 # Math and state machines: these rooms but for some modules, and some modules of other rooms.
-PURE_ROOMS = {"update": {"padding_free", "trees"}, "rollout": {"prompts"}}
+PURE_ROOMS = {"update": {"padding_free", "trees", "mixers"}, "rollout": {"prompts"}}
 PURE = [
     *(f"process_rewards.{name}" for name in ("credit", "diagnostics")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),

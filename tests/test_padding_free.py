@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -248,10 +249,10 @@ def test_varlen_flaws():
 
 def test_models_that_mix_samples_are_padded():
     for config, said in (
-        (MistralConfig(**SIZES, sliding_window=4), "plain causal"),
-        (MistralConfig(**SIZES, sliding_window=None), None),
+        (MistralConfig(**SIZES, sliding_window=4), None),
+        (Qwen2Config(**SIZES, layer_types=["full_attention", "chunked_attention"]), "type chunked_attention"),
         (LlamaConfig(**SIZES, attn_implementation="eager"), "'eager'"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1), "plain causal"),
+        (GptOssConfig(**SIZES, head_dim=8, num_local_experts=2), "sinks"),
     ):
         reference = AutoModelForCausalLM.from_config(config)
         reason = passes_of(ARCHITECTURES["qwen2"](), reference).padded_because

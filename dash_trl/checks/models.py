@@ -52,10 +52,10 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
         kind, name = type(text_model), type(text_model).__name__
     generates = not hasattr(kind, "can_generate") or kind.can_generate()
-    if hasattr(config, "vision_config") or config.is_encoder_decoder or not generates:
+    if config.is_encoder_decoder or not generates:
         raise ValueError(
             f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "
-            "causal language model (transformers.AutoModelForCausalLM). For vision-language models use trl.GRPOTrainer."
+            "causal language model (transformers.AutoModelForCausalLM), or a multimodal model with one."
         )
 
 

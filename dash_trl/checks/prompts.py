@@ -36,6 +36,11 @@ def check_dataset(
             f"{name} has the columns {columns}, but no 'prompt'. Rename the column with the problem, or load the data "
             "with dash_trl.load_math_dataset, which knows the columns of GSM8K and MATH."
         )
+    if images := sorted({"image", "images"}.intersection(columns)):
+        raise ValueError(
+            f"{name} has the column {images[0]!r}, but DASHTrainer trains on text only, so no prompt would show it. "
+            "Remove the column if the prompts make sense without images, or use trl.GRPOTrainer."
+        )
     if taken := sorted({*TAKEN}.intersection(columns)):
         raise ValueError(
             f"{name} has the columns {taken}, but the trainer itself passes arguments of these names to reward "

@@ -89,7 +89,7 @@ class Collector:
         self._host, self._queue, self._sampler, self._rewards = host, queue, sampler, rewards
         self.log_probs, self._dynamic, self._log = log_probs, dynamic, WindowLog(host, rewards.names)
         self._args, self._ranks, self._recorder = host.args, host.ranks, host.recorder
-        self._pad_token_id = host.processing_class.pad_token_id
+        self._pad_token_id = host._tokenizer.pad_token_id
         self._ahead = RunAhead(windows_ahead(host))
         self._numbers = count()  # the numbers of generation batches
         self._announced: deque[Prompts] = deque()  # for each window that has not begun: the prompts of its first round

@@ -84,7 +84,7 @@ class ByFunction(Sampler):
         return Sampled(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            completions=decoded(self._host.processing_class, prompts.prompts, prompt_ids, completion_ids),
+            completions=decoded(self._host._tokenizer, prompts.prompts, prompt_ids, completion_ids),
             policy_version=self._versions(len(completion_ids)),
             prompts=prompts.prompts,
             log_probs=log_probs,
@@ -126,7 +126,7 @@ class InProcess(Sampler):
             completion_ids, log_probs = self._host._generate_single_turn(
                 *prompts.tokenized, self._host.args.num_generations
             )
-            completions = decoded(self._host.processing_class, prompts.prompts, prompts.ids, completion_ids)
+            completions = decoded(self._host._tokenizer, prompts.prompts, prompts.ids, completion_ids)
         versions = self._versions(len(completion_ids))
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
@@ -185,7 +185,7 @@ class OnServers(Sampler):
         """Decode rows that have been sampled, and begin their rewards. The pool calls it on the main thread."""
         first, rows, _ = work
         own, ids = slice(first, first + len(rows)), [row.token_ids for row in rows]
-        completions = decoded(self._host.processing_class, prompts.prompts[own], prompts.ids[own], ids)
+        completions = decoded(self._host._tokenizer, prompts.prompts[own], prompts.ids[own], ids)
         self._completions[prompts.number][own] = completions
         self._rewards.start(prompts, first, prompts.prompts[own], ids, completions)
 

@@ -85,7 +85,7 @@ class Rounds:
         if not on_servers(self._host):
             is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
             wanted = self._ranks.largest(rows) if is_split else 1
-        contexts = [*contexts, *[[self._host.processing_class.eos_token_id]] * (wanted - rows)]
+        contexts = [*contexts, *[[self._host._tokenizer.eos_token_id]] * (wanted - rows)]
         ids, log_probs = self._host._generate_single_turn(contexts, None, {}, args.num_generations if first else 1)
         return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 

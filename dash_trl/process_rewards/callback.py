@@ -116,7 +116,8 @@ class ProcessRewardCallback(DASHCallback):
         # Set here and not in __init__, because a run that was interrupted within a window leaves something in them.
         self._seconds = 0.0  # the time that values and credit of the current window take
         self._early: dict[tuple[Any, ...], list[float]] = {}  # `_key` of a request → its values
-        self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
+        tokenizer = kwargs["processing_class"]  # of a multimodal model: its processor
+        self._segmenter = Segmenter(getattr(tokenizer, "tokenizer", tokenizer), **self.segmentation)
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs

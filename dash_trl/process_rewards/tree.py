@@ -22,6 +22,7 @@ from dash_trl.update import (
     computing_dtype,
     forget_longest,
     isolation_flaw,
+    short_windows,
     tree_attention,
     varlen_arguments,
     varlen_flaw,
@@ -151,12 +152,13 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
     def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.tensor(branches).flatten() for branches in function([tree(sample) for sample in samples])]
 
-    return isolation_flaw(
-        partial(log_probs, partial(tree_log_probs, model, base_model)),
-        partial(log_probs, partial(loop_log_probs, model)),
-        vocabulary=base_model.config.get_text_config().vocab_size,
-        dtype=computing_dtype(base_model),
-    )
+    with short_windows(base_model):
+        return isolation_flaw(
+            partial(log_probs, partial(tree_log_probs, model, base_model)),
+            partial(log_probs, partial(loop_log_probs, model)),
+            vocabulary=base_model.config.get_text_config().vocab_size,
+            dtype=computing_dtype(base_model),
+        )
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:

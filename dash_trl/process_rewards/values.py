@@ -21,7 +21,7 @@ from accelerate.utils import is_peft_model
 
 from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
-from dash_trl.update import evaluating, fitted_bins, packing_obstacle
+from dash_trl.update import evaluating, fitted_bins, keep_rows_apart, packing_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -273,6 +273,7 @@ class AnswerLogProbValue:
         if model not in self._flaws:
             flaw = packing_obstacle(model)
             if flaw is None:
+                keep_rows_apart(model)
                 flaw = tree_flaw(call, model)
                 if most_on_all_ranks(int(flaw is not None)) and flaw is None:
                     flaw = "tree passes are wrong on another rank"

@@ -345,7 +345,7 @@ def install(trainer: Any) -> None:
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,
-        processing_class=trainer.processing_class,
+        processing_class=trainer._tokenizer,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
         server_timeout=args.vllm_server_timeout,
         group_port=args.vllm_group_port,

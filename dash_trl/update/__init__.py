@@ -18,7 +18,14 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.update.advantages import checked_advantages, registered
     from dash_trl.update.arguments import check_tensor
     from dash_trl.update.filtering import Filtered, filter_rows
-    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw, packing_flaw, padding_effect
+    from dash_trl.update.isolation import (
+        computing_dtype,
+        evaluating,
+        isolation_flaw,
+        packing_flaw,
+        padding_effect,
+        short_windows,
+    )
     from dash_trl.update.losses import (
         NO_LOG_PROB,
         OFF_POLICY_LOSSES,
@@ -29,6 +36,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         unknown_log_probs,
         with_token_loss,
     )
+    from dash_trl.update.mixers import keep_rows_apart
     from dash_trl.update.packing import MicroBatch, fitted_bins, plan_share
     from dash_trl.update.padding_free import (
         MIN_SHARED,

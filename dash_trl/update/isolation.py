@@ -30,6 +30,7 @@ LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 
 # Number of tokens of each sample; even, so that a sample splits into prompt and completion, or into trunk and branches.
 SAMPLE_TOKENS = (24, 12, 18)
+WINDOW = 5  # number of tokens, see `short_windows`
 DRAWS = 2  # number of draws of other tokens: a leak changes log-probs in every draw, regrouped experts only in some
 NOISE = 8.0  # a change counts as a leak if it is more than this number times the effect of regrouped experts
 COMMON_PROMPT_TOKENS = 12  # length of the shared prompt with which `packing_flaw` tests a model
@@ -112,7 +113,7 @@ def packing_flaw(
         values = function(ids.to(device), mask.to(device), ids.shape[1] - prompt)[0]
         return [found[: len(row) - prompt] for found, row in zip(values, rows, strict=True)]
 
-    with torch.no_grad(), evaluating(model, checkpointing=True):
+    with torch.no_grad(), evaluating(model, checkpointing=True), short_windows(model):
         return isolation_flaw(
             *(partial(log_probs, function) for function in (packed, padded)),
             vocabulary=vocabulary,
@@ -150,6 +151,26 @@ def padding_effect(
     most = _rounding(computing_dtype(model)) * alone.float().std().item()
     # Not by which one is smaller: if both are rounding, another run, such as a resumed one, would choose the other one.
     return 1 if rest <= most else 0 if shift <= most else 2
+
+
+@contextmanager
+def short_windows(model: Any) -> Iterator[None]:
+    """Context manager that shortens the sliding windows of a model to `WINDOW` tokens, fewer than a sample has.
+
+    Without it, samples would have to be longer than a window to show that a layer loses the window.
+
+    Args:
+        model: a transformers model.
+    """
+    found = [one for one in (model.config.get_text_config(), *model.modules()) if vars(one).get("sliding_window")]
+    before = [one.sliding_window for one in found]
+    for one in found:
+        one.sliding_window = min(one.sliding_window, WINDOW)
+    try:
+        yield
+    finally:
+        for one, window in zip(found, before, strict=True):
+            one.sliding_window = window
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
 from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_effect
+from dash_trl.update.mixers import keep_rows_apart
 from dash_trl.update.trees import (
     VARLEN_DTYPES,
     TreeShape,
@@ -162,10 +163,9 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         "input_ids": packed_ids,
         "attention_mask": no_mask(packed_ids),
         "position_ids": layout.position_ids,
+        "trees": layout.trees,
         "labels": packed_ids.masked_fill(layout.ignored, -100),
     }
-    if not flash:
-        inputs["trees"] = layout.trees
     if flash or input_ids.device.type in VARLEN_DTYPES:
         inputs |= varlen_arguments(layout.trees, input_ids.device)
     return inputs
@@ -272,6 +272,8 @@ class ModelPasses:
         }
         reasons = chain((why for why, holds in against_packing.items() if holds), map(enable_padding_free, models))
         self.padded_because: str | None = next(filter(None, reasons), None)
+        for model in models if self.padded_because is None else ():
+            keep_rows_apart(model)
         self.alone_because: str | None = next((why for why, holds in against_sharing.items() if holds), None)
         self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled

@@ -34,6 +34,18 @@ from dash_trl.update.isolation import computing_dtype
 # Type of device → dtypes in which PyTorch's `varlen_attn` computes the attention of models with SDPA there.
 VARLEN_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"cuda": (torch.float16, torch.bfloat16)}
 
+# Types of layers (transformers' names) in which rows can be kept apart: causal attention, with a window or without, and
+# layers with a state (`dash_trl.update.mixers`).
+PACKABLE_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "moe",
+}
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -133,6 +145,7 @@ def _by_varlen(
     key_tokens: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     **ignored: Any,
 ) -> Tensor:
     """Compute `tree_attention` by one call of PyTorch's `varlen_attn`, whose causal mask is lower-right."""
@@ -142,25 +155,43 @@ def _by_varlen(
     if key_tokens is not None:
         key, value = key.index_select(0, key_tokens), value.index_select(0, key_tokens)
     sequences = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    output: Any = varlen.varlen_attn(query, key, value, *sequences, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    output: Any = varlen.varlen_attn(query, key, value, *sequences, scale=scaling, window_size=window, enable_gqa=True)
     return output.unsqueeze(0)
 
 
 def _of_tree(
-    module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    module: nn.Module,
+    tree: TreeShape,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: Any,
 ) -> Iterator[Tensor]:
     """Yield the outputs of the trunk and of each branch, [1, ·, H, D]."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Compute causal attention of the last tokens of a row: `query` may have fewer tokens than `key`."""
+        length, keys = query.shape[2], key.shape[2]
+        mask = None
+        if length < keys or sliding_window is not None and sliding_window < keys:  # SDPA has causal kernels without one
+            mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+            if sliding_window is not None:
+                mask = mask.triu(keys - length - sliding_window + 1)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+
     lengths = [tree.trunk, *tree.branches]
     trunk, *branches = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    yield sdpa_attention_forward(module, *trunk, None, **kwargs)[0]
+    yield attend(*trunk)
     for before, branch in zip(tree.attached, branches, strict=True):
-        row = [torch.cat([one[:, :, :before], own], dim=2) for one, own in zip(trunk, branch, strict=True)]
-        length = branch[0].shape[2]
-        if before < length:  # causal attention of the whole row takes less than a mask, which has no causal kernel
-            yield sdpa_attention_forward(module, *row, None, **kwargs)[0][:, before:]
+        first = 0 if sliding_window is None else max(0, before - sliding_window + 1)
+        row = [torch.cat([one[:, :, first:before], own], dim=2) for one, own in zip(trunk, branch, strict=True)]
+        if sliding_window is None and before < branch[0].shape[2]:  # causal attention of the whole row takes less
+            yield attend(*row)[:, before:]
         else:
-            mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
-            yield sdpa_attention_forward(module, branch[0], *row[1:], mask, **kwargs)[0]
+            yield attend(branch[0], *row[1:])
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,6 +211,7 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         attention_mask: Tensor | None,
         key_tokens: Tensor | None = None,
+        trees: Any = None,
         **kwargs: Any,
     ) -> Any:
         if "cu_seq_lens_q" in kwargs:
@@ -193,6 +225,18 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def sequences(trees: Sequence[TreeShape]) -> list[tuple[Tensor, Tensor]]:
+    """Return each trunk and each branch as indices in the packed row: the tokens before it, and its own tokens."""
+    found = []
+    start = 0
+    for tree in trees:
+        trunk, *branches = torch.arange(start, start + len(tree)).split([tree.trunk, *tree.branches])
+        found.append((trunk[:0], trunk))
+        found += [(trunk[:before], branch) for before, branch in zip(tree.attached, branches, strict=True)]
+        start += len(tree)
+    return found
+
+
 def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[str, Any]:
     """Return the arguments with which varlen kernels compute the attention of the trees, under transformers' names.
 
@@ -204,16 +248,9 @@ def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[s
     Returns:
         Name of the argument → value. `key_tokens` is included if a tree has branches: the indices of the keys.
     """
-    queries: list[int] = []
-    key_tokens: list[Tensor] = []
-    start = 0
-    for tree in trees:
-        trunk, *branches = torch.arange(start, start + len(tree)).split([tree.trunk, *tree.branches])
-        attached = zip(tree.attached, branches, strict=True)
-        of_tree = [trunk, *(torch.cat([trunk[:before], branch]) for before, branch in attached)]
-        queries += [tree.trunk, *tree.branches]
-        key_tokens += of_tree
-        start += len(tree)
+    found = sequences(trees)
+    key_tokens = [*map(torch.cat, found)]
+    queries = [len(own) for _, own in found]
     keys = [*map(len, key_tokens)]
     arguments: dict[str, Any] = {"max_length_q": max(queries), "max_length_k": max(keys)}
     for name, lengths in (("cu_seq_lens_q", queries), ("cu_seq_lens_k", keys)):
@@ -233,17 +270,14 @@ def copied(value: Tensor, device: torch.device) -> Tensor:
 def packing_obstacle(model: PreTrainedModel) -> str | None:
     """Return why rows of a model cannot be packed together. `None`: nothing is known against it.
 
-    A model needs plain causal attention through transformers' attention interface in every layer. Sliding windows,
-    linear attention and state-space layers would mix the rows.
-
     Args:
         model: a transformers model.
     """
-    config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ["full_attention"]
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if not model._supports_attention_backend or set(layers) != {"full_attention"} or windowed:
-        return "its attention is not plain causal in every layer"
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if others := sorted({*layers} - PACKABLE_LAYERS):
+        return f"it has layers of the type {others[0]}"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "its attention has sinks"
     return rope_by_width(model)
 
 

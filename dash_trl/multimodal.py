@@ -1,0 +1,60 @@
+"""Multimodal models that are trained on text: modules that texts do not pass through stay as they are."""
+
+import re
+from copy import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+
+def is_multimodal(config: PreTrainedConfig) -> bool:
+    """Whether a model has more parts than a language model, such as a vision tower."""
+    return config.get_text_config() is not config
+
+
+def of_texts(model: Any) -> list[nn.Module]:
+    """Return the modules of a model that texts pass through: the language model and its LM head."""
+    return [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def freeze_towers(model: Any) -> None:
+    """Let no optimizer get the weights of a vision tower or of another part that texts do not pass through.
+
+    Such weights have no gradient. Without this, DDP would wait for one, and weight decay under ZeRO would change them.
+
+    Args:
+        model: a transformers model, with adapters or without.
+    """
+    trained = {parameter for part in of_texts(model) for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if parameter not in trained:
+            parameter.requires_grad_(False)
+
+
+def without_towers(peft_config: Any, model: Any, settings: dict[str, Any]) -> Any:
+    """Return an adapter's configuration that leaves out the towers of a multimodal model, whatever its targets are.
+
+    Args:
+        peft_config: configuration of the adapter.
+        model: a model, or the name or path of one.
+        settings: arguments of `from_pretrained`.
+    Returns:
+        `peft_config` itself, if the model has no towers or the configuration excludes modules already.
+    """
+    if getattr(peft_config, "exclude_modules", "") is not None:
+        return peft_config
+    if isinstance(model, str):
+        config = AutoConfig.from_pretrained(model, **settings)
+        if not is_multimodal(config):
+            return peft_config
+        with torch.device("meta"):
+            model = getattr(transformers, config.architectures[0])(config)
+    used = {module for part in of_texts(model) for module in part.modules()}
+    names = [name for name, module in model.named_modules() if not used.intersection(module.modules())]
+    if names:
+        peft_config = copy(peft_config)
+        peft_config.exclude_modules = "|".join(map(re.escape, names))
+    return peft_config

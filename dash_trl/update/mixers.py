@@ -1,0 +1,172 @@
+"""Recurrent and convolutional layers in packed passes. Such a layer (a mixer) gets the rows one by one::
+
+    packed row [1, L, ·] ──► rows [R, W, ·], padded on the right ──► mixer ──► packed row [1, L, ·]
+
+A row is a trunk, or a branch after the trunk tokens before it. A mixer is causal, so padding on the right does not
+reach the tokens of a row. So this works for every mixer (Mamba, short convolutions).
+
+In layers with the gated delta rule, only the convolution and the rule get rows, and a branch begins with the state at
+the end of its trunk. So a shared prompt is computed once. The rule adds up states, and this is how other packages
+continue a text; here, several branches continue the same trunk.
+
+Letters: L tokens of the packed row, R rows, W tokens of the longest row, C channels.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from dash_trl.update.trees import TreeShape, copied, sequences
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a packed row.
+
+    Attributes:
+        tokens: [R, W] int64, the tokens of each row as indices in the packed row; 0 for padding.
+        padding: [R, W] bool, True = padding.
+        places: [·] int64, positions in the flattened [R, W] of the tokens whose results are needed: each token of the
+            packed row once.
+    """
+
+    tokens: Tensor
+    padding: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[Tensor, Tensor]], device: torch.device, before: int | None = None) -> "Rows":
+        """Build rows from `sequences`; `before`: number of trunk tokens at the beginning of a branch. `None`: all."""
+        prefixes = [one if before is None else one[max(0, len(one) - before) :] for one, _ in found]
+        tokens = pad_sequence(
+            [torch.cat([prefix, own]) for prefix, (_, own) in zip(prefixes, found, strict=True)],
+            batch_first=True,
+            padding_value=-1,
+        )
+        padding = tokens < 0
+        known = torch.arange(tokens.shape[1]) < torch.tensor([*map(len, prefixes)]).unsqueeze(1)
+        tables = tokens.clamp(min=0), padding, (~padding & ~known).flatten().nonzero().squeeze(1)
+        return cls(*(copied(one, device) for one in tables))
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Turn [1, L, …] into [R, W, …]. Padding gets the numbers of the packed row's first token."""
+        return packed[0].index_select(0, self.tokens.flatten()).unflatten(0, self.tokens.shape)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Turn [R, W, …] into [·, …], the results of the needed tokens."""
+        return rows.flatten(0, 1).index_select(0, self.places)
+
+
+@lru_cache(maxsize=8)  # all layers of a pass ask for the same rows
+def _rows(trees: tuple[TreeShape, ...], device: torch.device, before: int | None = None) -> Rows:
+    return Rows.of(sequences(trees), device, before)
+
+
+@lru_cache(maxsize=2)
+def _trunks_and_branches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[Rows, Rows, Tensor, Tensor]:
+    """Return trunks, branches without trunk tokens, the trunk of each branch, and the order of their tokens."""
+    trunks: list[tuple[Tensor, Tensor]] = []
+    branches: list[tuple[Tensor, Tensor]] = []
+    owners = []
+    for before, own in sequences(trees):
+        if len(before):
+            owners.append(len(trunks) - 1)
+        (branches if len(before) else trunks).append((own[:0], own))
+    order = torch.cat([own for _, own in trunks + branches]).argsort()
+    both = Rows.of(trunks, device), Rows.of(branches, device)
+    return *both, copied(torch.tensor(owners), device), copied(order, device)
+
+
+def _convolution(
+    function: Any, channels: Tensor, weight: Tensor, *others: Any, trees: Any = None, **kwargs: Any
+) -> Tensor:
+    """Compute a causal convolution of [1, C, L] within each row of a packed pass; otherwise call `function`."""
+    if trees is None:
+        return function(channels, weight, *others, **kwargs)
+    rows = _rows(trees, channels.device, weight.shape[-1] - 1)
+    found = function(rows.unpack(channels.mT).mT, weight, *others, **kwargs)
+    return rows.pack(found.mT).mT.unsqueeze(0)
+
+
+def _delta_rule(
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    trees: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gated delta rule within each tree of a packed pass; otherwise call `function`."""
+    if trees is None:
+        return function(query, key, value, g=g, beta=beta, **kwargs)
+
+    def run(rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        decay, rate = (rows.unpack(one).masked_fill(rows.padding.unsqueeze(-1), 0) for one in (g, beta))
+        states = {"initial_state": state, "output_final_state": True, "cu_seqlens": None}
+        # With 0 for both, padding does not change the state.
+        found, last = function(*map(rows.unpack, (query, key, value)), g=decay, beta=rate, **kwargs | states)
+        return rows.pack(found), last
+
+    if {before == tree.trunk for tree in trees for before in tree.attached} != {True}:
+        # No branches, or those of V(prefix): a trunk has a state for each of its tokens, of which the last one is kept.
+        return run(_rows(trees, query.device), None)[0].unsqueeze(0), None
+    trunks, branches, owners, order = _trunks_and_branches(trees, query.device)
+    of_trunks, states = run(trunks, None)
+    of_branches, _ = run(branches, states.index_select(0, owners))
+    return torch.cat([of_trunks, of_branches]).index_select(0, order).unsqueeze(0), None
+
+
+FUNCTIONS: dict[str, Any] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}
+
+
+def _note_trees(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Tell the mixers of a layer which trees the pass has. A hook before `forward`, also when it is computed again."""
+    for mixer in layer.children():
+        mixer.trees = kwargs.get("trees")
+
+
+def _unpack(mixer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a mixer the rows of a packed pass. A hook before `forward`."""
+    if mixer.trees is None:
+        return None
+    states, *others = args or (kwargs.pop("hidden_states"),)
+    if "attention_mask" in kwargs:
+        kwargs["attention_mask"] = None
+    return (_rows(mixer.trees, states.device).unpack(states), *others), kwargs
+
+
+def _pack(mixer: Any, args: Any, output: Tensor) -> Tensor | None:
+    """Pack the results of a mixer. A hook after `forward`."""
+    return None if mixer.trees is None else _rows(mixer.trees, output.device).pack(output).unsqueeze(0)
+
+
+def keep_rows_apart(model: nn.Module) -> None:
+    """Let the mixers of a model keep the rows of packed passes apart. Other passes stay as they are.
+
+    Modules with a convolution (`torch.nn.Conv1d`) count as mixers. The test before training finds other ones.
+
+    Args:
+        model: a transformers model.
+    """
+    for layer in [*model.modules()]:
+        for mixer in layer.children():
+            if not any(isinstance(one, nn.Conv1d) for one in mixer.children()):
+                continue
+            module: Any = sys.modules[type(mixer).__module__]
+            if hasattr(module, "torch_chunk_gated_delta_rule"):  # the global functions that its `forward` calls
+                for name, apart in FUNCTIONS.items():
+                    if not isinstance(getattr(module, name), partial):
+                        setattr(module, name, partial(apart, getattr(module, name)))
+            elif _pack not in mixer._forward_hooks.values():
+                layer.register_forward_pre_hook(_note_trees, with_kwargs=True)
+                mixer.register_forward_pre_hook(_unpack, with_kwargs=True)
+                mixer.register_forward_hook(_pack)
