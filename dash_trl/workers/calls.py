@@ -6,7 +6,7 @@ A `Request` collects the outcomes of calls for many rows, and returns each group
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Reversible, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
@@ -159,8 +159,12 @@ class Request:
     def cancel(self) -> None:
         """Cancel the calls, because nobody waits for their outcomes any more."""
         self.cancelled = True
-        for call in reversed(self._calls.copy()):  # the last first: a call that ends would make room for a later one
-            call.cancel()
+        cancel_all(self._calls.copy())
+
+
+def cancel_all(calls: Reversible[Call]) -> None:
+    for call in reversed(calls):  # the last first: a call that ends would make room for a later one
+        call.cancel()
 
 
 def call_all(
@@ -186,7 +190,6 @@ def call_all(
     try:
         wait(calls)
     except BaseException:
-        for call in reversed(calls):  # the last first: a call that ends would make room for a later one
-            call.cancel()
+        cancel_all(calls)
         raise
     return calls
