@@ -173,8 +173,12 @@ def test_runners_that_cannot_be():
         (Judge, {"timeout": math.nan}, "timeout=nan would let no call"),
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
-        (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
-        (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
+        (Judge, {"backend": "asyncio"}, "backend='asyncio' cannot run 'Judge': 'asyncio' runs coroutine functions"),
+        (
+            coroutine,
+            {"backend": "thread"},
+            "backend='thread' cannot run 'coroutine': 'asyncio' runs coroutine",
+        ),
         (BATCH[0], {}, "has TRL's form and gets the whole batch, .* Pass it beside the runner"),
         (lambda text: 0, {}, "none of the forms"),
     ):

@@ -28,6 +28,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
+from loky import cpu_count
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
@@ -51,9 +52,8 @@ class WorkerDied(RuntimeError):
 
 def default_workers() -> int:
     """Return this process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun and accelerate set the number of ranks on this machine.
-    return max(1, min(DEFAULT_MAX_WORKERS, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(DEFAULT_MAX_WORKERS, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 # -------------------------------------------------------------------------------------------- in the starting process
