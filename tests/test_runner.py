@@ -357,7 +357,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
 
 
 def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tmp_path):
-    misspelt = "asks for 'anwser', but the dataset has the columns"
+    misspelt = "asks for 'anwser', but it can get only"
     for reward, message in (
         (lambda completion, anwser: 1.0, misspelt),
         (lambda completions, anwser, **columns: [1.0], misspelt),

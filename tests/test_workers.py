@@ -32,14 +32,13 @@ def test_a_worker_whose_memory_cannot_be_limited_works_without_a_limit(tmp_path,
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])
-def test_stopping_a_command_ends_its_children_too(tmp_path, monkeypatch, seconds):
-    monkeypatch.setattr("dash_trl.workers.programs.STOP_SECONDS", seconds)
+def test_stopping_a_command_ends_its_children_too(tmp_path, seconds):
     script = "sleep 300 & echo $! >> pids; trap '' TERM; echo ready $SPECIAL; wait; sleep 300"
     command = Command(["sh", "-c", f"cd {tmp_path}; {script}"], environment={"SPECIAL": "x"}, log=tmp_path / "log")
     while "ready x" not in (tmp_path / "log").read_text():
         time.sleep(0.01)
     assert command.running
     child = int((tmp_path / "pids").read_text())
-    command.stop()
+    command.stop(seconds=seconds)
     assert not command.running and ends(child)
     command.stop()  # again: nothing to do

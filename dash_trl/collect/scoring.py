@@ -190,14 +190,14 @@ class Rewards:
         """
         request = self._early.pop(number, None)
         if request is None and (self.run_in_background or by_group):
-            rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
+            rows = rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
             request = self._started(rows, self.host.args.num_generations)
         return GenerationBatch(self, sampled, rollouts, request)
 
-    def _started(self, rows: Sequence[Mapping[str, Any]], group_size: int) -> Request:
-        """Start the functions on all rows of a batch."""
-        request = self.team.begin(len(rows), group_size)
-        self._ranks.agree(self.team.start, request, 0, rows)
+    def _started(self, rows: Sequence[Any], group_size: int) -> Request:
+        """Start the functions on all rows of a batch; see `of_all` for `rows`."""
+        request = self.team.begin(len(rows[0]), group_size)
+        self._ranks.agree(self.team.start, request, 0, reward_rows(*rows))
         return request
 
     def of_all(
@@ -230,7 +230,7 @@ class Rewards:
         size = group_size or (not training and args.num_generations_eval) or args.num_generations
         request, self.started = self.started, None
         with self.host.recorder.timed("reward", counts=training):
-            request = request or self._started(reward_rows(*rows), size)
+            request = request or self._started(rows, size)
             with self.team.answering(request):
                 rewards = call_functions(*rows)
         self._ranks.agree(raise_mistakes, self.functions)

@@ -229,8 +229,7 @@ class FailureWatch:
         scores, only_raised = rewards.isfinite().any(dim=0).tolist(), (kinds == 2).all(dim=0).tolist()
         shares = failed.cpu().double().mean(dim=0).tolist()
         for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
-            func = self._funcs[i]
-            said, error = failure_of(func.outcomes if isinstance(func, WatchedReward) else rewards[:, i].tolist())
+            said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))
             if share and name not in self.failed:
                 logger.warning(
                     f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "

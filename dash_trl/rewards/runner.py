@@ -86,14 +86,12 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self.backend, self.timeout = backend, timeout
         self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
         self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
-        self.rewards: list[Any] = []
-        self.own: list[RunnerReward] = []
-        for one in functions:
-            if not is_reward_model(one):
-                one = RunnerReward(form_of(one), self)
-                _check_backend(one.form, backend)
-                self.own.append(one)
-            self.rewards.append(one)
+        self.rewards: list[Any] = [
+            one if is_reward_model(one) else RunnerReward(form_of(one), self) for one in functions
+        ]
+        self.own = [one for one in self.rewards if isinstance(one, RunnerReward)]
+        for one in self.own:
+            _check_backend(one.form, backend)
         self.ranks = 1  # number of processes of the run, which share the limits
         self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
@@ -124,25 +122,23 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             one.start(request, index, 0, rows)
         return request
 
-    def backend_of(self, form: RewardForm | None) -> Backend:
-        """Return the backend that makes the calls of a function.
+    def backend_of(self, kind: str, limit: int | None = None) -> Backend:
+        """Return the backend that makes calls. Functions with the same arguments share it.
 
         Args:
-            form: the form of a function of this runner. None = the backend of `post_process_scores`.
+            kind: one of `BACKENDS`.
+            limit: `max_concurrency` of a stateful reward.
         """
         self._open.update(self._closes)
-        if form is None:
-            lane: Lane = "thread", None
-        else:
-            lane = self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
+        lane = kind, limit
         if lane not in self._backends:
-            self._backends[lane] = self._make(*lane)
+            self._backends[lane] = self._make(kind, limit)
         return self._backends[lane]
 
     def _make(self, kind: str, limit: int | None) -> Backend:
         share = max(1, self._max_concurrency // self.ranks)
         share = min(share, limit or share)
-        rate = None if self._rate_limit is None else self._rate_limit / self.ranks
+        rate = self._rate_limit and self._rate_limit / self.ranks
         settings = {"rate_limit": rate, **self._retries}
         if kind in ("thread", "asyncio"):
             return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, **settings)

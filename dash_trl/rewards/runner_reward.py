@@ -12,6 +12,8 @@ from dash_trl.rewards.failures import Outcome, WatchedReward, number
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
 
+Result = Score | BaseException  # of a call
+
 
 class RunnerReward(WatchedReward):
     """A function of a `RewardRunner`, in the form in which TRL calls it.
@@ -60,7 +62,8 @@ class RunnerReward(WatchedReward):
             except ValueError as error:  # this row lacks a column that the function requires
                 call.finish(error=error)
             calls.append(request.add(call, partial(self._row_ended, request, index, row)))
-        self.runner.backend_of(self.form).submit(calls)
+        kind = "asyncio" if self.form.asynchronous else "thread"
+        self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency).submit(calls)
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
         """Store an outcome. The last one of a group finishes it, after `post_process_scores` if the object has that."""
@@ -80,7 +83,7 @@ class RunnerReward(WatchedReward):
 
         arguments = {"function": self.form.post_process, "outcomes": [column[row] for row in rows]}
         call = Call(post_processed, arguments, timeout=self.runner.timeout)
-        self.runner.backend_of(None).submit([request.add(call, ended)])
+        self.runner.backend_of("thread").submit([request.add(call, ended)])
 
     # --------------------------------------------------------------------------------------------- for TRL
 
@@ -110,7 +113,7 @@ class RunnerReward(WatchedReward):
         self.start(request, 0, 0, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
         return request, 0
 
-    def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
+    def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
         """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
         notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
@@ -123,14 +126,12 @@ class RunnerReward(WatchedReward):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
 
-def outcome_of(outcome: Score | BaseException) -> Outcome:
+def outcome_of(outcome: Result) -> Outcome:
     """Return the outcome of a call without its notes."""
     return outcome.value if isinstance(outcome, Score) else outcome
 
 
-def post_processed(
-    function: Callable[[Any], Any], outcomes: Sequence[Score | BaseException]
-) -> list[Score | BaseException]:
+def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Result]) -> list[Result]:
     """Calls `post_process_scores` of a stateful reward with the scores of a group; NaN for a row without a score.
 
     Args:

@@ -60,6 +60,12 @@ async def unless_lost(outcome: Awaitable[Any], seconds: float) -> Any:
     return await _in_time(outcome, seconds, GivenUp(f"no outcome has come within {seconds:.0f} s"))
 
 
+def is_cancelled() -> bool:
+    """Return whether the running task is cancelled. Users' functions may raise a `CancelledError`, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class EventLoop:
     """Asyncio loop on a daemon thread, which runs many requests at once while the main thread waits for them.
 
@@ -170,7 +176,7 @@ class Backend:
         with self._lock:
             if self._loop is None or not self._loop.is_running:
                 self._loop = EventLoop()
-                self._places, self._next_start = asyncio.Semaphore(self._count), 0.0
+                self._places, self._pace = asyncio.Semaphore(self._count), asyncio.Lock()
                 self._open()
             for call in calls:
                 self._begin(call, self._loop.start(self._serve(call, self._places)))
@@ -193,18 +199,15 @@ class Backend:
             async with places:
                 if not call.done():
                     call.finish(await self._make(call))
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # SystemExit would end the loop
-            call.finish(error=error)
+            if not is_cancelled():
+                call.finish(error=error)
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
         if self._distance:
-            now = asyncio.get_running_loop().time()
-            start = max(now, self._next_start)
-            self._next_start = start + self._distance
-            await asyncio.sleep(start - now)
+            async with self._pace:
+                await asyncio.sleep(self._distance)
         return await self._made(call)
 
     def _open(self) -> None:

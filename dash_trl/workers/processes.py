@@ -28,14 +28,14 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
-from loky import cpu_count
+import loky
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend, unless_lost, value_of
+from dash_trl.workers.loops import Backend, is_cancelled, unless_lost, value_of
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -53,7 +53,7 @@ class WorkerDied(RuntimeError):
 def default_workers() -> int:
     """Return this process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
     # torchrun and accelerate set the number of ranks on this machine.
-    return max(1, min(DEFAULT_MAX_WORKERS, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(DEFAULT_MAX_WORKERS, loky.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 # -------------------------------------------------------------------------------------------- in the starting process
@@ -193,7 +193,7 @@ class ProcessCalls(Backend):
                 f"killed by {signal.Signals(-code).name}" if (code := error.exitcode) < 0 else f"exit code {code}"
             ) from None
         except (BrokenProcessPool, asyncio.CancelledError):
-            if (task := asyncio.current_task()) and task.cancelling():  # nobody waits for the call
+            if is_cancelled():  # nobody waits for the call
                 raise
             for one in self._futures.copy():  # pebble forgets the calls that are still in its queue
                 one.cancel()

@@ -45,11 +45,16 @@ class Command:
         """Whether the program has not ended."""
         return self.process.poll() is None
 
-    def stop(self) -> None:
-        """Stop the program and its children: send SIGTERM, wait for `STOP_SECONDS` at most, then send SIGKILL."""
-        self.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_SECONDS)
+    def stop(self, *, seconds: float = STOP_SECONDS) -> None:
+        """Stop the program and its children: send SIGTERM, wait, then send SIGKILL.
+
+        Args:
+            seconds: the longest wait. 0: send only SIGKILL, at once.
+        """
+        if seconds:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
         self._signal(signal.SIGKILL)
         self.process.wait()
 
