@@ -93,7 +93,7 @@ ANYWHERE = {
     "None": (lambda: None, None),
     "NaN": (lambda: math.nan, math.nan),
     "raise": (lambda: raise_(Asked("as asked")), (Asked, "as asked")),
-    "stop": (lambda: next(iter(())), (RuntimeError, "StopIteration")),
+    "stop": (lambda: next(iter(())), (StopIteration, "")),
     "hang": (hang, None),
 }
 IN_A_PROCESS = {

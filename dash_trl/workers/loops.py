@@ -200,8 +200,8 @@ class Backend:
                 if not call.done():
                     call.finish(await self._make(call))
         except BaseException as error:  # SystemExit would end the loop
-            if not is_cancelled():
-                call.finish(error=error)
+            if not is_cancelled():  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
+                call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
@@ -273,7 +273,12 @@ async def called(
     Returns:
         The ended call with its value or error.
     """
-    call = Call(function, arguments, timeout=timeout)
+    call, ended = Call(function, arguments, timeout=timeout), Future[None]()
+    ended.set_running_or_notify_cancel()  # if this task is cancelled, the call still sets its result
+    call.add_done_callback(lambda _: ended.set_result(None))
     backend.submit([call])
-    await asyncio.gather(asyncio.wrap_future(call), return_exceptions=True)
+    try:
+        await asyncio.wrap_future(ended)
+    finally:
+        call.cancel()
     return call
