@@ -411,11 +411,11 @@ class DASHTrainer(GRPOTrainer):
             [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
             the row or, in an evaluation, if a tool or the environment of the row failed.
         """
-        ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None
         if not training and self._conversations is not None:  # in training, `GenerationBatch` leaves these rows out
             failed = torch.tensor(self._conversations.failed(len(inputs)))
-        return self._run.rewards.of_all(ask, training=training, failed=failed)
+        rows = inputs, prompts, completions, completion_ids_list
+        return self._run.rewards.of_all(super()._calculate_rewards, *rows, training=training, failed=failed)
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Compute advantages by the estimator `advantage_estimator`. Override this method for your own estimator.

@@ -122,7 +122,7 @@ def every(completions, completion_ids, trainer_state, log_extra, log_metric, env
 
 def test_a_column_that_is_not_there():
     """Of TRL's form, own arguments and defaults are none."""
-    columns, said = ["prompt", "answer"], "asks for 'anwser', but the dataset has the columns ['answer', 'prompt']"
+    columns, said = ["prompt", "answer"], "asks for 'anwser', but it can get only ['answer', "
     misspelt = lambda completions, anwser, **columns: [0.0]  # noqa: E731
     row = form_of(lambda completion, anwser: 0)
     for form in (form_of(misspelt), form_of(AsksLater()), form_of(functools.partial(misspelt)), row):
@@ -130,7 +130,7 @@ def test_a_column_that_is_not_there():
     assert "asks for 'anwser'" in refusal(row.arguments, ROW)
     batch = form_of(lambda completions, prompt, **columns: [0.0])
     assert "asks for 'prompt'" in refusal(batch.check_columns, columns)
-    assert "asks for 'answer' (for its parameter ground_truth)" in refusal(form_of(Verl).check_columns, ["prompt"])
+    assert "asks for 'ground_truth' or 'answer', but" in refusal(form_of(Verl).check_columns, ["prompt"])
     for function in (every, functools.partial(misspelt, anwser=1), lambda prompts, **columns: [0.0]):
         form_of(function).check_columns(columns)
 
@@ -173,8 +173,12 @@ def test_runners_that_cannot_be():
         (Judge, {"timeout": math.nan}, "timeout=nan would let no call"),
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
-        (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
-        (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
+        (Judge, {"backend": "asyncio"}, "backend='asyncio' cannot run 'Judge': 'asyncio' runs coroutine functions"),
+        (
+            coroutine,
+            {"backend": "thread"},
+            "backend='thread' cannot run 'coroutine': 'asyncio' runs coroutine",
+        ),
         (BATCH[0], {}, "has TRL's form and gets the whole batch, .* Pass it beside the runner"),
         (lambda text: 0, {}, "none of the forms"),
     ):

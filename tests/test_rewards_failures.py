@@ -70,7 +70,7 @@ def batches(outcomes, elsewhere=None):
         How many batches passed, and the error that ended the run.
     """
     others = [] if elsewhere is None else [elsewhere]
-    state = torch.tensor([[math.isnan(value), False] for value in others], dtype=torch.bool).view(-1, 2)
+    kinds = torch.tensor([int(math.isnan(value)) for value in others], dtype=torch.long).view(-1, 1)
 
     script = iter(outcomes)
 
@@ -85,7 +85,7 @@ def batches(outcomes, elsewhere=None):
     for number in range(len(outcomes)):
         rewards = [NAN if value is None else value for value in call(function, rows=2)]
         try:
-            failures.unscore(torch.tensor([*rewards, *others]).unsqueeze(1), lambda local: torch.cat([local, state]))
+            failures.unscore(torch.tensor([*rewards, *others]).unsqueeze(1), lambda local: torch.cat([local, kinds]))
         except RuntimeError as error:
             return number, error
     return len(outcomes), None

@@ -245,34 +245,56 @@ def test_runners_that_are_gone_leave_no_threads():
     pytest.fail(f"{left} are left")
 
 
-def test_the_same_completions_once_more():
-    """In a notebook; TRL makes new lists. Another runner's function is asked with them."""
-    first, second = (lambda completion, answer: answer), (lambda completion, answer: -answer)
-    runner, of_another = RewardRunner([first, second]), RewardRunner(lambda completion, answer: 10 * answer)
-    RewardTeam([*runner.own, *of_another.own])
+def test_a_call_outside_of_a_trainer_starts_only_its_function():
+    """In a notebook, again and again, with the whole batch as one group."""
+    called = []
+
+    def first(solution_str, extra_info):
+        called.append(extra_info["group_size"])
+        return extra_info["answer"]
+
     texts = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]]}
-    one, other = runner.rewards
-    assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
-    assert other(**texts, answer=[3, 4]) == [-3, -4]
-    assert of_another.rewards[0](**texts, answer=[3, 4]) == [30, 40]
-    runner.close()
-    of_another.close()
+    with RewardRunner([first, lambda completion, answer: -answer]) as runner:
+        one, other = runner.rewards
+        assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
+        assert other(**texts, answer=[3, 4]) == [-3, -4]
+    assert called == [2] * 4
+
+
+def test_a_team_calls_a_function_that_is_listed_twice_once():
+    """And within `answering`, no function is called again."""
+    called = []
+
+    def first(completion):
+        called.append(completion)
+        return 1.0
+
+    with RewardRunner([first, lambda completion: 2.0]) as runner:
+        one, other = runner.rewards
+        team = RewardTeam([one, other, one], 1)
+        request = team.begin(2, 1)
+        team.start(request, 0, rows(2))
+        texts = {"prompts": ["p"] * 2, "completions": ["0", "1"], "completion_ids": [[0], [1]]}
+        with team.answering(request):
+            assert [reward(**texts) for reward in (one, other, one)] == [[1.0] * 2, [2.0] * 2, [1.0] * 2]
+        assert team.rewards(request, [one, other, one], [1]).tolist() == [[1.0, 2.0, 1.0]]
+        assert sorted(called) == ["0", "1"]
+        one(**texts)
+    assert len(called) == 4
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
 
 
-def test_what_runs_the_calls_may_fail(monkeypatch):
+def test_what_runs_the_calls_may_fail(monkeypatch, tiny_model, tmp_path):
     """As a cluster that does not answer: an error of the run, on all ranks."""
 
     def fail(self, calls):
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr(ThreadCalls, "submit", fail)
-    (reward,) = RewardRunner(lambda completion: 1.0).rewards
-    assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
     with pytest.raises(ConnectionError, match="no cluster"):
-        raise_mistakes([reward])
+        run(DASHTrainer, tiny_model, tmp_path, reward=RewardRunner(lambda completion: 1.0))
 
 
 class Mute(Exception):
@@ -295,8 +317,8 @@ def test_an_error_without_a_text_stays_within_the_call():
 
     for reward in (*RewardRunner(mute).rewards, watch(odd, "odd")):
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
-        assert "raised Mute, whose message cannot be printed" in failure_of(reward.outcomes)[0]
-        assert reward.mistake is None
+        assert "raised Mute: <exception str() failed>" in failure_of(reward.outcomes)[0]
+        raise_mistakes([reward])
 
 
 def test_close_ends_what_functions_hold_once():
@@ -335,7 +357,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
 
 
 def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tmp_path):
-    misspelt = "asks for 'anwser', but the dataset has the columns"
+    misspelt = "asks for 'anwser', but it can get only"
     for reward, message in (
         (lambda completion, anwser: 1.0, misspelt),
         (lambda completions, anwser, **columns: [1.0], misspelt),

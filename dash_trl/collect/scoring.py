@@ -106,8 +106,7 @@ class GenerationBatch:
         """
         if self._known is None:
             host, sampled = self._rewards.host, self.sampled
-            if self._request is not None:  # TRL's calls of the functions then return this request's results
-                self._rewards.team.hand_over(self._request, sampled.completions)
+            self._rewards.started = self._request
             rows = self.rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
             known = host._calculate_rewards(*rows)
             self._known = known if self._failed is None else unscored(known, host.ranks.gather(self._failed))
@@ -136,6 +135,7 @@ class Rewards:
         host: as above.
         functions: as above.
         names: as above.
+        started: the request of the rows that `of_all` gets next. None = `of_all` starts the functions.
     """
 
     def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, in_background: bool):
@@ -145,6 +145,7 @@ class Rewards:
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
         self.start_early = self.run_in_background and rows_come_early(host)
+        self.started: Request | None = None
         self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
         self._failures = FailureWatch(functions, names)
 
@@ -189,15 +190,20 @@ class Rewards:
         """
         request = self._early.pop(number, None)
         if request is None and (self.run_in_background or by_group):
-            request = self.team.begin(len(rollouts), self.host.args.num_generations)
-            rows = reward_rows(rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids)
-            self._ranks.agree(self.team.start, request, 0, rows)
+            rows = rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
+            request = self._started(rows, self.host.args.num_generations)
         return GenerationBatch(self, sampled, rollouts, request)
+
+    def _started(self, rows: Sequence[Any], group_size: int) -> Request:
+        """Start the functions on all rows of a batch; see `of_all` for `rows`."""
+        request = self.team.begin(len(rows[0]), group_size)
+        self._ranks.agree(self.team.start, request, 0, reward_rows(*rows))
+        return request
 
     def of_all(
         self,
-        call_functions: Callable[[], Tensor],
-        *,
+        call_functions: Callable[..., Tensor],
+        *rows: Sequence[Any],
         training: bool,
         group_size: int | None = None,
         failed: Tensor | None = None,
@@ -207,8 +213,8 @@ class Rewards:
         The trainer's `_calculate_rewards` and `MonteCarloValue` call it.
 
         Args:
-            call_functions: TRL's `_calculate_rewards`, with its arguments. It returns [N, F]; NaN = the function does
-                not apply, or failed.
+            call_functions: TRL's `_calculate_rewards`. It returns [N, F]; NaN = the function does not apply, or failed.
+            rows: the arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids.
             training: True = the rows are trained on. False = the rows belong to an evaluation, or to the Monte Carlo
                 estimate of a value; failures on these rows do not end the run.
             group_size: the group size of these rows. `None`: the group size in the current mode.
@@ -221,9 +227,12 @@ class Rewards:
                 function that returns no list of rewards, raises `WatchedReward.mistake` instead.
         """
         args = self.host.args
-        self.team.join(group_size or (not training and args.num_generations_eval) or args.num_generations)
+        size = group_size or (not training and args.num_generations_eval) or args.num_generations
+        request, self.started = self.started, None
         with self.host.recorder.timed("reward", counts=training):
-            rewards = call_functions()
+            request = request or self._started(rows, size)
+            with self.team.answering(request):
+                rewards = call_functions(*rows)
         self._ranks.agree(raise_mistakes, self.functions)
         rewards = self._failures.unscore(
             rewards, lambda rows: self._ranks.gather(rows).to(rows.device), counts=training

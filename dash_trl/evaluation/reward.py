@@ -17,7 +17,6 @@ from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler, SampledComple
 from dash_trl.rewards import (
     FailureWatch,
     RewardRunner,
-    RewardTeam,
     RunnerReward,
     is_reward_model,
     raise_mistakes,
@@ -51,7 +50,6 @@ class Reward(AbstractContextManager["Reward"]):
         self._function = watch(found[0], getattr(found[0], "__name__", type(found[0]).__name__))
         self._failures = FailureWatch([self._function], [self._function.name])
         self._loop = EventLoop()  # not this thread's: a notebook runs one there
-        self._team = RewardTeam([one for one in found if isinstance(one, RunnerReward)])
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
@@ -70,7 +68,6 @@ class Reward(AbstractContextManager["Reward"]):
             ValueError: if the function does not return a list of numbers.
         """
         chat = not isinstance(row["prompt"], str)
-        self._team.join(group_size=len(samples))  # a trainer may have used the function since the last call
         rewards = self._function(
             prompts=[row["prompt"]] * len(samples),
             completions=[[{"role": "assistant", "content": one.text}] if chat else one.text for one in samples],

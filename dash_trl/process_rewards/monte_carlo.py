@@ -11,6 +11,7 @@ prefixes.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -147,10 +148,9 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
     completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
 
-    def ask() -> torch.Tensor:
-        return GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
-
     # What reward functions log here is dropped, because it would distort the figures of training.
     dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
     with with_settings(trainer, dropped):
-        return trainer._run.rewards.of_all(ask, training=False, group_size=group_size)
+        batch = examples, prompts, completions, completion_ids
+        ask = partial(GRPOTrainer._calculate_rewards, trainer)
+        return trainer._run.rewards.of_all(ask, *batch, training=False, group_size=group_size)

@@ -7,6 +7,7 @@ rows are left out of training: they do not count as 0, and their rewards by othe
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +24,14 @@ BROKEN_AFTER = 10
 Outcome = float | BaseException | None  # of a function for a row; None = the function does not apply
 
 
+def number(outcome: Outcome) -> float:
+    """Return the reward; NaN if the function does not apply or has failed."""
+    return outcome if isinstance(outcome, float) and math.isfinite(outcome) else math.nan
+
+
 def has_failed(outcome: Outcome) -> bool:
     """Return whether an outcome is an exception, NaN or ±inf."""
-    return isinstance(outcome, BaseException) or outcome is not None and not math.isfinite(outcome)
+    return outcome is not None and math.isnan(number(outcome))
 
 
 def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
@@ -37,8 +43,10 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
     if not failures:
         return "failed on another rank", None
     first = failures[0]
-    error = first if isinstance(first, BaseException) else None
-    why = f"returned {first}" if error is None else described(error)
+    if isinstance(first, BaseException):  # its own `__str__` may fail
+        error, why = first, f"raised {type(first).__name__}: {traceback.TracebackException.from_exception(first)}"
+    else:
+        error, why = None, f"returned {first}"
     return f"failed on {len(failures)} of {len(outcomes)} completions; on the first of them it {why}", error
 
 
@@ -56,6 +64,10 @@ def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
     return rewards.masked_fill(on_row, torch.nan)
 
 
+class Mistake(ValueError):
+    """A reward function did not return a list with one reward per row. `raise_mistakes` ends the run with it."""
+
+
 class WatchedReward:
     """Calls a reward function, and keeps the outcomes of the last call.
 
@@ -64,17 +76,15 @@ class WatchedReward:
         name: the function's name in TRL's metrics.
 
     Attributes:
-        outcomes: one per row of the last call; an exception = the function raised it.
-        mistake: exception that ends the run, for example because the function did not return a list of rewards. None =
-            the run continues. `raise_mistakes` raises it later, when all ranks can stop together: if one rank raised it
-            within TRL's method, the other ranks would wait for that rank in the next collective.
+        outcomes: one per row of the last call; an exception = the function raised it. A `Mistake` ends the run, but
+            later, when all ranks can stop together: if one rank raised it within TRL's method, the other ranks would
+            wait for that rank in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
         self.func = func
         self.name = self.__name__ = name
         self.outcomes: list[Outcome] = []
-        self.mistake: Exception | None = None
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
         """Call the function with a batch.
@@ -93,28 +103,26 @@ class WatchedReward:
 
     def _read(self, output: Any, rows: int) -> list[float | None]:
         """Read what the function returned, or the exception that it raised."""
-        mistake, wrong, error = None, "", None
         outcomes: list[Outcome] = [output] * rows
         if not isinstance(output, Exception):
             try:
                 outcomes = [None if value is None else float(value) for value in output]
-                wrong = "" if len(outcomes) == rows else f"{len(outcomes)} rewards for {rows} completions"
-            except (TypeError, ValueError, OverflowError) as caught:
-                error, wrong = caught, f"{output!r:.200}, not a list of numbers ({caught})"
-            except Exception as caught:  # a generator, or the `__float__` of a value, may raise anything
-                outcomes = [caught] * rows
-        if wrong:
-            mistake = ValueError(
-                f"The reward function '{self.name}' returned {wrong}. Return exactly one float (or None for 'not "
-                "applicable') per completion."
-            )
-            mistake.__cause__ = error
-            outcomes = [mistake] * rows
-        return self._keep(outcomes, mistake)
+                if len(outcomes) != rows:
+                    raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
+            except (TypeError, ValueError, OverflowError) as error:
+                mistake = Mistake(
+                    f"The reward function '{self.name}' returned {output!r:.200}, but it has to return exactly one "
+                    f"float (or None for 'not applicable') per completion: {error}."
+                )
+                mistake.__cause__ = error
+                outcomes = [mistake] * rows
+            except Exception as error:  # a generator, or the `__float__` of a value, may raise anything
+                outcomes = [error] * rows
+        return self._keep(outcomes)
 
-    def _keep(self, outcomes: list[Outcome], mistake: Exception | None = None) -> list[float | None]:
-        self.outcomes, self.mistake = outcomes, mistake
-        return [None if isinstance(one, BaseException) or has_failed(one) else one for one in outcomes]
+    def _keep(self, outcomes: list[Outcome]) -> list[float | None]:
+        self.outcomes = outcomes
+        return [None if math.isnan(reward := number(one)) else reward for one in outcomes]
 
 
 class WatchedAsyncReward(WatchedReward):
@@ -157,17 +165,18 @@ def watch(func: Any, name: str) -> Any:
 
 
 def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raises the first `mistake` of the last calls, which ends the run; does nothing if there is none.
+    """Raises the first `Mistake` of the last calls, which ends the run; does nothing if there is none.
 
     Args:
         funcs: reward functions. Functions other than `WatchedReward` are skipped.
 
     Raises:
-        Exception: the mistake.
+        Mistake: the mistake.
     """
     for func in funcs:
-        if isinstance(func, WatchedReward) and func.mistake is not None:
-            raise func.mistake
+        for outcome in getattr(func, "outcomes", ()):
+            if isinstance(outcome, Mistake):
+                raise outcome
 
 
 class FailureWatch:
@@ -182,15 +191,14 @@ class FailureWatch:
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last training batch's completions on which the function failed; only for functions
-            that have failed at least once in training.
+        failed: name → share of the last batch's completions on which the function failed; only for functions that have
+            failed at least once.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
         self._funcs, self._names = list(funcs), list(names)
         self.failed: dict[str, float] = {}
         self._first = True
-        self._warned: set[str] = set()
         self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
@@ -209,32 +217,30 @@ class FailureWatch:
             RuntimeError: on all ranks, if a function is broken. The cause is the function's last exception, if there is
                 one.
         """
+        # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception. Correct for reward models; the columns of
+        # watched functions are replaced below.
+        kinds = (~rewards.isfinite()).long()
         watched = [i for i, func in enumerate(self._funcs) if isinstance(func, WatchedReward)]
-        # Correct for reward models. The columns of watched functions are replaced below.
-        failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)
         if watched:
             columns = [self._funcs[i].outcomes for i in watched]
-            local = [[has_failed(one) for one in column] for column in columns]
-            local += [[isinstance(one, BaseException) for one in column] for column in columns]
-            both = gather(torch.tensor(local).T.contiguous().to(rewards.device))
-            failed[:, watched], raised[:, watched] = both.chunk(2, dim=1)
-        failures, scores = failed.cpu(), rewards.isfinite().any(dim=0).tolist()
-        shares, only_raised = failures.double().mean(dim=0).tolist(), raised.all(dim=0).tolist()
+            local = [[has_failed(one) + isinstance(one, BaseException) for one in column] for column in columns]
+            kinds[:, watched] = gather(torch.tensor(local).T.contiguous().to(rewards.device))
+        failed = kinds > 0
+        scores, only_raised = rewards.isfinite().any(dim=0).tolist(), (kinds == 2).all(dim=0).tolist()
+        shares = failed.cpu().double().mean(dim=0).tolist()
         for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
-            func = self._funcs[i]
-            said, error = failure_of(func.outcomes if isinstance(func, WatchedReward) else rewards[:, i].tolist())
-            if share and name not in self._warned:
-                self._warned.add(name)
+            said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))
+            if share and name not in self.failed:
                 logger.warning(
                     f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "
                     "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
                     f"watch rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
-            if not counts:
-                continue
             if share or name in self.failed:
                 self.failed[name] = share
+            if not counts:
+                continue
             self._in_a_row[i] = 0 if scores[i] else self._in_a_row[i] + (share > 0)
             where = ""
             if self._first and only_raised[i]:
@@ -248,18 +254,3 @@ class FailureWatch:
                 ) from error
         self._first &= not counts
         return unscored(rewards, failed)
-
-
-def described(error: BaseException) -> str:
-    """Describes an exception for a message in which "it" precedes the description.
-
-    Args:
-        error: any exception, also one whose `__str__` fails.
-
-    Returns:
-        For example "raised KeyError: 'answer'".
-    """
-    try:
-        return f"raised {type(error).__name__}: {error}"
-    except Exception:  # its own `__str__` fails
-        return f"raised {type(error).__name__}, whose message cannot be printed"

@@ -20,7 +20,7 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ class RewardForm:
     asynchronous: bool
     names: tuple[str, ...] | None = None
     required: tuple[str, ...] = ()
-    post_process: Callable[[list[float]], Iterable[float]] | None = None
-    close: Callable[[], Any] | None = None
+    post_process: Callable[..., Any] | None = None
+    close: Callable[..., Any] | None = None
     max_concurrency: int | None = None
 
     def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -170,10 +170,15 @@ class RewardForm:
         """
         if self.names is None:
             return dict(known)
-        row = _as_in_verl(known, group or {}) if "solution_str" in self.names else known
+        in_verl = "solution_str" in self.names
+        row = _as_in_verl(known, group or {}) if in_verl else known
         for name in self.required:
             if name not in row:
-                raise self._without(name, [one for one in known if one not in ROW[1:]])
+                said = " or 'answer'" if in_verl and name == "ground_truth" else ""
+                raise ValueError(
+                    f"The reward function '{self.name}' asks for {name!r}{said}, but it can get only {sorted(known)}. "
+                    "Rename the column or the parameter, or give the parameter a default."
+                )
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -185,20 +190,10 @@ class RewardForm:
         Raises:
             ValueError: if a required column is missing.
         """
-        if not self.batch:
-            self.arguments(dict.fromkeys((*columns, *ROW), ""))
-        for name in self.required if self.batch else ():
-            if name not in {*BATCH, *columns} - {"prompt", "completion"}:  # TRL does not pass on these two columns
-                raise self._without(name, columns)
-
-    def _without(self, name: str, columns: Iterable[str]) -> ValueError:
-        """Returns the error for a column that the dataset does not have."""
-        in_verl = name == "ground_truth" and not self.batch
-        wanted = "'answer' (for its parameter ground_truth)" if in_verl else repr(name)
-        return ValueError(
-            f"The reward function '{self.name}' asks for {wanted}, but the dataset has the columns {sorted(columns)}. "
-            "Rename the column or the parameter, or give the parameter a default."
-        )
+        known = {*columns, *ROW}
+        if self.batch:  # TRL does not pass on the columns `prompt` and `completion`
+            known = known - {"prompt", "completion"} | {*BATCH}
+        self.arguments(dict.fromkeys(known, ""))
 
 
 def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,12 +223,10 @@ def form_of(function: Any) -> RewardForm:
     Raises:
         ValueError: if the function has none of the forms.
     """
-    owner = function
-    if isinstance(owner, type):
-        owner = function = owner()
+    owner = function() if isinstance(function, type) else function
     name = getattr(owner, "__name__", None) or type(owner).__name__
-    stateful = hasattr(owner, "compute_score")
-    function = getattr(owner, "compute_score", function)
+    function = getattr(owner, "compute_score", owner)
+    stateful = function is not owner
     if not callable(function):
         raise ValueError(f"{function!r:.100} is not a reward function. {FORMS}")
     parameters = inspect.signature(function).parameters.values()

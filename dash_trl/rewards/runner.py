@@ -14,18 +14,17 @@ other call. Calls run on other threads or in other processes; only TRL's logs ar
 from __future__ import annotations
 
 import importlib.util
-import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dash_trl.rewards.failures import has_failed, unscored
+from dash_trl.rewards.failures import has_failed, number, unscored
 from dash_trl.rewards.forms import RewardForm, form_of
-from dash_trl.rewards.runner_reward import RunnerReward, score_of
+from dash_trl.rewards.runner_reward import RunnerReward, outcome_of
 from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, Request, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
@@ -87,15 +86,12 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         self.backend, self.timeout = backend, timeout
         self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
         self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
-        self.rewards: list[Any] = []
-        self.own: list[RunnerReward] = []
-        for one in functions:
-            if not is_reward_model(one):
-                one = RunnerReward(form_of(one), self)
-                _check_backend(one.form, backend)
-                self.own.append(one)
-            self.rewards.append(one)
-        self.team = RewardTeam(self.own)  # a trainer replaces it by the team of all functions that the trainer uses
+        self.rewards: list[Any] = [
+            one if is_reward_model(one) else RunnerReward(form_of(one), self) for one in functions
+        ]
+        self.own = [one for one in self.rewards if isinstance(one, RunnerReward)]
+        for one in self.own:
+            _check_backend(one.form, backend)
         self.ranks = 1  # number of processes of the run, which share the limits
         self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
@@ -122,29 +118,27 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             The request, in which the outcomes are stored. `wait()` of the request waits until all calls have ended.
         """
         request = Request(len(self.own), len(rows), group_size)
-        for number, one in enumerate(self.own):
-            one.start(request, number, 0, rows)
+        for index, one in enumerate(self.own):
+            one.start(request, index, 0, rows)
         return request
 
-    def backend_of(self, form: RewardForm | None) -> Backend:
-        """Return the backend that makes the calls of a function.
+    def backend_of(self, kind: str, limit: int | None = None) -> Backend:
+        """Return the backend that makes calls. Functions with the same arguments share it.
 
         Args:
-            form: the form of a function of this runner. None = the backend of `post_process_scores`.
+            kind: one of `BACKENDS`.
+            limit: `max_concurrency` of a stateful reward.
         """
         self._open.update(self._closes)
-        if form is None:
-            lane: Lane = "thread", None
-        else:
-            lane = self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
+        lane = kind, limit
         if lane not in self._backends:
-            self._backends[lane] = self._make(*lane)
+            self._backends[lane] = self._make(kind, limit)
         return self._backends[lane]
 
     def _make(self, kind: str, limit: int | None) -> Backend:
         share = max(1, self._max_concurrency // self.ranks)
-        share = share if limit is None else min(share, limit)
-        rate = None if self._rate_limit is None else self._rate_limit / self.ranks
+        share = min(share, limit or share)
+        rate = self._rate_limit and self._rate_limit / self.ranks
         settings = {"rate_limit": rate, **self._retries}
         if kind in ("thread", "asyncio"):
             return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, **settings)
@@ -168,30 +162,16 @@ class RewardTeam:
     is not in the team is not called, even if its runner has other functions in the team.
 
     Args:
-        functions: the functions, in the order in which TRL calls them with a batch. If a function is listed twice, each
-            call is made once and its outcome is used for both columns.
+        functions: the functions. If one is listed twice, each call is made once and its outcome is used for both
+            columns.
         ranks: number of processes of the run.
     """
 
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1):
-        self._ranks = ranks
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int):
         self._index = {one: index for index, one in enumerate(dict.fromkeys(functions))}
-        self._calls = list(functions)
-        self._request: Request | None = None
-        self._completions: Any = None  # the completions of the request's batch
-        self._left: list[RunnerReward] = []  # the functions that TRL has not called with this batch yet
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
-        self.join()
-
-    def join(self, group_size: int = 1) -> None:
-        """Attaches the runners to this team again, because another trainer may have attached them to its own team.
-
-        Args:
-            group_size: number of adjacent rows in the next batch that are completions of one prompt.
-        """
-        self._group_size = group_size
-        for runner in {one.runner for one in self._index}:
-            runner.team, runner.ranks = self, self._ranks
+        for one in self._index:
+            one.runner.ranks = ranks
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Creates a request, but starts no function.
@@ -238,51 +218,24 @@ class RewardTeam:
             are NaN.
         """
         columns = [request.outcomes[self._index[one]] for one in functions]
-        scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
-        values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
-        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
+        outcomes = [[outcome_of(column[row]) for column in columns] for row in rows]
+        values = torch.tensor([[number(one) for one in row] for row in outcomes])
+        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in outcomes]))
 
-    def hand_over(self, request: Request, completions: Any) -> None:
-        """Sets the request of TRL's next batch, so that the functions return its outcomes and start no calls.
-
-        Args:
-            request: a request that has begun.
-            completions: the completions of the batch. The team recognises the batch by this object, so TRL must pass
-                the same object to the functions.
-        """
-        self._request, self._completions, self._left = request, completions, self._calls.copy()
-
-    def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
-        """Return the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
+    @contextmanager
+    def answering(self, request: Request) -> Iterator[None]:
+        """Within the `with` block, calls of the functions return the outcomes of a request and start no calls.
 
         Args:
-            one: the function that TRL calls.
-            batch: the arguments that TRL passes.
-
-        Returns:
-            [N] outcomes: one `Score` or exception per row.
+            request: the request of the batch with which the functions are called.
         """
-        if one not in self._index:  # the trainer does not use this function
-            return RewardTeam(one.runner.own).outcomes(one, batch)
-        request = self._request
-        if request is None or self._completions is not batch["completions"] or one not in self._left:
-            rows = _rows(batch)
-            request = self.begin(len(rows), self._group_size)
-            self.hand_over(request, batch["completions"])
-            self.start(request, 0, rows)
-        request.wait()
-        self._left.remove(one)
-        if not self._left:
-            self._request = self._completions = None
-        return request.outcomes[self._index[one]]
-
-
-def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
-    count = len(batch["completions"])
-    columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
-    columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
-    return [{name: values[row] for name, values in columns.items()} for row in range(count)]
+        for one, index in self._index.items():
+            one.known = request, index
+        try:
+            yield
+        finally:
+            for one in self._index:
+                one.known = None
 
 
 def unpack(reward_funcs: Any, **settings: Any) -> Any:
@@ -341,8 +294,8 @@ def _check_backend(form: RewardForm, backend: str | None) -> None:
             "Pass it beside the runner in reward_funcs, or write it per sample: reward(completion, answer, ...)."
         )
     if backend is not None and form.asynchronous != (backend == "asyncio"):
-        is_it = "a coroutine function, which needs" if form.asynchronous else "not a coroutine function, as needed by"
         raise ValueError(
-            f"backend={backend!r}, but '{form.name}' is {is_it} backend='asyncio'. Leave backend out, or give the "
+            f"backend={backend!r} cannot run '{form.name}': 'asyncio' runs coroutine functions, the other backends run "
+            "other functions. Leave backend out, or give the "
             "function a runner of its own."
         )

@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dash_trl.rewards.failures import WatchedReward
+from dash_trl.rewards.failures import Outcome, WatchedReward, number
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import Call, Request
+
+Result = Score | BaseException  # of a call
 
 
 class RunnerReward(WatchedReward):
     """A function of a `RewardRunner`, in the form in which TRL calls it.
 
-    A call waits until the runner has the outcomes of the batch, and returns the rewards of this function.
+    A call waits for the outcomes of the batch, and returns the rewards of this function. Outside of a trainer, a call
+    starts only this function, and the batch is one group.
 
     Args:
         form: the reward function, with a description of how it is called.
@@ -24,12 +27,15 @@ class RunnerReward(WatchedReward):
 
     Attributes:
         score: what the runner calls for one row.
+        known: the request that has the outcomes of the next batch, and the index of this function in the request. None
+            = a call starts the function.
     """
 
     def __init__(self, form: RewardForm, runner: Any):
         super().__init__(form.function, form.name)
         self.form, self.runner = form, runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
+        self.known: tuple[Request, int] | None = None
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
         self._texts: set[str] = set()
@@ -50,22 +56,18 @@ class RunnerReward(WatchedReward):
         is_whole = len(request.outcomes[index]) % size == 0  # False = ranks share groups
         for row, known in enumerate(rows, first):
             group = {"group_uid": f"{request.uid}-{row // size}", "group_size": size} if is_whole else {}
+            call = Call(self.score, {}, timeout=self.runner.timeout)
             try:
-                arguments = self.form.arguments(known, group)
+                call.arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
-                self._put(request, index, row, error)
-                continue
-            call = Call(self.score, arguments, timeout=self.runner.timeout)
+                call.finish(error=error)
             calls.append(request.add(call, partial(self._row_ended, request, index, row)))
-        if calls:
-            self.runner.backend_of(self.form).submit(calls)
+        kind = "asyncio" if self.form.asynchronous else "thread"
+        self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency).submit(calls)
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
-        self._put(request, index, row, call.value if call.error is None else call.error)
-
-    def _put(self, request: Request, index: int, row: int, outcome: Score | BaseException) -> None:
         """Store an outcome. The last one of a group finishes it, after `post_process_scores` if the object has that."""
-        if request.put(index, row, outcome):
+        if request.put(index, row, call.value or call.error):
             group = row // request.group_size
             if self.form.post_process is None or request.cancelled:
                 request.complete(group)
@@ -74,19 +76,14 @@ class RunnerReward(WatchedReward):
 
     def _post_process(self, request: Request, index: int, group: int) -> None:
         rows, column = request.rows_of(group), request.outcomes[index]
-        scores = [math.nan if (score := score_of(column[row])) is None else score for row in rows]
 
         def ended(call: Call) -> None:
-            for row, before, after in zip(rows, scores, call.value or scores, strict=True):
-                if call.error is not None:
-                    column[row] = call.error
-                elif not math.isnan(before) or not math.isnan(after):
-                    column[row] = Score(after, old.notes if isinstance(old := column[row], Score) else {})
+            column[rows.start : rows.stop] = call.value or [call.error] * len(rows)
             request.complete(group)
 
-        arguments = {"function": self.form.post_process, "scores": scores}
-        call = Call(processed_scores, arguments, timeout=self.runner.timeout)
-        self.runner.backend_of(None).submit([request.add(call, ended)])
+        arguments = {"function": self.form.post_process, "outcomes": [column[row] for row in rows]}
+        call = Call(post_processed, arguments, timeout=self.runner.timeout)
+        self.runner.backend_of("thread").submit([request.add(call, ended)])
 
     # --------------------------------------------------------------------------------------------- for TRL
 
@@ -101,14 +98,22 @@ class RunnerReward(WatchedReward):
         Returns:
             A list with one reward per row; None = the function does not apply, or has failed.
         """
-        try:
-            outcomes = self.runner.team.outcomes(self, batch)
-        except Exception as error:  # a backend failed, for example a cluster does not answer
-            return self._keep([error] * len(batch["completions"]), error)
+        request, index = self.known or self._begun(batch)
+        request.wait()
+        outcomes = request.outcomes[index]
         self._log(outcomes, log_extra, log_metric)
-        return self._keep([one if isinstance(one, BaseException) else one.value for one in outcomes])
+        return self._keep([outcome_of(one) for one in outcomes])
 
-    def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
+    def _begun(self, batch: Mapping[str, Any]) -> tuple[Request, int]:
+        """Start the function on a batch."""
+        count = len(batch["completions"])
+        columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
+        columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
+        request = Request(1, count, count)
+        self.start(request, 0, 0, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        return request, 0
+
+    def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
         """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
         notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
@@ -121,33 +126,29 @@ class RunnerReward(WatchedReward):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
 
-def score_of(outcome: Score | BaseException) -> float | None:
-    """Return an outcome as a number.
-
-    Args:
-        outcome: a score or an exception.
-
-    Returns:
-        The reward. None if the function does not apply to the completion; NaN or ±inf if the function failed on the
-        completion.
-    """
-    return math.nan if isinstance(outcome, BaseException) else outcome.value
+def outcome_of(outcome: Result) -> Outcome:
+    """Return the outcome of a call without its notes."""
+    return outcome.value if isinstance(outcome, Score) else outcome
 
 
-def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
-    """Calls `post_process_scores` of a stateful reward, and checks the number of scores that it returns.
+def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Result]) -> list[Result]:
+    """Calls `post_process_scores` of a stateful reward with the scores of a group; NaN for a row without a score.
 
     Args:
         function: the method `post_process_scores`.
-        scores: [G], the scores of a group; NaN for a completion without a score.
+        outcomes: [G], the outcomes of a group.
 
     Returns:
-        [G], the new scores. A completion that had no score keeps its outcome if its new score is NaN.
+        [G], the new outcomes. A row that had no score keeps its outcome if its new score is NaN.
 
     Raises:
         ValueError: if the method does not return G scores.
     """
-    processed = [float(value) for value in function(scores)]
+    scores = [number(outcome_of(one)) for one in outcomes]
+    processed = [float(value) for value in function(scores.copy())]
     if len(processed) != len(scores):
         raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")
-    return processed
+    return [
+        old if math.isnan(before) and math.isnan(after) else Score(after, old.notes if isinstance(old, Score) else {})
+        for old, before, after in zip(outcomes, scores, processed, strict=True)
+    ]

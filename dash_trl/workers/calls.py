@@ -6,7 +6,7 @@ A `Request` collects the outcomes of calls for many rows, and returns each group
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Reversible, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from typing import Any
@@ -79,7 +79,7 @@ class Request:
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
         self.cancelled, self.group_size, self.uid = False, group_size, uuid.uuid4()
         self._functions_left = [functions] * len(range(0, rows, group_size))
-        self._calls: dict[Call, None] = {}  # the calls that have not ended, in order
+        self._calls: list[Call] = []
         self._lock = threading.Lock()
         self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._handed_out = 0
@@ -102,9 +102,8 @@ class Request:
         Returns:
             The call.
         """
-        self._calls[call] = None
-        call.add_done_callback(self._calls.pop)  # type: ignore[arg-type]  # typed for any future
-        call.add_done_callback(done)  # type: ignore[arg-type]
+        self._calls.append(call)
+        call.add_done_callback(done)  # type: ignore[arg-type]  # typed for any future
         return call
 
     def put(self, function: int, row: int, outcome: Any) -> bool:
@@ -159,8 +158,12 @@ class Request:
     def cancel(self) -> None:
         """Cancel the calls, because nobody waits for their outcomes any more."""
         self.cancelled = True
-        for call in reversed(self._calls.copy()):  # the last first: a call that ends would make room for a later one
-            call.cancel()
+        cancel_all(self._calls)
+
+
+def cancel_all(calls: Reversible[Call]) -> None:
+    for call in reversed(calls):  # the last first: a call that ends would make room for a later one
+        call.cancel()
 
 
 def call_all(
@@ -186,7 +189,6 @@ def call_all(
     try:
         wait(calls)
     except BaseException:
-        for call in reversed(calls):  # the last first: a call that ends would make room for a later one
-            call.cancel()
+        cancel_all(calls)
         raise
     return calls

@@ -7,12 +7,10 @@ The path of a call::
 """
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -39,7 +37,7 @@ def value_of(outcome: Outcome) -> Any:
     return value
 
 
-async def in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
+async def _in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
     """Wait for an outcome and return it. If it takes longer than `seconds`, raise `error`."""
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -50,14 +48,22 @@ async def in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> 
         raise
 
 
+async def unless_overdue(outcome: Future[Outcome], call: Call) -> Any:
+    """Wait for the outcome of a call in this process. Return its value, or raise its error or `Overdue`."""
+    error = Overdue(f"took more than {call.timeout:g} s")
+    return value_of(await _in_time(asyncio.wrap_future(outcome), call.timeout, error))
+
+
 async def unless_lost(outcome: Awaitable[Any], seconds: float) -> Any:
     """Wait for the outcome of a worker that keeps to timeouts itself, and give it up `LOST_SECONDS` after them."""
     seconds += LOST_SECONDS
-    return await in_time(outcome, seconds, GivenUp(f"no outcome has come within {seconds:.0f} s"))
+    return await _in_time(outcome, seconds, GivenUp(f"no outcome has come within {seconds:.0f} s"))
 
 
-def overdue(call: Call) -> Overdue:
-    return Overdue(f"took more than {call.timeout:g} s")
+def is_cancelled() -> bool:
+    """Return whether the running task is cancelled. Users' functions may raise a `CancelledError`, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class EventLoop:
@@ -68,7 +74,13 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="dash_trl event loop")
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs: False after `close`, and in a fork of the process that has made the loop."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         """Run the loop until it is stopped. This is the function of the loop's thread."""
@@ -119,7 +131,7 @@ class EventLoop:
                 await last()
             self._loop.call_later(0, self._loop.stop)
 
-        if self._loop.is_running():
+        if self.is_running:
             with suppress(TimeoutError):
                 self.start(end()).result(seconds)
 
@@ -146,18 +158,14 @@ class Backend:
         retries: int = 0,
     ):
         self._count, self._distance = count, 1 / rate_limit if rate_limit else 0.0
-        self._make: Callable[[Call], Awaitable[Any]] = self._attempt
-        if retry_on:
-            self._make = retry(
-                stop=stop_after_attempt(1 + retries),
-                wait=wait_random_exponential(max=LONGEST_PAUSE),
-                retry=retry_if_exception_type(retry_on),
-                reraise=True,
-            )(self._attempt)
+        self._make: Callable[[Call], Awaitable[Any]] = retry(
+            stop=stop_after_attempt(1 + retries),
+            wait=wait_random_exponential(max=LONGEST_PAUSE),
+            retry=retry_if_exception_type(retry_on),
+            reraise=True,
+        )(self._attempt)
         self._lock = threading.Lock()
         self._loop: EventLoop | None = None
-        self._process = 0  # the process whose loop it is
-        self._calls: set[Call] = set()  # the calls that have not ended
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Submit calls without waiting for them. Any thread may call this.
@@ -166,50 +174,40 @@ class Backend:
             calls: the calls, each of which is submitted once.
         """
         with self._lock:
-            if self._loop is None or self._process != os.getpid():
-                self._loop, self._process, self._calls = EventLoop(), os.getpid(), set()
-                self._places, self._next_start = asyncio.Semaphore(self._count), 0.0
+            if self._loop is None or not self._loop.is_running:
+                self._loop = EventLoop()
+                self._places, self._pace = asyncio.Semaphore(self._count), asyncio.Lock()
                 self._open()
-            self._calls.update(calls)
-            self._loop.start(self._begin(calls, self._places))
+            for call in calls:
+                self._begin(call, self._loop.start(self._serve(call, self._places)))
 
     def close(self) -> None:
         """End all calls with `GivenUp`, and all threads and processes. A later `submit` starts anew."""
         with self._lock:
             loop, self._loop = self._loop, None
-        if loop is not None and self._process == os.getpid():
-            for call in self._calls.copy():
-                call.finish(error=GivenUp("the runner was closed"))
+        if loop is not None:
             loop.close(self._stop)
 
-    async def _begin(self, calls: Sequence[Call], places: asyncio.Semaphore) -> None:
-        """Begin a task for each call. After `close`, an old loop with its places may go on beside a new one."""
-        loop = asyncio.get_running_loop()
-        for call in calls:
-            task = loop.create_task(self._serve(call, places))
-            call.add_done_callback(partial(self._call_ended, loop, task))  # type: ignore[arg-type]  # for any future
-
-    def _call_ended(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None], call: Call) -> None:
-        self._calls.discard(call)
-        if call.cancelled():
-            loop.call_soon_threadsafe(task.cancel)
+    def _begin(self, call: Call, task: Future[None]) -> None:
+        """Let a call and its task end together."""
+        call.add_done_callback(lambda _: task.cancel())
+        task.add_done_callback(lambda _: call.finish(error=GivenUp("the runner was closed")))
 
     async def _serve(self, call: Call, places: asyncio.Semaphore) -> None:
-        """Make a call when there is a place. Never raises the call's error: SystemExit would end the loop."""
+        """Make a call when there is a place. After `close`, an old loop with its places may go on beside a new one."""
         try:
             async with places:
                 if not call.done():
                     call.finish(await self._make(call))
-        except BaseException as error:  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
-            call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
+        except BaseException as error:  # SystemExit would end the loop
+            if not is_cancelled():  # Python puts a StopIteration that leaves a coroutine into a RuntimeError
+                call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
     async def _attempt(self, call: Call) -> Any:
         """Make a call once, at the pace."""
         if self._distance:
-            now = asyncio.get_running_loop().time()
-            start = max(now, self._next_start)
-            self._next_start = start + self._distance
-            await asyncio.sleep(start - now)
+            async with self._pace:
+                await asyncio.sleep(self._distance)
         return await self._made(call)
 
     def _open(self) -> None:
@@ -239,8 +237,7 @@ class AsyncCalls(Backend):
     async def _made(self, call: Call) -> Any:
         loop = self._users
         try:
-            outcome = asyncio.wrap_future(loop.start(_outcome_of(call)))
-            return value_of(await in_time(outcome, call.timeout, overdue(call)))
+            return await unless_overdue(loop.start(_outcome_of(call)), call)
         except Overdue:
             _, blocked = await asyncio.wait([asyncio.wrap_future(loop.start(asyncio.sleep(0)))], timeout=ANSWER_SECONDS)
             if blocked:

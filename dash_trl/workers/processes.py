@@ -3,7 +3,7 @@
 The path of a call::
 
     submit ──► pickled arguments ──► pebble's pool ──► `_call` in a worker, which calls the function
-    value ◄── `_read` ◄── pickled outcome ◄────────────────┘   └─ over its timeout: the worker's group is killed
+    value ◄── pickled outcome ◄─────────────────────────────┘   └─ over its timeout: the worker's group is killed
 
 Pebble owns the queue, the pipes and the timeouts. Loky starts the workers: they do not run the main script again, so it
 needs no main guard, and they are no forks of this process, which has threads and CUDA. Arguments and outcomes travel as
@@ -28,13 +28,14 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import cloudpickle
+import loky
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend, unless_lost
+from dash_trl.workers.loops import Backend, is_cancelled, unless_lost, value_of
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
@@ -51,9 +52,8 @@ class WorkerDied(RuntimeError):
 
 def default_workers() -> int:
     """Return this process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun and accelerate set the number of ranks on this machine.
-    return max(1, min(DEFAULT_MAX_WORKERS, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(DEFAULT_MAX_WORKERS, loky.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 # -------------------------------------------------------------------------------------------- in the starting process
@@ -160,24 +160,22 @@ class ProcessCalls(Backend):
         self._started_with = pack(functions), prepare
 
     def _open(self) -> None:
-        self._pool: ProcessPool | None = None
-        self._futures: set[Future[tuple[bytes, str]]] = set()
+        # Workers load the functions before their first call, so this time does not count towards a timeout.
+        self._pool = ProcessPool(self._workers, initializer=_begin, initargs=(*self._started_with, os.getpid()))
+        self._pool._pool_manager = _Manager(self._pool._context, _Context())
+        self._futures: set[Future[bytes]] = set()
+        # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0, the
+        # locks of the workers are removed.
+        Finalize(self._pool, _end, (weakref.ref(self._pool),), exitpriority=1)
 
     async def _stop(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            _end(weakref.ref(pool))
+        _end(weakref.ref(self._pool))
 
     async def _made(self, call: Call) -> Any:
-        if self._pool is None or not self._pool.active:  # or broken
+        # This starts the workers from the loop's thread: on Linux, they end with the thread that has started them.
+        if not self._pool.active:  # it is broken
             await self._stop()
-            # The pool starts on the loop's thread: on Linux, workers end with the thread that has started them. They
-            # load the functions before their first call, so this time does not count towards a timeout.
-            self._pool = ProcessPool(self._workers, initializer=_begin, initargs=(*self._started_with, os.getpid()))
-            self._pool._pool_manager = _Manager(self._pool._context, _Context())
-            # A process that `multiprocessing` has started runs no other finalizers, and waits for its children. At 0,
-            # the locks of the workers are removed.
-            Finalize(self._pool, _end, (weakref.ref(self._pool),), exitpriority=1)
+            self._open()
         future = self._pool.schedule(
             _call,
             (cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments))),),
@@ -195,28 +193,17 @@ class ProcessCalls(Backend):
                 f"killed by {signal.Signals(-code).name}" if (code := error.exitcode) < 0 else f"exit code {code}"
             ) from None
         except (BrokenProcessPool, asyncio.CancelledError):
-            if call.done():  # nobody waits for it
+            if is_cancelled():  # nobody waits for the call
                 raise
             for one in self._futures.copy():  # pebble forgets the calls that are still in its queue
                 one.cancel()
             raise WorkerDied("the workers do not start, or one was killed while it waited; see the log") from None
-        return _read(*outcome)
-
-
-def _read(payload: bytes, text: str) -> Any:
-    """Return the value of a call, or raise its error: a `RuntimeError` with its text if it cannot be read here."""
-    try:
-        value = pickle.loads(payload)
-    except BaseException as error:  # also SystemExit
-        value, text = None, text or f"its value cannot be read: {type(error).__name__}: {error}"
-    if text:
-        raise value if isinstance(value, Exception) else RuntimeError(text)
-    return value
+        return value_of(pickle.loads(outcome))
 
 
 # ------------------------------------------------------------------------------------------------ inside a worker
 
-_functions: list[Callable[..., Any]] | BaseException = []  # or the error with which they were loaded
+_functions: list[Callable[..., Any]] = []
 
 
 def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> None:
@@ -227,29 +214,24 @@ def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-    # macOS accepts no useful limit, and some systems do not have `RLIMIT_AS`. There, the worker runs without a limit.
+    # Refused on macOS, on systems without `RLIMIT_AS`, and if a stricter limit holds already.
     with suppress(AttributeError, ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
-    try:
-        _functions = pickle.loads(packed)
-    except BaseException as error:
-        _functions = ImportError(f"the function cannot be loaded in a worker process: {type(error).__name__}: {error}")
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    _functions = pickle.loads(packed)
     if prepare is not None:
         prepare()
 
 
-def _call(packed: bytes) -> tuple[bytes, str]:
-    """Make a call in a worker; return its pickled value or error, and the error's text. Never raises an error."""
+def _call(packed: bytes) -> bytes:
+    """Make a call in a worker; return its pickled value and error. Never raises an error."""
     try:
-        if isinstance(_functions, BaseException):
-            raise _functions
         number, arguments = pickle.loads(packed)
-        return cloudpickle.dumps(_functions[number](**arguments)), ""
+        return cloudpickle.dumps((_functions[number](**arguments), None))  # type: ignore[no-any-return]
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
-        payload = b""
-        with suppress(BaseException):  # some errors accept no notes, or cannot be pickled
+        with suppress(BaseException):  # some errors accept no notes, or cannot be pickled or read
             error.add_note(f"In its worker:\n{''.join(traceback.format_tb(error.__traceback__))[-TRACEBACK_CHARS:]}")
-            payload = cloudpickle.dumps(error)
-        return payload, text[:TEXT_CHARS]
+            payload: bytes = cloudpickle.dumps((None, error))
+            if isinstance(pickle.loads(payload)[1], Exception):
+                return payload
+        return pickle.dumps((None, RuntimeError(text[:TEXT_CHARS])))
