@@ -82,6 +82,9 @@ print(sum(map(int, input().split())))
 out = open(1, 'w', closefd=False)
 def write(text): out.write(text)
 write(str(sum(map(int, input().split()))))
+## the files of devices
+with open('/dev/fd/0') as given, open('/dev/stdout', 'w') as out:
+    out.write(str(sum(map(int, given.read().split()))))
 ## arguments and its own path
 import os, sys
 assert os.path.isdir(os.path.dirname(__file__)) and len(sys.argv) == 1
@@ -209,6 +212,14 @@ def test_the_program_is_the_block_that_reads():
             "import sys\nprint(sys.stdin.read())",
         ),
         ("```python\nprint(3)\n```", "print(3)"),
+        # a draft, whose names are a method and a variable of the program
+        *[
+            (
+                f"```python\ndef {name}(): pass\nprint(int(input()))\n```\nBetter:\n```python\n{ADD}; {use}\n```",
+                f"{ADD}; {use}",
+            )
+            for name, use in (("pop", "a = [1]; a.pop()"), ("total", "pass\ntotal = 1\nprint(total)"))
+        ],
     ]:
         assert found(completion, inputs=["1 2"], outputs=["3"]) == program, completion
 

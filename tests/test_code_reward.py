@@ -88,6 +88,8 @@ COMPLETIONS = {
     DOCUMENTED: [fenced(DOCUMENTED), f"{fenced(F)}\n{fenced(DOCUMENTED)}\nIt returns x."],
     # another kind of line ends
     "f = 1": ["```python\r\nf = 1\r\n```\r\nIt is 1."],
+    # a helper that the program names as an argument, too
+    f"{G}\ng = abs(g)\n{F}": [f"{fenced(G)}\n" + fenced(f"g = abs(g)\n{F}")],
     # defined otherwise
     "f = lambda x: x": [fenced("f = lambda x: x")],
     "class f: pass": [fenced("class f: pass")],
@@ -155,6 +157,9 @@ def test_tests_that_score_no_program_are_an_error(reward):
         # they fail by themselves
         *[(f"{one}\nassert f(1) == 2", UnfitTests, "fail before they call") for one in FAILING],
         (["assert f(1) == 2", "import no_package"], UnfitTests, "fail before they call"),
+        ("assert f(1) == 2\nfrom no_package import name", UnfitTests, "No module named 'no_package'"),
+        # an argument without an end
+        ("a = {}\na[1] = (a,)\nassert f(a)", UnfitTests, "RecursionError"),
     ]:
         with pytest.raises(error, match=reason):
             reward(fenced(RIGHT), tests)
@@ -374,6 +379,15 @@ assert f(1)[1](0) == 0
 def f(self, one, number, operation): return [self, one, number, operation]
 ---
 assert f(operation=1, number=2, one=3, self=4) == [4, 3, 2, 1]
+## a number of another package
+import numbers
+class Number:
+    def __init__(self, value): self.value = value
+    def __index__(self): return self.value
+numbers.Integral.register(Number)
+def f(x): return Number(x)
+---
+assert f(10**30) == 10**30
 ## a main block
 if __name__ == '__main__':
     input()

@@ -139,7 +139,9 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
         return None
     whole = [one for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))]
     program = (whole or unfenced or blocks)[-1]
-    used = {*re.findall(r"\w+", program)}.difference(_DEFINED.findall(program), [entry_point])
+    # Neither the `add` of `seen.add(x)` nor a variable of the program is a function of an earlier block.
+    assigned = re.findall(r"(?m)^[ \t]*(\w+)[ ]*=(?!=|.*\b\1\b)", program)
+    used = {*re.findall(r"(?<![.\w])\w+", program)}.difference(_DEFINED.findall(program), assigned, [entry_point])
     earlier = [one for one in candidates[: candidates.index(program)] if used.intersection(_DEFINED.findall(one))]
     return "\n".join(map(textwrap.dedent, [*earlier, program]))
 

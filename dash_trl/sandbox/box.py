@@ -26,6 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,8 @@ IDLE = 0.5
 # Multiple of the limit of CPU time. On a busy machine, the checker and one process of the program stay below it. A
 # program that is above it has waited for a CPU because of its own other processes.
 MOST_RUN = 2.5
-PYTHON = [os.path.realpath(sys.executable), "-P", "-s", "-S"]  # the program that runs it is named by its arguments
+LOOK = 0.25  # seconds between two looks at how long the processes have run; each input's process ends with its output
+PYTHON = [os.path.realpath(sys.executable), "-PsS"]  # the program that runs it is named by its arguments
 # If the machine runs out of memory, the kernel kills a program before the trainer. In the sandbox /proc is read-only.
 EXPENDABLE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$0" "$@"']
 # All environment variables that a program gets; the trainer's may contain secrets. PYTHONHASHSEED makes the order of
@@ -52,7 +54,6 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONINTMAXSTRDIGITS": "0",
     "PYTHONPATH": ":".join(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")),
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -60,8 +61,8 @@ ENVIRONMENT = {
 # System folders and files that a program may read. Not all of /usr: in a container the checkout is often /usr/src/app,
 # and /usr/local/etc/npmrc may contain a key.
 SYSTEM = (
-    *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "share", "local/bin", "local/lib")),
-    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime"),
+    *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib64", "share", "local/bin", "local/lib")),
+    *("/bin", "/sbin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime"),
 )
 TASK_FOLDER = "/tmp/program"  # the program's folder with namespaces; /tmp itself may contain the Python environment
 # If the trainer is root, each run has a user id of this range, because the kernel counts processes by user. They belong
@@ -83,7 +84,6 @@ NO_NAMESPACES = (
 # Numbers on x86-64 and ARM64:
 REFUSED = {
     "unshare": (272, 97),  # namespaces of its own, in which a program would be root
-    "setns": (308, 268),
     "clone3": (435, 435),  # its flags cannot be read by a filter; the C library uses clone instead
     "memfd_create": (319, 279),  # memory that no limit counts
     "memfd_secret": (447, 447),
@@ -103,13 +103,10 @@ REFUSED = {
         141,
         140,
     ),  # a program that waits long for a CPU looks like one on a busy machine, and is not scored
-    "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
     "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
     "io_uring_setup": (425, 425),  # opens sockets without the call `socket`
     "bpf": (321, 280),  # these three have had many holes, and Python does not use them
     "perf_event_open": (298, 241),
@@ -170,8 +167,11 @@ def options(disk: int) -> list[str]:
     tops = {str(one) for path in own for one in Path(path).parents if str(one.parent) == "/tmp"}
     for folder in ("/tmp", *tops):
         new += ["--perms", "1777", "--size", str(disk), "--tmpfs", folder]
-    new += ["--perms", "0755", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+    new += ["--perms", "0755", "--dir", "/dev"]
+    links = {"/tmp": "shm", "/proc/self/fd": "fd", "fd/0": "stdin", "fd/1": "stdout", "fd/2": "stderr"}
+    for target, name in links.items():
+        new += ["--symlink", target, f"/dev/{name}"]
+    for device in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         new += ["--dev-bind", device, device]
     for path in [*SYSTEM, *sorted(set(own))]:
         for parent in reversed(Path(path).parents[:-1]):
@@ -198,7 +198,6 @@ class Sandbox:
         count: number of programs that `CodeReward` runs at once; None: this process's share of the CPUs.
         isolation: "namespaces": a program can only use its own files and processes, and no network. "rlimits": only CPU
             time, memory, wall time, and the size and number of open files are limited, for programs that you trust.
-            None: "namespaces".
 
     Attributes:
         kind: the kind of isolation.
@@ -216,16 +215,21 @@ class Sandbox:
         processes: int = 8,
         disk: int = 64 << 20,
         count: int | None = None,
-        isolation: str | None = None,
+        isolation: str = "namespaces",
     ):
-        if isolation not in (None, "namespaces", "rlimits"):
+        if isolation not in ("namespaces", "rlimits"):
             raise ValueError(f"isolation={isolation!r} is unknown. Choose 'namespaces' or 'rlimits'.")
         if not wall_seconds > cpu_seconds > 0:
             raise ValueError(f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds!r}.")
-        self.kind = isolation or "namespaces"
+        self.kind = isolation
         self.wall_seconds, self.disk, self.count = wall_seconds, disk, count or default_workers()
-        self.limits = {"RLIMIT_CPU": cpu_seconds, "RLIMIT_AS": memory, "RLIMIT_FSIZE": disk, "RLIMIT_NOFILE": 64}
-        self.limits["RLIMIT_CORE"] = 1  # with 0, the kernel may start a program of the machine for each crash
+        self.limits = {
+            "RLIMIT_CPU": cpu_seconds,
+            "RLIMIT_AS": memory,
+            "RLIMIT_FSIZE": disk,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_CORE": 1,  # with 0, the kernel may start a program of the machine for each crash
+        }
         self._bwrap: str | None = None
         if self.kind == "rlimits":
             logger.warning(
@@ -260,22 +264,30 @@ class Sandbox:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as process:
             try:
                 process.stdout.readline()  # type: ignore[union-attr]  # "ready": the start does not count as wall time
-                output, errors = process.communicate(json.dumps(job).encode(), self.wall_seconds)
-            except subprocess.TimeoutExpired:
-                if process.poll() is not None:  # killed before its child asked to end with it
-                    raise SandboxError("the program could not be run: bwrap was killed, but not its child") from None
-                reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
-                # The zeros are for a kernel that does not tell.
-                _, ran, waited, _ = map(sum, zip([0] * 4, *family(process.pid), strict=True))
-                if waited < IDLE * self.wall_seconds * 1e9 or ran > MOST_RUN * self.limits["RLIMIT_CPU"] * 1e9:
-                    return Verdict(0, len(tests), f"{reason}: they wait for something or for each other", math.nan)
-                raise TimeoutError(f"{reason}: the machine is busy") from None
+                given: bytes | None = json.dumps(job).encode()
+                seen = family(process.pid)
+                end = time.monotonic() + self.wall_seconds
+                while (left := end - time.monotonic()) > 0:
+                    with suppress(subprocess.TimeoutExpired):
+                        output, errors = process.communicate(given, min(LOOK, left))
+                        break
+                    given = None
+                    seen |= family(process.pid)
+                else:
+                    if process.poll() is not None:  # killed before its child asked to end with it
+                        raise SandboxError("the program could not be run: bwrap was killed, but not its child")
+                    reason = f"the program and its tests took more than {self.wall_seconds:g} s of wall time"
+                    ran, waited = map(sum, zip(*seen.values(), strict=True))
+                    most = MOST_RUN * self.limits["RLIMIT_CPU"] * len(tests)  # each input is a process of its own
+                    if waited < IDLE * self.wall_seconds * 1e9 or ran > most * 1e9:
+                        return Verdict(0, len(tests), f"{reason}: they wait for something or for each other", math.nan)
+                    raise TimeoutError(f"{reason}: the machine is busy")
             finally:
-                orphans = family(process.pid)[1:]
+                _, *orphans = family(process.pid)
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                for orphan, *_ in orphans:
+                for orphan in orphans:
                     with suppress(OSError):  # only a trainer that is process 1 inherits them
                         os.kill(orphan, signal.SIGKILL)
                         os.waitpid(orphan, 0)
@@ -325,17 +337,19 @@ class Sandbox:
         raise ValueError(NO_NAMESPACES + ("; ".join(failures) or "no bwrap is installed for this machine"))
 
 
-def family(process: int) -> list[list[int]]:
+def family(process: int) -> dict[int, tuple[int, int]]:
     """List a process and its descendants: `bwrap`, the checker, the solution, and the program's other processes.
 
-    Each has four numbers: its id, the nanoseconds for which it ran, those for which it was ready to run but had no CPU,
-    and how often it ran.
+    Returns:
+        The id of each → the nanoseconds for which it ran, and those for which it was ready to run but had no CPU.
     """
-    found = []
-    with suppress(OSError):  # it has ended
-        found.append([process, *map(int, Path(f"/proc/{process}/schedstat").read_text().split())])
+    found = {process: (0, 0)}  # for a process that has ended, and a kernel that does not tell
+    with suppress(OSError):
+        ran, waited, _ = Path(f"/proc/{process}/schedstat").read_text().split()
+        found[process] = int(ran), int(waited)
         for file in Path(f"/proc/{process}/task").glob("*/children"):
-            found += [one for child in file.read_text().split() for one in family(int(child))]
+            for child in file.read_text().split():
+                found |= family(int(child))
     return found
 
 

@@ -39,7 +39,7 @@ from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from numbers import Integral
 from typing import Any
 
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
@@ -69,15 +69,11 @@ def array_of(values: list[Any]) -> Any:
     return array if array.size or "solution" in sys.modules else values
 
 
-def apply(kind: Any, parts: list[Any]) -> Any:
-    return kind(*parts)
-
-
 # tag in the JSON data → type, function that converts a value to plainer data, function that converts the data back.
 # An instance of a class that derives from one of these types is sent as a value of the first type that fits, but not if
 # it is the program's class and has methods.
 KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "int": (int, hex, lambda text: int(text, 16)),
+    "int": (Integral, hex, lambda text: int(text, 16)),
     "float": (float, float, float),
     "str": (str, str.__str__, str),
     "list": (list, list, list),
@@ -88,11 +84,11 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "keys": (type({}.keys()), list, lambda keys: dict.fromkeys(keys).keys()),
     "values": (type({}.values()), list, lambda values: dict(enumerate(values)).values()),
-    "items": (type({}.items()), lambda value: [[*pair] for pair in value], lambda pairs: dict(pairs).items()),
+    "items": (type({}.items()), list, lambda pairs: dict(pairs).items()),
     "iterator": ((), list, iter),
     "array": ((), list, array_of),
     **{
-        kind.__name__: (kind, lambda value: value.__reduce__()[1], partial(apply, kind))
+        kind.__name__: (kind, lambda value: value.__reduce__()[1], (lambda make: lambda parts: make(*parts))(kind))
         for kind in (set, frozenset, range, bytearray, Fraction, Decimal, datetime, date, time, timedelta, timezone)
     },
 }
@@ -238,7 +234,10 @@ class Solution:
                 after which `all(map(f, inputs))` would be true. Also if the solution has ended.
             Unfit: if an argument cannot be sent.
         """
-        request = json.dumps(encode([operation, *arguments], number_of))
+        try:
+            request = json.dumps(encode([operation, *arguments], number_of))
+        except Exception as error:  # it is endless, too deep or too large
+            raise Unfit(f"they pass the program a value that cannot be sent ({type(error).__name__})") from None
         try:
             print(request, file=self.sink, flush=True)
             kind, *content = json.loads(self.source.readline(MAX_ANSWER))
@@ -378,11 +377,10 @@ def same_word(found: str, expected: str) -> bool:
         found: a word of the program's output.
         expected: the expected word.
     """
-    if found == expected or not any(mark in expected for mark in ".eE"):
-        return found == expected
     with suppress(ValueError):  # a word is no number
-        return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    return False
+        if any(mark in expected for mark in ".eE"):
+            return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return found == expected
 
 
 # functions of numpy that `compare_shapes` replaces if the tests name them → their module
@@ -407,33 +405,33 @@ def compare_shapes(module: Any, name: str) -> None:
     """
     numpy, plain = importlib.import_module("numpy"), getattr(module, name)
 
-    def fit(a: Any, b: Any, *_: Any) -> bool:
-        return bool(numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a))
+    def fit(a: Any, b: Any, *_: Any) -> Any:
+        return numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a)
 
     setattr(module, name, lambda *both, **more: plain(*both, **more) if fit(*both, *more.values()) else plain(0, 1e9))
 
 
-def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -> dict[str, Any]:
+def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any]:
     """Run tests on the program, and return the verdict.
 
     Args:
         job: the `program`, its `tests` and the `entry_point`, see `ProgramSandbox.run`.
         solution: the link to the solution.
-        before: function that is called before the program runs. If this process ends without a verdict before this
-            call, the program cannot be the cause.
+        output: the checker's output. It gets the nonce before the program runs. If this process ends without a verdict
+            before that, the program cannot be the cause.
 
     Returns:
         A dict with `passed` and `failed` (numbers of tests), `reason` (of the first failure, or None), `unfit` (why the
         tests cannot score any program, or None) and `cpu_seconds` (of the program).
     """
     passed, unfit = 0, None
-    reasons: list[BaseException] = []
+    reason: BaseException | None = None
     try:
         tests = prepared(job["tests"])
         scripts = [one for one in tests if isinstance(one, types.CodeType)]
         if [reaches(one, job["entry_point"]) for one in scripts].count(False) == len(tests):
             raise Unfit("they never call anything of the program")
-        before()
+        print(job["nonce"], file=output, flush=True)
         print(json.dumps(job["program"]), file=solution.sink)
         if scripts:
             solution.ask("load")
@@ -447,31 +445,34 @@ def check(job: dict[str, Any], solution: Solution, before: Callable[[], None]) -
                     raise SolutionError(solution.ended)
                 passed += 1
             except (Exception, SystemExit) as error:
-                reasons.append(error)
+                if isinstance(error, ImportError) and error.name:  # without a name, the program has raised it
+                    raise Unfit(str(error)) from None
+                reason = reason or error
     except Unfit as error:
         unfit = str(error)
     except Exception as error:  # the program raised it before it had defined its functions
-        reasons.append(error)
+        reason = error
     solution.end("the tests have ended")
     # No log can write characters such as '\ud800'.
-    texts = [f"{type(one).__name__}: {one}"[:500].encode("utf-8", "backslashreplace").decode() for one in reasons]
+    text = f"{type(reason).__name__}: {reason}"[:500].encode("utf-8", "backslashreplace").decode()
     return {
         "passed": passed,
         "failed": len(job["tests"]) - passed,
-        "reason": texts[0] if texts else None,
+        "reason": text if reason else None,
         "unfit": unfit,
         "cpu_seconds": solution.cpu_seconds,
     }
 
 
-def check_link(script: str) -> None:
-    """Check that a script asks for results of the program, which cross the link to it, and for nothing else.
+def compiled(script: str) -> types.CodeType:
+    """Compile a script that asks for results of the program, which cross the link to it, and for nothing else.
 
     Raises:
         Unfit: if it would fail for any program, because it sees what a call changes or prints, not what it returns, or
             a class or a coroutine of the program.
     """
-    nodes = [*ast.walk(ast.parse(script))]
+    tree = ast.parse(script)
+    nodes = [*ast.walk(tree)]
     own = {*dir(builtins), *(getattr(one, "name", None) for one in nodes)}
     own |= {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     catches = "raises" in script or any(isinstance(one, ast.Try) for one in nodes)
@@ -487,6 +488,7 @@ def check_link(script: str) -> None:
             raise Unfit(f"they look at what {ast.unparse(one)!r} changes, prints or is, not at what it returns")
     if "asyncio" in script:
         raise Unfit("a coroutine cannot be sent to them")
+    return compile(tree, "tests.py", "exec")
 
 
 def prepared(tests: list[Any]) -> list[Any]:
@@ -502,11 +504,8 @@ def prepared(tests: list[Any]) -> list[Any]:
         with suppress(ImportError):
             compare_shapes(importlib.import_module(COMPARE[name]), name)
     try:
-        for one in tests:
-            if isinstance(one, str):
-                check_link(one)
         # `str.__str__` raises an error for what is no text.
-        return [compile(one, "tests.py", "exec") if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
+        return [compiled(one) if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise Unfit(f"{type(error).__name__}: {error}") from None
 
@@ -514,14 +513,17 @@ def prepared(tests: list[Any]) -> list[Any]:
 # --------------------------------------------------------------------------------------------------------------- both
 
 
-def confine(prctl: Callable[..., int], limits: dict[str, int], user: int | None = None) -> None:
-    """Limit what this process and its children can use, and protect this process from them.
+def main(limits: dict[str, int], user: int | None = None) -> None:
+    """Run checker and solution, see the head of this file.
 
     Args:
-        prctl: the function of the C library.
-        limits: names of the module `resource` → limits.
+        limits: what this process and its children can use: names of the module `resource` → limits; {} on a server,
+            which has limits of its own.
         user: id of the user who runs the program if the trainer is root, whose processes the kernel does not count.
     """
+    # On a server this is also the folder of the program, whose `numpy.py` the tests must not import.
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.getcwd()]
+    prctl = ctypes.CDLL(None).prctl
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -531,19 +533,6 @@ def confine(prctl: Callable[..., int], limits: dict[str, int], user: int | None 
         resource.setrlimit(getattr(resource, name), (value, value + 1))
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # a process of the same user cannot read the memory or the files of this one
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def main(limits: dict[str, int], user: int | None = None) -> None:
-    """Run checker and solution, see the head of this file.
-
-    Args:
-        limits: see `confine`; {} on a server, which has limits of its own.
-        user: see `confine`.
-    """
-    # On a server this is also the folder of the program, whose `numpy.py` the tests must not import.
-    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.getcwd()]
-    prctl = ctypes.CDLL(None).prctl
-    confine(prctl, limits, user)
     source, output, null = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     for standard in range(3):  # what the program and the tests print is not part of the protocol
         os.dup2(null, standard)
@@ -563,7 +552,7 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
     print("ready", file=output, flush=True)
     job = json.load(source)
     solution = Solution(child, os.fdopen(answers), os.fdopen(to_solution, "w"))
-    verdict = check(job, solution, before=lambda: print(job["nonce"], file=output, flush=True))
+    verdict = check(job, solution, output)
     print(job["nonce"], json.dumps(verdict), file=output, flush=True)
     os._exit(0)
 
