@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
+from dash_trl.multimodal import is_multimodal
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.backlog import URGENT, Job
 from dash_trl.sampling.checksum import weights_checksum, weights_version
@@ -242,8 +243,9 @@ class ServerGeneration(ExactMerges):
     def _check_names(self) -> None:
         """Check that vLLM knows all names of weights. A server stops loading at one that it does not know, half-way."""
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
-            known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model))(model.config).state_dict()
+            known = classes.get(type(model.config), type(model))(model.config).state_dict()
         # Weights of adapters are merged. PEFT's copies of modules are sent by the names of the modules, or not at all.
         apart = (getattr(self.model, "prefix", "original_module"), "original_module", ".modules_to_save.")
         sent = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
