@@ -165,7 +165,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
 
     pool.refit = refit
     complete(pool, 4)  # by the other one
-    assert order == [] and pool.fleet.refitting() == [slow]
+    assert order == [] and pool.fleet.urls_of("refitting") == [slow]
     newer_asked.set()
     pool.new_version(1)
     assert order == ["older"]
@@ -214,7 +214,7 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_pa
     sync = weight_sync([fake, other], model, tmp_path)
     pool = sync.pool
     pool.wait_until_ready()
-    assert pool.fleet.refitting() == pool.urls  # there are no weights yet
+    assert pool.fleet.urls_of("refitting") == pool.urls  # there are no weights yet
     sync.send()
     assert fake.loads == other.loads == [0, 0]  # with the proof
     assert complete(pool, 8) == expected(8, 1)

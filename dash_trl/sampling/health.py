@@ -30,7 +30,6 @@ from bisect import insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
 
 FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
 BACK_OFF = 0.5  # seconds before a suspect is probed; the time doubles with the second failure
@@ -79,11 +78,6 @@ class Job:
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
     limit: asyncio.Timeout = field(init=False)
 
-    @property
-    def place(self) -> tuple[int, bool, int]:
-        """Sort key of the job among the waiting jobs."""
-        return self.order, not self.tried, self.number
-
 
 @dataclass
 class ServerStatus:
@@ -131,7 +125,7 @@ class Fleet:
 
     Attributes:
         servers: URL → server.
-        waiting: the jobs that no server works on, sorted by `Job.place`.
+        waiting: the jobs that no server works on, in the order in which they are given to servers.
         most_sequences: limit of this process's sequences in flight on one server.
         most_jobs: limit of this process's jobs in flight on one server.
         version: current weight version.
@@ -186,9 +180,9 @@ class Fleet:
             if server.state in (State.DEAD, State.SUSPECT) and now >= server.rest_until
         ]
 
-    def refitting(self) -> list[str]:
-        """Return the URLs of servers that need the current weights or are loading them."""
-        return [server.url for server in self.servers.values() if server.state == State.REFITTING]
+    def urls_of(self, state: State) -> list[str]:
+        """Return the URLs of the servers in a state."""
+        return [server.url for server in self.servers.values() if server.state == state]
 
     def current(self) -> list[ServerStatus]:
         """Return the servers that held the current weights when they were last checked; no dead server does."""
@@ -203,10 +197,10 @@ class Fleet:
     def add(self, job: Job) -> None:
         """Add a job to the waiting jobs."""
         job.assigned.clear()
-        insort(self.waiting, job, key=attrgetter("place"))
+        insort(self.waiting, job, key=lambda job: (job.order, not job.tried, job.number))
 
     def assign(self, now: float) -> None:
-        """Give waiting jobs to servers, in the order of `Job.place`, until no server has room.
+        """Give waiting jobs to servers, in their order, until no server has room.
 
         Args:
             now: current time in seconds.
@@ -227,7 +221,7 @@ class Fleet:
 
     def drop(self, job: Job) -> None:
         """Remove a job that is done, has failed or is no longer needed."""
-        if job in self.waiting:
+        if not job.assigned.is_set():
             self.waiting.remove(job)
         for server in self.servers.values():
             server.outstanding.discard(job)

@@ -151,15 +151,12 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
-        def dead() -> list[str]:
-            return [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
-
-        async def missing_servers() -> list[str]:
-            await asyncio.gather(*map(self._check, dead()))
-            return dead()
+        def missing_servers() -> list[str]:
+            self.ask_all(self._check, self.fleet.urls_of(State.DEAD))
+            return self.fleet.urls_of(State.DEAD)
 
         deadline = time.monotonic() + self.server_timeout
-        while missing := self._loop.run(missing_servers()):
+        while missing := missing_servers():
             if time.monotonic() >= deadline:
                 raise PoolError(
                     self.message(
@@ -386,11 +383,12 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-        """Call an async function with all servers in parallel, and raise if one fails.
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+        """Call an async function with several servers in parallel, and raise if one fails.
 
         Args:
             ask: coroutine function that gets a server.
+            urls: see `on_each`.
 
         Returns:
             URL → return value of `ask`.
@@ -399,7 +397,7 @@ class ServerPool:
             PoolError: if a server cannot be reached or failed.
             Exception: any other exception of `ask`.
         """
-        answers = self.on_each(ask)
+        answers = self.on_each(ask, urls=urls)
         for url, answer in answers.items():
             if isinstance(answer, ServerError):
                 raise PoolError(f"{url}: {answer}") from answer
@@ -434,7 +432,7 @@ class ServerPool:
             if self._checks:
                 await asyncio.wait(self._checks.values())
             self.fleet.new_version(version)
-            return self.fleet.refitting()
+            return self.fleet.urls_of(State.REFITTING)
 
         return self._loop.run(begin())
 
@@ -469,12 +467,13 @@ class ServerPool:
             self._checks.pop(url).result()
         for url in self.fleet.to_probe(now):
             if url not in self._checks:
-                self._checks[url] = asyncio.ensure_future(self._check(url))
+                self._checks[url] = asyncio.ensure_future(self._check(self._servers[url]))
                 self._checks[url].add_done_callback(lambda _: self._wake.set())
 
-    async def _check(self, url: str) -> None:
+    async def _check(self, server: VLLMServer) -> None:
         """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
-        server, known = self._servers[url], self.fleet.servers[url]
+        url = server.url
+        known = self.fleet.servers[url]
         self._refitting.discard(url)
         try:
             await server.probe()
