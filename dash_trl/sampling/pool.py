@@ -272,7 +272,7 @@ class ServerPool:
         await self._check_idle()
         while True:
             try:
-                async with asyncio.timeout(None) as job.limit:  # ends if the server dies
+                async with asyncio.timeout(None) as job.limit:  # `_look_after_servers` ends it
                     url = await self._assigned(job)
                     completions = await self._servers[url].complete(prompt_ids, n, sampling, timeout=math.inf)
                     # A server that fails a weight sync may sample with wrong weights, and is dead at its end.
