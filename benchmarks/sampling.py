@@ -61,7 +61,8 @@ def sampling(path: str) -> dict[str, float]:
 
         def by_pool(rows: list[tuple[list[int], int]], at_a_time: int = BATCHES[0]) -> None:
             for start in range(0, len(rows), at_a_time // GROUP):
-                pool.run(pool.completions(rows[start : start + at_a_time // GROUP], options))
+                batch = rows[start : start + at_a_time // GROUP]
+                pool.run(pool.complete(ids, n, options) for ids, n in batch)
 
         by_pool(prompts[:4])  # the first requests compile kernels
         for _ in range(ROUNDS):

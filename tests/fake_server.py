@@ -262,7 +262,7 @@ def keep_weights(pool):
 
 
 def is_idle(pool):
-    return not (pool.backlog.waiting or pool.backlog.running)
+    return not (pool.fleet.waiting or pool.fleet.running())
 
 
 def hurry(pool, clock):

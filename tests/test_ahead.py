@@ -2,12 +2,13 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 
 from dash_trl.rollout import RunAhead, StaleRollouts
-from dash_trl.sampling import Backlog, Fleet, Job
+from dash_trl.sampling import Fleet, Job
 
 # ---------------------------------------------------------------------------------------------------- the semantics
 
@@ -101,75 +102,82 @@ def test_rollouts_that_are_too_old_are_an_error_with_every_number():
 # ------------------------------------------------------------------------------------------------- whose job is next
 
 
-def backlog(*urls: str, ranks: int = 1, **most: int) -> Backlog:
-    """Over servers that have the current weights."""
-    fleet = Fleet(urls, ranks, **{"sequences": 64, **most})
+def fleet(*urls: str, ranks: int = 1, **most: int) -> Fleet:
+    """Servers that have the current weights."""
+    servers = Fleet(urls, ranks, **{"sequences": 64, **most})
     for url in urls:
-        fleet.answered(url)
-        fleet.refitted(url, 0, 0.0)
-    return Backlog(fleet)
+        servers.answered(url)
+        servers.refitted(url, 0, 0.0)
+    return servers
+
+
+def assign(servers: Fleet, jobs: Iterable[Job] = ()) -> list[tuple[int, str]]:
+    """(number, URL) of each job that is given to a server, in that order."""
+    for job in jobs:
+        servers.add(job)
+    before = list(servers.waiting)
+    servers.assign(0.0)
+    return [(job.number, job.tried[-1]) for job in before if job.assigned.is_set()]
+
+
+def fail(servers: Fleet, job: Job, **kind: bool) -> None:
+    """As the pool does when a request fails."""
+    servers.failed(job.tried[-1], "broken", 0.0, **kind)
+    servers.drop(job)
+    servers.add(job)
 
 
 def test_ranks_share_what_a_server_holds():
     """The first to come does not take it all: 64 sequences of 4 ranks are 2 jobs of 8 for each."""
-    ranks = [backlog("a", "b", ranks=4) for _ in range(4)]
-    for one in ranks:
-        one.add(Job(100, 8, number=number) for number in range(50))
-    assert [Counter(url for _, url in one.assign()) for one in ranks] == [{"a": 2, "b": 2}] * 4
+    for one in [fleet("a", "b", ranks=4) for _ in range(4)]:
+        given = assign(one, (Job(100, 8, number=number) for number in range(50)))
+        assert Counter(url for _, url in given) == {"a": 2, "b": 2}
 
 
 def test_servers_share_the_connections():
     for jobs, each in ((5, 2), (1, 1)):
-        one = backlog("a", "b", jobs=jobs)
-        one.add(Job(1, number=number) for number in range(9))
-        assert Counter(url for _, url in one.assign()) == {"a": each, "b": each}, jobs
+        given = assign(fleet("a", "b", jobs=jobs), (Job(1, number=number) for number in range(9)))
+        assert Counter(url for _, url in given) == {"a": each, "b": each}, jobs
 
 
-def test_what_a_server_had_waits_again_when_it_fails_or_dies_until_nobody_needs_it():
-    one = backlog("a", "b", sequences=4)
-    jobs = [Job(1, 2, number=number) for number in range(4)]
-    one.add(jobs)
-    assert [url for _, url in one.assign()] == ["a", "b", "a", "b"]
-    one.failed(jobs[0], "broken", now=0.0)
-    one.failed(jobs[1], "gone", now=0.0, gone=True)
-    assert one.lost() == [jobs[3]] and one.waiting == [jobs[0], jobs[1], jobs[3]] and one.running == {jobs[2]: "a"}
-    assert [job.failed_on for job in jobs] == [["a"], ["b"], [], ["b"]]
-    assert [list(server.outstanding) for server in one.fleet.servers.values()] == [[jobs[2]], []]
-    one.drop(jobs[0])
-    one.drop(jobs[2])
-    assert one.waiting == [jobs[1], jobs[3]] and not one.running and not one.fleet.servers["a"].outstanding
+def test_a_job_is_in_one_place_until_nobody_needs_it():
+    one, jobs = fleet("a", "b", sequences=4), [Job(1, 2, number=number) for number in range(5)]
+    assert [url for _, url in assign(one, jobs)] == ["a", "b", "a", "b"]
+    fail(one, jobs[0])
+    fail(one, jobs[1], gone=True)
+    assert one.waiting == [jobs[0], jobs[1], jobs[4]] and one.running() == 2
+    assert [server.outstanding for server in one.servers.values()] == [{jobs[2]}, {jobs[3]}]
+    for job in jobs:
+        one.drop(job)
+    assert not one.waiting and not one.running()
 
 
 def test_a_job_that_failed_does_not_go_back_but_others_go():
-    one = backlog("a", "b", sequences=4)
-    one.add(Job(1, 4, number=number) for number in range(3))
-    (first, _), (second, _) = one.assign()
-    one.failed(first, "broken", now=0.0)
-    one.fleet.answered("a")
-    one.fleet.refitted("a", 0, 1.0)
-    assert [(job.number, url) for job, url in one.assign()] == [(2, "a")]
-    one.served(second)
-    assert one.assign() == [(first, "b")]
+    one = fleet("a", "b", sequences=4)
+    first, second, third = (Job(1, 4, number=number) for number in range(3))
+    assign(one, [first, second, third])
+    fail(one, first)
+    one.answered("a")
+    one.refitted("a", 0, 1.0)
+    assert assign(one) == [(2, "a")]
+    one.drop(second)
+    assert assign(one) == [(0, "b")]
 
 
 def test_who_is_next_waits_for_room_and_nobody_overtakes():
-    """What is done says which weights may have written it: those with which it began, and all since."""
-    one = backlog("a", sequences=4)
-    one.add(Job(1, size, number=number) for number, size in enumerate((3, 2, 1)))
-    ((first, _),) = one.assign()
-    assert first.number == 0 and one.assign() == []
-    one.fleet.new_version(1, 0.0)
-    one.fleet.refitted("a", 1, 0.0)
-    one.served(first)
-    assert first.versions == (0, 1)
-    assert [(job.number, job.versions) for job, _ in one.assign()] == [(1, (1, 1)), (2, (1, 1))]
+    one = fleet("a", sequences=4)
+    jobs = [Job(1, size, number=number) for number, size in enumerate((3, 2, 1))]
+    assert assign(one, jobs) == [(0, "a")] and assign(one) == []
+    one.new_version(1)
+    one.refitted("a", 1, 0.0)
+    one.drop(jobs[0])
+    assert assign(one) == [(1, "a"), (2, "a")] and [job.version for job in jobs] == [0, 1, 1]
 
 
 def test_what_the_trainer_waits_for_goes_first():
-    one = backlog("a", "b", sequences=4)
-    one.add(Job(1, 4, order=order, number=number) for order in (2, 1) for number in (0, 1))
-    given = [job for job, _ in one.assign()]
-    one.failed(given[1], "broken", now=0.0)
-    one.add([Job(1, 4, order=-1)])
-    assert [(job.order, job.number) for job in given] == [(1, 0), (1, 1)]
-    assert [(job.order, job.number) for job in one.waiting] == [(-1, 0), (1, 1), (2, 0), (2, 1)]
+    one = fleet("a", "b", sequences=4)
+    jobs = [Job(1, 4, order=order, number=number) for order in (2, 1) for number in (0, 1)]
+    assert assign(one, jobs) == [(0, "a"), (1, "b")] and not any(job.tried for job in jobs[:2])
+    fail(one, jobs[3])
+    one.add(urgent := Job(1, 4))
+    assert one.waiting == [urgent, jobs[3], jobs[0], jobs[1]]

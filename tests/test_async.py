@@ -338,7 +338,7 @@ SAMPLING = {"max_tokens": 8}
 
 
 def submit(pool: ServerPool, count: int) -> Any:
-    return pool.submit(map(pool.complete, pool.completions([([i, 5], 1) for i in range(count)], SAMPLING)))
+    return pool.submit(pool.complete([i, 5], 1, SAMPLING) for i in range(count))
 
 
 def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):
@@ -364,7 +364,7 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
         clock.now += 200.0
         settle(pool)
         go_on.release()
-        wait_until(lambda left=left: len(pool.backlog.running) == left)
+        wait_until(lambda left=left: pool.fleet.running() == left)
     assert len(pool.collect(batch)) == 6 and pool.retried == 0
 
 
@@ -384,7 +384,10 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     good.version = bad.version = 1  # what comes after
     pool.weights_sent(1, {bad.url: "500 while loading", good.url: None})
     good.hold.set()
-    assert {token - FIRST for (row,) in pool.collect(batch) for token in row.token_ids} <= {0, 1} and pool.retried == 2
+    assert {token - FIRST for (row,), _ in pool.collect(batch) for token in row.token_ids} <= {
+        0,
+        1,
+    } and pool.retried == 2
 
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):

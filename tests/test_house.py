@@ -25,7 +25,7 @@ STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 PURE_ROOMS = {"update": {"padding_free", "trees", "mixers"}, "rollout": {"prompts"}}
 PURE = [
     *(f"process_rewards.{name}" for name in ("credit", "diagnostics")),
-    *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
+    *(f"sampling.{name}" for name in ("health", "checksum", "urls")),
     *("data", "evaluation.figures", "monitoring.metrics", "monitoring.recorder"),
     "collect.dynamic_sampling",
 ]

@@ -239,7 +239,7 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(model, pool):
     async def turns() -> None:  # a row of several turns
         ids = rows[0]
         for _ in range(2):
-            (reply,) = await pool.pool.complete(*pool.jobs([ids], 1), check=True)
+            (reply,), _ = await pool.pool.complete(*pool.requests([ids], 1)[0])
             replies.append((ids, reply.token_ids, [[value] for value in reply.log_probs]))
             ids = [*ids, *reply.token_ids]
 
@@ -257,11 +257,10 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     rows = [*[short] * 2, *[12 * short] * 2]
     before = {url: generated_tokens(url) for url in vllm_servers.urls}
     slow_tokens.touch()
-    jobs = pool.jobs(rows, 2)
-    batch = pool.pool.submit(map(pool.pool.complete, jobs))
+    batch = pool.pool.submit(pool.pool.complete(*request) for request in pool.requests(rows, 2))
 
     def both_groups_have_begun() -> bool:
-        in_work = list(pool.pool.backlog.running.values())
+        in_work = [one.url for one in pool.pool.fleet.servers.values() for _ in one.outstanding]
         return len(in_work) == 2 and all(generated_tokens(url) >= before[url] + 8 for url in in_work)
 
     wait_until(both_groups_have_begun)
@@ -269,9 +268,10 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     pool.step = lambda: 7
     pool.sync_weights()
     slow_tokens.unlink()
-    sampled = [row for group in pool.pool.collect(batch) for row in group]
+    groups, versions = zip(*pool.pool.collect(batch), strict=True)
+    sampled = [row for group in groups for row in group]
     completions, log_probs = [row.token_ids for row in sampled], [[[one] for one in row.log_probs] for row in sampled]
-    assert [pool.steps(job.versions) for job in jobs] == [[0, 7]] * 2
+    assert list(map(pool.steps, versions)) == [[0, 7]] * 2
     for row in zip(rows, completions, log_probs, strict=True):
         of_old, of_new = (differences(weights, *row) <= 1e-4 for weights in (old, model))
         begins, ends = of_old.cumprod(0).sum(), of_new.flip(0).cumprod(0).sum()  # tokens of either without a gap

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import threading
 import time
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,7 +22,6 @@ from dash_trl.distributed import Ranks
 from dash_trl.sampling import (
     Completion,
     FileWeights,
-    Job,
     PoolError,
     ServerGeneration,
     ServerGone,
@@ -65,22 +65,26 @@ def ready(*fakes: Fake, **options) -> ServerPool:
     return pool
 
 
-def expected(count: int, n: int) -> list[list[Completion]]:
-    return [[Completion([i, 100 + k], [-0.5, -1.5]) for k in range(n)] for i in range(count)]
+def expected(count: int, n: int) -> list[tuple[int, list[Completion]]]:
+    return [(i, [Completion([i, 100 + k], [-0.5, -1.5]) for k in range(n)]) for i in range(count)]
 
 
-def asked(pool: ServerPool, count: int, n: int) -> list[Job]:
-    return pool.completions([([i, 1, 2], n) for i in range(count)], SAMPLING)
+async def ask(pool: ServerPool, number: int, n: int) -> tuple[int, list[Completion]]:
+    return number, (await pool.complete([number, 1, 2], n, SAMPLING))[0]
 
 
-def complete(pool: ServerPool, count: int, n: int = 1) -> list[list[Completion]]:
+def asked(pool: ServerPool, count: int, n: int) -> Any:
+    return (ask(pool, number, n) for number in range(count))
+
+
+def complete(pool: ServerPool, count: int, n: int = 1) -> list[tuple[int, list[Completion]]]:
     return pool.run(asked(pool, count, n))
 
 
 def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
     pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=60.0)
-    assert sorted(pool.as_completed(asked(pool, 20, 2))) == list(enumerate(expected(20, 2)))
+    assert sorted(pool.as_completed(asked(pool, 20, 2))) == expected(20, 2)
     rest = pool.as_completed(asked(pool, 20, 2))
     next(rest)
     rest.close()
@@ -88,9 +92,6 @@ def test_results_are_taken_as_they_come(fakes):
     # vLLM ends a completion that repeats itself, if `generation_kwargs` have `repetition_detection`: it is whole.
     pool = ready(fakes("repetition"))
     assert complete(pool, 2, 2) == expected(2, 2) and not pool.retried
-    # A prompt may have a limit of its own: a server answers with an error where both exceed its context.
-    jobs = pool.completions([([0, 2], 1), ([1, 2], 2, 1)], SAMPLING)
-    assert pool.run(jobs) == [*expected(1, 1), [Completion([1], [-0.5])] * 2]
 
 
 def test_what_a_server_answers_wrongly_is_its_failure(fakes):
@@ -108,7 +109,7 @@ def test_a_good_server_answers_what_a_bad_one_fails(fakes, monkeypatch):
     for fault in ("500", "hangs", "breaks off"):
         bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
         pool = ready(bad, good, server_timeout=600.0, request_timeout=60.0)
-        batch = pool.submit(map(pool.complete, asked(pool, 12, 4)))
+        batch = pool.submit(asked(pool, 12, 4))
         if fault == "hangs":
             wait_until(lambda bad=bad, good=good: (bad.asked["/v1/completions"], len(good.served)) == (7, 7))
             settle(pool)
@@ -164,7 +165,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
 
     pool.refit = refit
     complete(pool, 4)  # by the other one
-    assert order == [] and pool.fleet.waiting() == [slow]
+    assert order == [] and pool.fleet.urls_of("refitting") == [slow]
     newer_asked.set()
     pool.new_version(1)
     assert order == ["older"]
@@ -184,8 +185,8 @@ def test_a_look_at_who_had_no_work_waits_until_weights_are_sent(fakes):
 
     pool.refit = refit
     pool.new_version(1)
-    pool.fleet.failed(away.url, None, "it was away", now=0.0)  # a look is due
-    batch = pool.submit(map(pool.complete, asked(pool, 2, 1)))
+    pool.fleet.failed(away.url, "it was away", now=0.0)  # a look is due
+    batch = pool.submit(asked(pool, 2, 1))
     settle(pool)
     pool.on_each(lambda server: server.weight_tag())  # a look that had begun would come before
     assert looks == [] and [fake.asked["/health"] for fake in (idle, away)] == [1, 1]
@@ -213,7 +214,7 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_pa
     sync = weight_sync([fake, other], model, tmp_path)
     pool = sync.pool
     pool.wait_until_ready()
-    assert pool.fleet.waiting() == pool.urls  # there are no weights yet
+    assert pool.fleet.urls_of("refitting") == pool.urls  # there are no weights yet
     sync.send()
     assert fake.loads == other.loads == [0, 0]  # with the proof
     assert complete(pool, 8) == expected(8, 1)
@@ -221,7 +222,7 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_pa
     sent, fake.tag = fake.tag, "default"
     assert complete(pool, 8) == expected(8, 1)
     assert fake.loads[2:] == [4] and fake.tag == sent and len(other.loads) == 2
-    pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
+    pool.fleet.died(other.url, "gone", time.monotonic() - 9.0)
     sync.send()
     assert len(fake.loads) == 4 and len(other.loads) == 2  # the dead hold nobody up
     sent, other.tag = fake.tag, "default"
@@ -379,7 +380,7 @@ def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes,
         return pool.fleet.version - (len(order) < 3)  # twice it ends up with old weights
 
     pool.refit = refit
-    batch = pool.submit(map(pool.complete, asked(pool, 4, 1)))
+    batch = pool.submit(asked(pool, 4, 1))
     hurry(pool, clock)
     assert pool.collect(batch) == expected(4, 1)
     assert len(order) == 3 and len(fake.served) == 4 + 3  # a trial of one token each, before a server is trusted

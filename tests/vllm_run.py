@@ -101,9 +101,9 @@ class KilledAtItsCheckpoint(Watch):
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
         super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        self.trainer, self.backlog = trainer, trainer.vllm_generation.pool.backlog
+        self.trainer, self.fleet = trainer, trainer.vllm_generation.pool.fleet
         if len(self.windows) == 1:
-            wait_until(lambda: not self.backlog.running and not self.backlog.waiting)
+            wait_until(lambda: not self.in_flight())
             trainer.accelerator.wait_for_everyone()
             self.hold.touch()
         elif len(self.windows) == 2:
@@ -111,7 +111,7 @@ class KilledAtItsCheckpoint(Watch):
 
     def in_flight(self) -> int:
         """Groups that servers sample or are going to: a server that is tested with a token does not answer now."""
-        return len(self.backlog.running) + len(self.backlog.waiting)
+        return self.fleet.running() + len(self.fleet.waiting)
 
     def on_save(self, args, state, control, **kwargs):
         say("killed", {"windows": self.windows, "in_flight": self.in_flight(), "step": state.global_step})

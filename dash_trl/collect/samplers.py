@@ -18,11 +18,12 @@ from dash_trl.collect.decode import Prompts, Sampled
 from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, one_ahead
 from dash_trl.log_probs import LogProbs
+from dash_trl.rollout import joined
 from dash_trl.sampling import URGENT
 from dash_trl.seams import decoded, sync_weights
 
-# Of adjacent rows: index of the first one, what servers have sampled of each, weight versions of their requests
-Work = tuple[int, list[Any], Sequence[int]]
+# Index of the first of adjacent rows, what servers have sampled of each row, weight versions of the requests
+Work = tuple[int, Sequence[Any], list[int]]
 
 
 class Sampler:
@@ -137,7 +138,7 @@ class InProcess(Sampler):
         """Add log-probs if they are needed, and begin the rewards of the rows."""
         if sampled.log_probs is None and one_ahead(self._host):
             sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
-        self._rewards.start(prompts, 0, sampled.prompts, sampled.completion_ids, sampled.completions)
+        self._rewards.start(prompts, 0, sampled)
         return sampled
 
     def forget(self) -> None:
@@ -157,7 +158,6 @@ class OnServers(Sampler):
         super().__init__(host, rewards)
         self._servers, self._pool = servers, servers.pool
         self._submitted: dict[int, Any] = {}  # generation batch → its `Batch` of the pool
-        self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
     def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         with self._timed("generate"):
@@ -166,38 +166,34 @@ class OnServers(Sampler):
                 works = self._works(one, URGENT if one is prompts else one.number)
                 self._submitted[one.number] = self._pool.submit(works, partial(self._seen, one))
             with self._timed("wait_for_rollouts"):  # while this waits, the pool calls `_seen` on this thread
-                work = self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number))
-        versions = [self._servers.steps(versions) for _, rows, versions in work for _ in rows]
-        return self._sampled(prompts, [row for _, rows, _ in work for row in rows], torch.tensor(versions))
+                return joined(self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number)))
 
     def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
         """Yield coroutines for the event loop of the pool; each samples adjacent rows."""
-        self._completions[prompts.number] = [None] * len(prompts.examples)
         first = 0
-        for job in self._servers.jobs(prompts.ids, self._host.args.num_generations, order):
-            yield self._group(first, job)
-            first += job.sequences
+        for ids, n, sampling in self._servers.requests(prompts.ids, self._host.args.num_generations):
+            yield self._group(first, ids, n, sampling, order)
+            first += n
 
-    async def _group(self, first: int, job: Any) -> Work:
-        return first, await self._pool.complete(job), job.versions
+    async def _group(self, first: int, ids: list[int], n: int, sampling: dict[str, Any], order: int) -> Work:
+        return first, *await self._pool.complete(ids, n, sampling, order=order)
 
-    def _seen(self, prompts: Prompts, work: Work) -> None:
+    def _seen(self, prompts: Prompts, work: Work) -> Sampled:
         """Decode rows that have been sampled, and begin their rewards. The pool calls it on the main thread."""
-        first, rows, _ = work
-        own, ids = slice(first, first + len(rows)), [row.token_ids for row in rows]
-        completions = decoded(self._host._tokenizer, prompts.prompts[own], prompts.ids[own], ids)
-        self._completions[prompts.number][own] = completions
-        self._rewards.start(prompts, first, prompts.prompts[own], ids, completions)
+        first, rows, versions = work
+        steps = torch.tensor([self._servers.steps(versions)] * len(rows))
+        sampled = self._sampled(prompts, first, rows, steps)
+        self._rewards.start(prompts, first, sampled)
+        return sampled
 
-    def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
-        return Sampled(
-            prompts.ids,
-            [row.token_ids for row in rows],
-            self._completions.pop(prompts.number),
-            versions,
-            prompts=prompts.prompts,
-            log_probs=[row.log_probs for row in rows],
-        )
+    def _sampled(self, prompts: Prompts, first: int, rows: Sequence[Any], versions: Tensor) -> Sampled:
+        own = slice(first, first + len(rows))
+        texts = prompts.prompts[own]
+        prompt_ids = prompts.ids[own]
+        completion_ids = [row.token_ids for row in rows]
+        completions = decoded(self._host._tokenizer, texts, prompt_ids, completion_ids)
+        log_probs = [row.log_probs for row in rows]
+        return Sampled(prompt_ids, completion_ids, completions, versions, prompts=texts, log_probs=log_probs)
 
     def start_rewards_of_sampled(self) -> None:
         for batch in self._submitted.values():
@@ -206,11 +202,10 @@ class OnServers(Sampler):
     def log(self) -> None:
         """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
         pool = self._pool
-        retried, queued = self._host.ranks.sum(torch.tensor([pool.retried, len(pool.backlog.waiting)])).tolist()
+        retried, queued = self._host.ranks.sum(torch.tensor([pool.retried, len(pool.fleet.waiting)])).tolist()
         self._host.recorder.log({"servers/healthy": len(pool.fleet.current()), "async/queued_groups": queued})
         self._host.recorder.total("servers/retried_requests", retried)
 
     def forget(self) -> None:
         self._submitted.clear()
-        self._completions.clear()
         self._pool.cancel()

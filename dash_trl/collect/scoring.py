@@ -158,9 +158,7 @@ class Rewards:
         if self.start_early:
             self._early[prompts.number] = self.team.begin(len(prompts.examples), self.host.args.num_generations)
 
-    def start(
-        self, prompts: Prompts, first: int, texts: list[Any], completion_ids: list[list[int]], completions: list[Any]
-    ) -> None:
+    def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
         Pass each row of a generation batch exactly once, in any order. Do nothing if rewards do not start early.
@@ -168,13 +166,12 @@ class Rewards:
         Args:
             prompts: the prompts of the generation batch.
             first: index of the first row within the batch.
-            texts: the prompts of the rows, including the text that environments added.
-            completion_ids: the token ids of the rows' completions.
-            completions: the decoded completions of the rows.
+            sampled: the rows.
         """
         if (request := self._early.get(prompts.number)) is not None:
-            own = prompts.examples[first : first + len(completion_ids)]
-            self.team.start(request, first, reward_rows(own, texts, deepcopy(completions), completion_ids))
+            own = prompts.examples[first : first + len(sampled.completions)]
+            completions = deepcopy(sampled.completions)
+            self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.

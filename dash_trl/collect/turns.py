@@ -7,6 +7,7 @@ All ranks run the same number of rounds, because sampling in this process may be
 """
 
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,13 @@ class _Turns(Sampler):
         sampled = super().sample(prompts, new)
         self._taken = self._rows.pop(prompts.number)
         self._conversations.score(self._taken)
-        return sampled
+        calls = torch.tensor([[row.calls, row.failed_calls] for row in self._taken])
+        turns = TurnCounts(
+            calls=calls if self._conversations.has_tools else None,
+            failed=torch.tensor([row.failure is not None for row in self._taken]),
+            failure=next((row.failure for row in self._taken if row.failure is not None), ""),
+        )
+        return replace(sampled, turns=turns)
 
     def _new_rows(self, prompts: Prompts) -> list[tuple[Conversation, list[int] | None]]:
         """Make the rows of a generation batch; return each with the token ids of its prompt, if they are known."""
@@ -135,26 +142,18 @@ class _Turns(Sampler):
         prompt_ids = prompts.ids if prompts.tokenized else [None] * len(rows)
         return list(zip(rows, prompt_ids, strict=True))
 
-    def _of_rows(self, number: int, versions: Tensor) -> Sampled:
-        """Return the rows of a generation batch, all of which have ended."""
-        rows = self._rows[number]
+    def _of_rows(self, rows: Sequence[Conversation], versions: Tensor) -> Sampled:
+        """Return rows that have ended."""
         turns = [row.turns for row in rows if row.turns is not None]
-        known = self._host.args.use_vllm or any(one.log_probs is not None for one in turns)
+        known = self._host.args.use_vllm or any(row.log_probs is not None for row in turns)
         return Sampled(
-            prompt_ids=[one.prompt_ids for one in turns],
-            completion_ids=[one.completion_ids for one in turns],
-            completions=[one.messages for one in turns],
+            prompt_ids=[row.prompt_ids for row in turns],
+            completion_ids=[row.completion_ids for row in turns],
+            completions=[row.messages for row in turns],
             policy_version=versions,
-            log_probs=[one.log_probs or [None] * len(one.own) for one in turns] if known else None,
-            own_tokens=[one.own for one in turns],
+            log_probs=[row.log_probs or [None] * len(row.own) for row in turns] if known else None,
+            own_tokens=[row.own for row in turns],
             prompts=[row.prompt for row in rows],
-            turns=TurnCounts(
-                calls=torch.tensor([[row.calls, row.failed_calls] for row in rows])
-                if self._conversations.has_tools
-                else None,
-                failed=torch.tensor([row.failure is not None for row in rows]),
-                failure=next((row.failure for row in rows if row.failure is not None), ""),
-            ),
         )
 
     def forget(self) -> None:
@@ -169,9 +168,10 @@ class TurnsInProcess(_Turns, InProcess):
     """Samples rows with several turns in this process."""
 
     def _sample(self, prompts: Prompts) -> Sampled:
+        rows = self._new_rows(prompts)
         with self._timed("generate"):
-            Rounds(self._host, self._conversations).sample(self._new_rows(prompts))
-        return self._finished(prompts, self._of_rows(prompts.number, self._versions(len(prompts.examples))))
+            Rounds(self._host, self._conversations).sample(rows)
+        return self._finished(prompts, self._of_rows([row for row, _ in rows], self._versions(len(rows))))
 
 
 class TurnsOnServers(_Turns, OnServers):
@@ -185,23 +185,18 @@ class TurnsOnServers(_Turns, OnServers):
     async def _lead(
         self, number: int, row: Conversation, prompt_ids: list[int] | None, order: int, sampling: dict[str, Any]
     ) -> Work:
-        """Sample all turns of a row, each by a job."""
+        """Sample all turns of a row, each by a request."""
         versions: list[int] = []
         goes_on = await self._conversations.begin(row, prompt_ids)
         while goes_on and row.turns is not None:
-            (job,) = self._pool.completions([(row.turns.context, 1, row.turns.room)], sampling, order=order)
-            job.number = number
-            (turn,) = await self._pool.complete(job, check=True)
-            versions += job.versions
+            limited = sampling | {"max_tokens": row.turns.room}
+            (turn,), added = await self._pool.complete(row.turns.context, 1, limited, order=order, number=number)
+            versions += added
             goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
         return number, [row], versions
 
-    def _seen(self, prompts: Prompts, work: Work) -> None:
-        first, (row,), _ = work
-        self._rewards.start(prompts, first, [row.prompt], [row.turns.completion_ids], [row.turns.messages])
-
-    def _sampled(self, prompts: Prompts, rows: list[Any], versions: Tensor) -> Sampled:
-        return self._of_rows(prompts.number, versions)
+    def _sampled(self, prompts: Prompts, first: int, rows: Sequence[Any], versions: Tensor) -> Sampled:
+        return self._of_rows(rows, versions)
 
 
 def new_sampler(

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +245,12 @@ class ServerSampler(Sampler):
             "max_tokens": max_completion_length,
             "stop_token_ids": self.end_tokens,
         }
-        jobs = self.pool.completions([(prompt, num_samples) for prompt in prompts], sampling)
-        for index, completions in self.pool.as_completed(jobs):
-            yield index, [completion.token_ids for completion in completions]
+
+        async def draw(index: int, prompt: list[int]) -> tuple[int, list[list[int]]]:
+            completions, _ = await self.pool.complete(prompt, num_samples, sampling)
+            return index, [completion.token_ids for completion in completions]
+
+        yield from self.pool.as_completed(starmap(draw, enumerate(prompts)))
 
 
 @contextmanager

@@ -366,7 +366,7 @@ def joined(parts: Sequence[Table]) -> Table:
         if isinstance(value, Tensor):
             found[name] = _stacked(values)
         elif isinstance(value, list):
-            found[name] = sum(values, [])
+            found[name] = [row for rows in values for row in rows]
     return replace(parts[0], **found)  # type: ignore[type-var]
 
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package and by tests, not public
     from dash_trl.sampling.adapter import obstacle
-    from dash_trl.sampling.backlog import URGENT, Backlog, Job
     from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum, weights_version
-    from dash_trl.sampling.health import Fleet
+    from dash_trl.sampling.health import URGENT, Fleet, Job
     from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, check_probe, model_log_probs
     from dash_trl.sampling.server import Completion, ServerGone
     from dash_trl.sampling.sync import WeightSync

@@ -1,16 +1,15 @@
-"""Distributes jobs over several servers. Every job is completed exactly once, even if servers fail.
+"""Distributes requests over several servers. Each is completed exactly once, even if servers fail.
 
-The path of a job::
+The path of a request::
 
-    complete: a job ──► backlog ──► the server with the fewest outstanding tokens ──► its completions
-                           ▲                        │ failed, hung, died
-                           └────────────────────────┘
+    complete: waits for its turn ──► the server with the fewest outstanding tokens ──► its completions
+                  ▲                                 │ failed, hung, died
+                  └─────────────────────────────────┘
     submit: coroutines that await `complete`, once or several times ──► collect: their results, in their order
 
-A job is one request to a server. Several batches of coroutines may be in progress at once; `backlog.Backlog` and
-`health.Fleet` decide which job goes where. While jobs are in progress, only the event loop's thread changes the
-backlog, the fleet and the pool's other state. The results of a batch go through a queue to the thread that collects
-them.
+Several batches of coroutines may be in progress at once; `health.Fleet` decides which request goes where. While
+requests are in progress, only the event loop's thread changes the fleet and the pool's other state. The results of a
+batch go through a queue to the thread that collects them.
 """
 
 import asyncio
@@ -20,13 +19,13 @@ import queue
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
 
-from dash_trl.sampling.backlog import URGENT, Backlog, Job
-from dash_trl.sampling.health import PROBE_EVERY, Fleet, State
+from dash_trl.sampling.health import PROBE_EVERY, URGENT, Fleet, Job, State
 from dash_trl.sampling.server import Completion, ServerError, ServerGone
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm import VLLMServer
@@ -34,9 +33,9 @@ from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 6  # failures of one job before the run ends with an error
+ATTEMPTS = 6  # failures of one request before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
-START_TOGETHER = 1.0  # seconds; a new batch waits at most this long for the checks of suspect servers
+START_TOGETHER = 1.0  # seconds; a request waits at most this long for the checks of suspect servers
 TEST_SECONDS = 60.0  # for the token that a server samples before it is trusted again
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
@@ -51,19 +50,31 @@ class Batch:
     The event loop's thread puts their tasks into `finished`; the thread that submitted the batch reads them.
 
     Args:
-        seen: called once with each result, on the thread that calls `read`; `None`: nobody is told.
+        seen: function of a result, which is called on the thread that calls `read`. Its value takes the place of the
+            result.
 
     Attributes:
         tasks: one for each coroutine, in their order.
-        finished: queue of the tasks that have ended.
+        finished: queue of the tasks that have ended, and of errors that concern all tasks.
+        results: task → result, for the tasks that were read.
     """
 
-    def __init__(self, seen: Callable[[Any], None] | None):
+    def __init__(self, seen: Callable[[Any], Any]):
         self.tasks: list[asyncio.Task[Any]] = []
-        self.finished: queue.SimpleQueue[asyncio.Task[Any]] = queue.SimpleQueue()
-        self._count = 0  # number of results that were read
+        self.finished: queue.SimpleQueue[asyncio.Task[Any] | Future[Any]] = queue.SimpleQueue()
+        self.results: dict[Any, Any] = {}
         self._seen = seen
         self._error: Exception | None = None  # the first error; a call with `wait` raises it
+
+    def fail(self, error: Exception) -> None:
+        """End the batch with an error, unless all of its tasks have ended."""
+        if all(task.done() for task in self.tasks):
+            return
+        failed = Future[Any]()
+        failed.set_exception(error)
+        self.finished.put(failed)
+        for task in self.tasks:
+            task.cancel()
 
     def read(self, *, wait: bool = False) -> None:
         """Read the results that have come since the last call, and call `seen` for each.
@@ -75,12 +86,10 @@ class Batch:
             Exception: the first error of a task or of `seen`. Without `wait`, an error is kept for the call with
                 `wait`.
         """
-        while self._count < len(self.tasks) and self._error is None and (wait or not self.finished.empty()):
+        while len(self.results) < len(self.tasks) and self._error is None and (wait or not self.finished.empty()):
+            task = self.finished.get()
             try:
-                result = self.finished.get().result()
-                self._count += 1
-                if self._seen is not None:
-                    self._seen(result)
+                self.results[task] = self._seen(task.result())
             except Exception as error:
                 self._error = error
         if wait and self._error is not None:
@@ -88,19 +97,18 @@ class Batch:
 
 
 class ServerPool:
-    """Pool of servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
+    """Pool of servers that balances requests by outstanding tokens. Those of a failed server go to other servers.
 
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
-        request_timeout: seconds in which a server with jobs has to answer one of them. Otherwise all of its jobs count
-            as failed and go to other servers. The time of a weight sync and the time in the backlog do not count.
+        request_timeout: seconds in which a server with requests has to answer one of them. Otherwise it counts as dead,
+            and its requests go to other servers. The time of a weight sync does not count.
         ranks: number of processes that share the servers.
 
     Attributes:
-        fleet: state of the servers.
-        backlog: unfinished jobs.
-        retried: number of requests so far that went back to the backlog, because they failed or their server died.
+        fleet: state of the servers, and the unfinished requests.
+        retried: number of requests so far that had to wait again, because they failed or their server died.
         refit: coroutine function that gives a server the current weights and returns their version, or None if the
             server has to wait for the first weight sync. If `refit` is None, servers are used as they are.
 
@@ -115,19 +123,16 @@ class ServerPool:
         self.server_timeout = server_timeout
         self.request_timeout = request_timeout
         self.fleet = Fleet(self.urls, ranks)
-        self.backlog = Backlog(self.fleet)
         self.retried = 0
-        self._batches: set[Batch] = set()
-        self._answers: dict[Job, asyncio.Future[list[Completion]]] = {}  # unfinished job → its result to be
-        self._requests: dict[Job, asyncio.Task[list[Completion]]] = {}  # running job → its request
-        self._last_answers = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
-        self._worker: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
-        self._sending = False  # whether a weight sync to all servers is in progress
-        self._usable = -math.inf  # when a server was last usable, or given weights
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
+        self._batches: set[Batch] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._weights_sent = asyncio.Event()  # cleared during a weight sync to all servers
+        self._weights_sent.set()
+        self._usable = -math.inf  # when a server was last usable, or given weights
         self._checks: dict[str, asyncio.Task[None]] = {}  # URL → its check, which may outlive a batch
+        self._refitting: set[str] = set()  # URLs of servers whose check gives them weights
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers: dict[str, VLLMServer] = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -146,15 +151,12 @@ class ServerPool:
             PoolError: if a server does not answer within `server_timeout`.
         """
 
-        def dead() -> list[str]:
-            return [url for url in self.urls if self.fleet.servers[url].state == State.DEAD]
-
-        async def missing_servers() -> list[str]:
-            await asyncio.gather(*map(self._check, dead()))
-            return dead()
+        def missing_servers() -> list[str]:
+            self.ask_all(self._check, self.fleet.urls_of(State.DEAD))
+            return self.fleet.urls_of(State.DEAD)
 
         deadline = time.monotonic() + self.server_timeout
-        while missing := self._loop.run(missing_servers()):
+        while missing := missing_servers():
             if time.monotonic() >= deadline:
                 raise PoolError(
                     self.message(
@@ -165,35 +167,11 @@ class ServerPool:
                 )
             time.sleep(PROBE_EVERY)
 
-    def completions(
-        self,
-        prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
-        sampling: dict[str, Any],
-        *,
-        order: int = URGENT,
-    ) -> list[Job]:
-        """Make one job for each prompt; its result is the list of the prompt's continuations (`Completion`).
-
-        Args:
-            prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
-                `sampling`, unless it is None.
-            sampling: sampling parameters, see `VLLMServer.complete`.
-            order: see `Job`.
-
-        Returns:
-            The jobs, in the order of the prompts.
-        """
-
-        jobs = []
-        for number, (ids, n, *limit) in enumerate(prompts):
-            own = sampling if not limit or limit[0] is None else sampling | {"max_tokens": limit[0]}
-            tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            jobs.append(Job(tokens, n, prompt_ids=ids, sampling=own, order=order, number=number))
-        return jobs
-
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], None] | None = None) -> Batch:
+    def submit(
+        self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], Any] = lambda result: result
+    ) -> Batch:
         """Start coroutines without waiting for them; `collect` waits.
 
         Args:
@@ -201,10 +179,9 @@ class ServerPool:
             seen: see `Batch`.
         """
         batch = Batch(seen)
-        self._batches.add(batch)
 
         async def start() -> None:
-            await self._check_idle()
+            self._batches.add(batch)
             for work in works:
                 task = asyncio.ensure_future(work)
                 task.add_done_callback(batch.finished.put)
@@ -223,202 +200,166 @@ class ServerPool:
             The results, in the order of the batch's coroutines.
 
         Raises:
-            Exception: the errors of `run`, and an error of the batch's `seen`.
+            Exception: the errors of `complete`, and an error of the batch's `seen`.
         """
         try:
             batch.read(wait=True)
-        finally:  # drop the unfinished jobs after an error or an interrupt
+        finally:  # cancel what is unfinished after an error or an interrupt
             self._forget(batch)
-        return [task.result() for task in batch.tasks]
+        return [batch.results[task] for task in batch.tasks]
 
     def _forget(self, batch: Batch) -> None:
         """Cancel what is unfinished of a batch."""
 
         async def forget() -> None:
+            self._batches.discard(batch)
             for task in batch.tasks:
                 task.cancel()
             await asyncio.gather(*batch.tasks, return_exceptions=True)
 
-        self._batches.discard(batch)
         self._loop.run(forget())
 
-    def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
-        """Run jobs and yield their results in order of completion.
+    def as_completed(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Iterator[Any]:
+        """Run coroutines and yield their results in order of completion.
 
-        If the caller stops iterating early, the unfinished jobs are dropped.
+        If the caller stops iterating early, the unfinished coroutines are cancelled.
 
         Args:
-            jobs: jobs that are numbered from 0.
-
-        Yields:
-            (number of a job, its result).
+            works: see `submit`.
 
         Raises:
-            Exception: the errors of `run`.
+            Exception: the errors of `complete`.
         """
-
-        async def numbered(job: Job) -> tuple[int, list[Completion]]:
-            return job.number, await self.complete(job)
-
-        batch = self.submit(map(numbered, jobs))
+        batch = self.submit(works)
         try:
-            for _ in jobs:
+            for _ in batch.tasks:
                 yield batch.finished.get().result()
         finally:
             self._forget(batch)
+
+    def run(self, works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Run coroutines and wait for them; see `submit` and `collect`."""
+        return self.collect(self.submit(works))
 
     def cancel(self) -> None:
         """Cancel all batches and their requests on the servers. Call it when nobody needs the results any more."""
         for batch in tuple(self._batches):
             self._forget(batch)
 
-    def run(self, jobs: list[Job]) -> list[list[Completion]]:
-        """Run jobs and wait for them.
+    # --------------------------------------------------------------------------------- requests, on the loop's thread
+
+    async def complete(
+        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, order: int = URGENT, number: int = 0
+    ) -> tuple[list[Completion], list[int]]:
+        """Sample `n` continuations of one prompt on any server. This coroutine runs on the pool's event loop.
 
         Args:
-            jobs: the jobs.
+            prompt_ids: token ids of the prompt.
+            n: number of continuations.
+            sampling: sampling parameters, see `VLLMServer.complete`.
+            order: see `Job`.
+            number: see `Job`.
 
         Returns:
-            The results, in the order of the jobs.
+            The continuations, and the weight version at two times: when the server that completed the request was given
+            it, and when it was done.
 
         Raises:
-            PoolError: if no server could be used for `server_timeout`, or a job failed `ATTEMPTS` times.
-            ValueError: if a server refused a request as invalid.
+            PoolError: if no server could be used for `server_timeout`, or the request failed `ATTEMPTS` times.
+            ValueError: if a server refused the request as invalid.
         """
-        return self.collect(self.submit(map(self.complete, jobs)))
+        job = Job(n * (len(prompt_ids) + int(sampling.get("max_tokens") or 16)), n, order, number)
+        await self._check_idle()
+        while True:
+            try:
+                async with asyncio.timeout(None) as job.limit:  # `_look_after_servers` ends it
+                    url = await self._assigned(job)
+                    completions = await self._servers[url].complete(prompt_ids, n, sampling, timeout=math.inf)
+                    # A server that fails a weight sync may sample with wrong weights, and is dead at its end.
+                    await self._weights_sent.wait()
+                server = self.fleet.servers[url]
+                if server.state == State.DEAD:
+                    raise ServerError(server.last_error)
+                self.fleet.served(url, time.monotonic())
+                return completions, [job.version, self.fleet.version]
+            except (ServerError, TimeoutError) as error:
+                self._failed(job, error)
+            finally:
+                self.fleet.drop(job)
+                self._wake.set()
 
     async def _check_idle(self) -> None:
-        """Check idle servers, unless weights are being sent."""
+        """Check idle servers, unless weights are being sent.
+
+        Without the wait, the first server that answers its probe would be given all requests.
+        """
         now = time.monotonic()
         self.fleet.suspect_idle(now)
-        suspects = [url for url in self.fleet.to_probe(now) if self.fleet.servers[url].state == State.SUSPECT]
-        if suspects and not self._sending:  # otherwise the first suspect that answers its probe would be given all jobs
-            await asyncio.wait(self._start_checks(suspects), timeout=START_TOGETHER)
+        if self._weights_sent.is_set():
+            self._start_checks(now)
+            checks = [self._checks[server.url] for server in self.fleet.current() if server.url in self._checks]
+            if checks:
+                await asyncio.wait(checks, timeout=START_TOGETHER)
 
-    async def complete(self, job: Job, *, check: bool = False) -> list[Completion]:
-        """Wait until a server has completed a job. This coroutine runs on the pool's event loop.
+    async def _assigned(self, job: Job) -> str:
+        """Wait until a server is given a job; return its URL."""
+        self.fleet.add(job)
+        self._wake.set()
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.ensure_future(self._watch())
+        await job.assigned.wait()
+        return job.tried[-1]
+
+    def _failed(self, job: Job, error: Exception) -> None:
+        """Record that a server failed a job. Raise after `ATTEMPTS` failures.
+
+        The loss of its server counts as a failure of a job, because the job may be the cause.
+        """
+        url = job.tried[-1]
+        server = self.fleet.servers[url]
+        if server.state != State.DEAD:
+            logger.warning(f"Server {url} failed a request, which goes to another server: {error}")
+            self.fleet.failed(url, str(error), time.monotonic(), gone=isinstance(error, ServerGone))
+        self.retried += 1
+        if len(job.tried) >= ATTEMPTS:
+            what = f"A request failed {ATTEMPTS} times, most recently on {url}: {server.last_error}"
+            raise PoolError(self.message(what)) from error
+
+    async def _watch(self) -> None:
+        """Check servers and give jobs to them until no job is left. An error in a check ends all batches."""
+        self._usable = time.monotonic()
+        while self.fleet.waiting or self.fleet.running():
+            self._wake.clear()
+            try:
+                if self._weights_sent.is_set():
+                    self._look_after_servers(time.monotonic())
+                self.fleet.assign(time.monotonic())
+            except Exception as error:
+                for batch in self._batches:
+                    batch.fail(error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK):
+                    await self._wake.wait()
+
+    def _look_after_servers(self, now: float) -> None:
+        """Take jobs back from servers that died or do not answer, and check servers that are not trusted.
 
         Args:
-            job: the job.
-            check: True = check idle servers first, because the batch of the job has begun long ago.
+            now: current time in seconds.
         """
-        if check:
-            await self._check_idle()
-        job.began = time.monotonic()
-        answer = self._answers[job] = asyncio.get_running_loop().create_future()
-        self.backlog.add([job])
-        self._wake.set()
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.ensure_future(self._work())
-        try:
-            return await answer
-        finally:
-            self._drop(job)
-
-    # ------------------------------------------------------------------------------- the work, on the loop's thread
-
-    async def _work(self) -> None:
-        """Assign jobs and take in their results until no job is left."""
-        while self._answers:
-            try:
-                self._assign()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(TICK):
-                        await self._wake.wait()
-                self._collect_answers()
-            except Exception as error:  # for example in a server check; the error concerns all jobs
-                for job in tuple(self._answers):
-                    self._fail(job, error)
-
-    def _wake_up(self, _: asyncio.Task[Any]) -> None:
-        self._wake.set()
-
-    def _assign(self) -> None:
-        """Assign waiting jobs to servers, and check servers that are not trusted."""
-        self._wake.clear()
-        now = time.monotonic()
-        if not self._sending:
-            self._start_checks(self.fleet.to_probe(now))
         for url, server in self.fleet.servers.items():
-            if self._sending or not server.outstanding:
-                self._last_answers[url] = now
-        for job, url in self.backlog.assign():
-            request = self._servers[url].complete(job.prompt_ids, job.sequences, job.sampling, timeout=math.inf)
-            self._requests[job] = asyncio.ensure_future(request)
-            self._requests[job].add_done_callback(self._wake_up)
-        self._fail_waiting()
-
-    def _collect_answers(self) -> None:
-        """Take back jobs of servers that died or do not answer, and take in the results of other servers.
-
-        Not during a weight sync: a server that fails it may sample with wrong weights, and is dead at its end.
-        """
-        if self._sending:
-            return
-        lost = self.backlog.lost()
-        if lost:
-            logger.warning(f"{len(lost)} requests of servers that are considered dead go to other servers.")
-        for job in lost:
-            self._requests.pop(job).cancel()
-            self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
-        for job in [job for job, task in self._requests.items() if task.done()]:
-            task = self._requests.pop(job)
-            error = task.exception()
-            if error is None:
-                self._last_answers[self.backlog.running[job]] = time.monotonic()
-                self.backlog.served(job)
-                answer = self._answers.pop(job)
-                if not answer.done():  # cancelled
-                    answer.set_result(task.result())
-            elif isinstance(error, ServerError):
-                self._failed(job, error)
-            else:
-                self._fail(job, error)
-        earliest = time.monotonic() - self.request_timeout
-        for job, url in tuple(self.backlog.running.items()):
-            if self._last_answers[url] < earliest:
-                self._requests.pop(job).cancel()
-                self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
-
-    def _failed(self, job: Job, error: ServerError) -> None:
-        """Return a job to the backlog after its server has failed it."""
-        url = self.backlog.running[job]
-        self.backlog.failed(job, str(error), time.monotonic(), gone=isinstance(error, ServerGone))
-        logger.warning(f"Server {url} failed a request, which goes to another server: {error}")
-        self._count_failure(job, str(error))
-
-    def _count_failure(self, job: Job, error: str) -> None:
-        """End a job after `ATTEMPTS` failures. The loss of its server counts, because the job may be the cause."""
-        self.retried += 1
-        if len(job.failed_on) >= ATTEMPTS:
-            what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
-            self._fail(job, PoolError(what))
-
-    def _fail_waiting(self) -> None:
-        """Fail the jobs for which no server has been usable for `server_timeout` seconds, apart from weight syncs."""
-        now = time.monotonic()
-        if self._sending or self.fleet.current():
+            if server.outstanding and server.last_answer < now - self.request_timeout:
+                self.fleet.died(url, f"answered no request for {self.request_timeout:g} s", now)
+            lost = [job for job in server.outstanding if job.limit.when() is None]
+            if server.state == State.DEAD and lost:
+                logger.warning(f"{len(lost)} requests of {url} go to other servers: {server.last_error}")
+                for job in lost:
+                    job.limit.reschedule(now)
+        self._start_checks(now)
+        if self.fleet.current() or self.fleet.running():
             self._usable = now
-        if self.backlog.running:
-            return
-        for job in tuple(self._answers):
-            if now - max(job.began, self._usable) >= self.server_timeout:
-                what = self.message(f"No vLLM server could be used for {self.server_timeout:g} s")
-                self._fail(job, PoolError(what))
-
-    def _fail(self, job: Job, error: BaseException) -> None:
-        """End a job with an error."""
-        answer = self._answers[job]
-        self._drop(job)
-        if not answer.done():  # cancelled
-            answer.set_exception(error)
-
-    def _drop(self, job: Job) -> None:
-        """Forget a job, and cancel its request."""
-        self.backlog.drop(job)
-        self._answers.pop(job, None)
-        if job in self._requests:
-            self._requests.pop(job).cancel()
+        elif now - self._usable >= self.server_timeout:
+            raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
 
     # ----------------------------------------------------------------------------------------------------- weights
 
@@ -442,11 +383,12 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-        """Call an async function with all servers in parallel, and raise if one fails.
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+        """Call an async function with several servers in parallel, and raise if one fails.
 
         Args:
             ask: coroutine function that gets a server.
+            urls: see `on_each`.
 
         Returns:
             URL → return value of `ask`.
@@ -455,7 +397,7 @@ class ServerPool:
             PoolError: if a server cannot be reached or failed.
             Exception: any other exception of `ask`.
         """
-        answers = self.on_each(ask)
+        answers = self.on_each(ask, urls=urls)
         for url, answer in answers.items():
             if isinstance(answer, ServerError):
                 raise PoolError(f"{url}: {answer}") from answer
@@ -483,14 +425,14 @@ class ServerPool:
         """
 
         async def begin() -> list[str]:
-            self._sending = True
+            self._weights_sent.clear()
             for url, check in list(self._checks.items()):
                 if url not in self._refitting and not check.done():  # a probe may take long
                     self._checks.pop(url).cancel()
             if self._checks:
                 await asyncio.wait(self._checks.values())
-            self.fleet.new_version(version, time.monotonic())
-            return self.fleet.waiting()
+            self.fleet.new_version(version)
+            return self.fleet.urls_of(State.REFITTING)
 
         return self._loop.run(begin())
 
@@ -503,33 +445,35 @@ class ServerPool:
         """
 
         async def end() -> None:
-            self._sending = False
             now = self._usable = time.monotonic()
             for url, error in errors.items():
                 if error is None:
                     self.fleet.refitted(url, version, now)
                 else:
                     logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
-                    self.fleet.refit_failed(url, error, now)
+                    self.fleet.died(url, error, now)
+            for server in self.fleet.servers.values():
+                server.last_answer = now
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
             self.fleet.suspect_idle(now)
+            self._weights_sent.set()
             self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 
-    def _start_checks(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Start the checks of servers that are not being checked; return all. Raise the error of one that ended."""
-        for url in [url for url, task in self._checks.items() if task.done()]:
+    def _start_checks(self, now: float) -> None:
+        """Start the checks of servers that have to be probed. Raise the error of a check that has ended."""
+        for url in [url for url, check in self._checks.items() if check.done()]:
             self._checks.pop(url).result()
-        for url in urls:
+        for url in self.fleet.to_probe(now):
             if url not in self._checks:
-                self._checks[url] = asyncio.ensure_future(self._check(url))
-                self._checks[url].add_done_callback(self._wake_up)
-        return [self._checks[url] for url in urls]
+                self._checks[url] = asyncio.ensure_future(self._check(self._servers[url]))
+                self._checks[url].add_done_callback(lambda _: self._wake.set())
 
-    async def _check(self, url: str) -> None:
+    async def _check(self, server: VLLMServer) -> None:
         """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
-        server, known = self._servers[url], self.fleet.servers[url]
+        url = server.url
+        known = self.fleet.servers[url]
         self._refitting.discard(url)
         try:
             await server.probe()
@@ -546,7 +490,7 @@ class ServerPool:
                 await server.complete([0], 1, {"max_tokens": 1}, timeout=min(TEST_SECONDS, self.request_timeout))
             self.fleet.refitted(url, version, time.monotonic())
         except ServerError as error:
-            self.fleet.refit_failed(url, str(error), time.monotonic())
+            self.fleet.died(url, str(error), time.monotonic())
 
     def message(self, what: str) -> str:
         """Extend an error message by the state and the last error of every server.

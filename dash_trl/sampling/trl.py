@@ -23,7 +23,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.multimodal import is_multimodal
 from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
-from dash_trl.sampling.backlog import URGENT, Job
 from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
@@ -144,8 +143,8 @@ class ServerGeneration(ExactMerges):
             ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
             its own. A log-prob that vLLM does not know is `None`, as in TRL.
         """
-        groups = self.ranks.agree(self.pool.run, self.jobs(prompts, num_generations))
-        rows = [completion for group in groups for completion in group]
+        works = (self.pool.complete(*request) for request in self.requests(prompts, num_generations))
+        rows = [completion for group, _ in self.ranks.agree(self.pool.run, works) for completion in group]
         log_probs = [[[value if value > NO_LOG_PROB else None] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
@@ -155,31 +154,32 @@ class ServerGeneration(ExactMerges):
         versions = versions or [self.pool.fleet.version]
         return [self._steps[versions[0]], self._steps[versions[-1]]]
 
-    def jobs(self, prompts: list[list[int]], num_generations: int, order: int = URGENT) -> list[Job]:
-        """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them.
+    def requests(self, prompts: list[list[int]], num_generations: int) -> list[tuple[list[int], int, dict[str, Any]]]:
+        """Make one request for each group: adjacent rows with equal prompts, at most `num_generations` of them.
 
         Args:
             prompts: token ids of each row's prompt.
             num_generations: largest number of rows in a group.
-            order: see `Job`.
+
+        Returns:
+            The first three arguments of `ServerPool.complete` for each group.
         """
-        limited = zip(prompts, self._room(prompts), strict=True)
-        runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(limited)]
-        groups = [
-            (ids, min(num_generations, count - done), most)
-            for ids, count, most in runs
+        sampling = self.sampling()
+        runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
+        return [
+            (
+                ids,
+                min(num_generations, count - done),
+                sampling | {"max_tokens": self._limit(ids, sampling["max_tokens"])},
+            )
+            for ids, count in runs
             for done in range(0, count, num_generations)
         ]
-        return self.pool.completions(groups, self.sampling(), order=order)
 
-    def _room(self, prompts: list[list[int]]) -> list[int | None]:
-        """Return a token limit for each prompt that leaves less than `max_completion_length` in the context, else None.
-
-        A prompt that is too long by itself has none, either: the server reports it.
-        """
-        most = self.generation_kwargs.get("max_tokens", self.max_completion_length)
-        left = [most if self.context is None else self.context - len(ids) for ids in prompts]
-        return [room if 0 < room < most else None for room in left]
+    def _limit(self, prompt_ids: list[int], most: int) -> int:
+        """Return `most` or, if less, what a prompt leaves of the context. A server refuses a longer prompt."""
+        room = most if self.context is None else self.context - len(prompt_ids)
+        return min(most, room) if room > 0 else most
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of all requests, under vLLM's names."""
