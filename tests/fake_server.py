@@ -145,7 +145,7 @@ class Fake:
         """Has the model in a folder from now on: reports its shape and its weights, and scores with it."""
         self.model = copy.deepcopy(loaded(model))
         self.held = dict(self.model.named_parameters())
-        self.report["shape"] = {name: getattr(self.model.config, name) for name in SHAPE}
+        self.report["shape"] = {"multimodal": False, **{name: getattr(self.model.config, name) for name in SHAPE}}
 
     def score(self, ids):
         with self.lock:

@@ -3,11 +3,24 @@
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import VOCABULARY, assert_same_update, parameters, run, save_tiny_model
+from dash_trl.process_rewards import AnswerLogProbValue
+from dash_trl.serve import vllm_servers
+from tests.test_values import by_prefix, random_requests
+from tests.tiny import VOCABULARY, assert_same_update, load, parameters, run, save_tiny_model
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -71,16 +84,97 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+MULTIMODAL = ("gemma3", "qwen3_5", "mistral3")
+IMAGE_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+TEMPLATE = "{% for one in messages %}{{ one.content if one.content is string else one.content[0].text }}{% endfor %}"
+
+
+def config_of(name: str) -> Any:
+    """Returns the configuration of a tiny model."""
+    if name not in MULTIMODAL:
+        return AutoConfig.for_model(name, **SIZES | FAMILIES[name])
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    if name == "qwen3_5":
+        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
+        wide = dict(hidden_size=64, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)  # for vLLM's kernels
+        text = SIZES | DELTA | wide | dict(num_attention_heads=2, num_key_value_heads=1)
+        ids = dict(image_token_id=296, video_token_id=297, vision_start_token_id=298, vision_end_token_id=299)
+        return AutoConfig.for_model(name, text_config=text, vision_config=vision, **ids)
+    text = SIZES | dict(head_dim=8)
+    text |= WINDOW if name == "gemma3" else dict(model_type="mistral", sliding_window=5)
+    return AutoConfig.for_model(name, text_config=text, vision_config=vision, image_token_id=299)
+
+
+def save_processor(folder: str) -> None:
+    """Saves the processor of Qwen3.5 beside a tiny model, in place of its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(IMAGE_TOKENS, special_tokens=True)
+    parts = Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor()
+    Qwen3VLProcessor(*parts, chat_template=TEMPLATE).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MULTIMODAL])
 def test_the_update_is_trls(name, tmp_path):
-    """In packed passes, in which the rows of a group share their prompt."""
-    config = AutoConfig.for_model(name, **SIZES | FAMILIES[name])
-    model = save_tiny_model(tmp_path / "model", config=config)
+    """In packed passes, in which the rows of a group share their prompt. Texts do not change a vision tower."""
+    model = save_tiny_model(tmp_path / "model", config=config_of(name))
     settings: dict[str, Any] = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "kimi_linear") else {}
     settings |= {"learning_rate": 0.1, "beta": 0.04, "gradient_checkpointing": True}
     trl = run(GRPOTrainer, model, tmp_path / "out", **settings)
     dash = run(DASHTrainer, model, tmp_path / "out", **settings, gradient_filter_threshold=None)
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
     figures = dash.state.log_history[0]
     assert figures["packing/padding_free"] == 1 and figures["packing/shared_tokens"] > 0
-    assert_same_update(start, parameters(trl.model), parameters(dash.model), tolerance=1e-4)
+    start, end = parameters(model), parameters(dash.model)
+    assert_same_update(start, parameters(trl.model), end, tolerance=1e-4)
+    towers = [one for one in start if "visual" in one or "vision" in one]
+    assert bool(towers) == (name in MULTIMODAL) and all(torch.equal(start[one], end[one]) for one in towers)
+
+
+def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
+    """V(prefix) of models with windows and with states is the one of each prefix by itself."""
+    estimator = AnswerLogProbValue(" = ")
+    for name in ("gemma3_text", "qwen3_5_text", "lfm2", "bamba"):
+        folder = save_tiny_model(tmp_path / name, config=config_of(name))
+        model, tokenizer = load(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        requests = random_requests(2)
+        values = estimator.score(requests, model, tokenizer)
+        assert "cannot do tree passes" not in caplog.text, name
+        for request, row in zip(requests, values, strict=True):
+            assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-4), name
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.xdist_group("vllm")
+def test_a_multimodal_model_is_served(adapted, tmp_path, caplog):
+    """Qwen3.5 with its processor, and its adapter alone, on a real server; vLLM's kernels for a CPU take bf16."""
+    folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
+    save_processor(folder)
+    lora = ["--enable-lora", "--max-lora-rank", "8"] * adapted
+    settings: dict[str, Any] = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if adapted else {}
+    with vllm_servers(folder, options=["--dtype", "bfloat16", "--max-model-len", "256", *lora]) as urls:
+        trainer = run(
+            DASHTrainer,
+            folder,
+            tmp_path / "out",
+            vllm_server_urls=urls,
+            max_steps=2,
+            learning_rate=1e-2,
+            more={"processing_class": AutoProcessor.from_pretrained(folder)},
+            **settings,
+        )
+    assert "merged" not in caplog.text
+    for log in trainer.state.log_history[:2]:
+        assert log["sampling/sampling_logp_difference/mean"] < 0.05
+    trainer.save_model(str(tmp_path / "saved"))
+    assert type(AutoProcessor.from_pretrained(tmp_path / "saved")).__name__ == "Qwen3VLProcessor"
+    if adapted:
+        assert not any("visual" in name for name, _ in trainer.model.named_parameters() if "lora" in name)
+
+
+def test_only_the_language_model_of_a_checkpoint(tmp_path):
+    """`AutoModelForCausalLM` loads it; its checkpoint's processor is not used."""
+    folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
+    save_processor(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = run(DASHTrainer, folder, tmp_path / "out", loaded=model, more={"processing_class": None})
+    assert type(trainer.model).__name__ == "Qwen3_5ForCausalLM"
+    assert trainer.state.log_history[0]["packing/padding_free"] == 1

@@ -28,6 +28,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
     TrainerCallback,
 )
@@ -72,9 +73,17 @@ def save_tiny_model(directory: Path, model_class: Any = None, config: Any = None
         initializer_range=0.2,  # far from uniform, so that gradients are not tiny
         **settings,
     )
-    (model_class or AutoModelForCausalLM.from_config)(config).save_pretrained(directory)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    (model_class or kind.from_config)(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def load(folder: str) -> Any:
+    """The model in a folder, whole if it is multimodal."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    return kind.from_pretrained(folder)
 
 
 def without_compiled_ops() -> None:
@@ -306,7 +315,7 @@ class ScriptedReward:
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """Returns copies of the parameters of a model, or of the model in a folder."""
-    model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
+    model = load(model) if isinstance(model, str) else model
     found = {name: value.detach() for name, value in model.named_parameters()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
     return {name: value.clone().float().cpu() for name, value in whole.items()}
@@ -341,7 +350,7 @@ def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, flo
 def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
     """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`."""
     difference, update = relative_difference(start, one, other)
-    assert update > least and difference <= tolerance
+    assert update > least and difference <= tolerance, (update, difference)
 
 
 def pad(trainer: Any) -> None:
@@ -446,7 +455,7 @@ def run(
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
         rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
     arguments = dict(
-        model=AutoModelForCausalLM.from_pretrained(model) if loaded is None else loaded,
+        model=load(model) if loaded is None else loaded,
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
         args=args,
         train_dataset=prompts(64) if dataset is None else dataset,

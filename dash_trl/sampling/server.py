@@ -54,13 +54,15 @@ class ServedModel:
 
 
 def model_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a text config that two models must share if the weights of one are to fit the other.
+    """Return the fields of a config that two models must share if the weights of one are to fit the other.
 
     Args:
-        config: a model's text config.
+        config: a model's config.
 
     Returns:
-        Field name → value; None for a missing field.
+        Field name of the text config → value; None for a missing field. And "multimodal": the names of the weights of a
+        multimodal model are not those of its language model alone.
     """
+    text = config.get_text_config()
     names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return {name: getattr(config, name, None) for name in names}
+    return {"multimodal": text is not config, **{name: getattr(text, name, None) for name in names}}

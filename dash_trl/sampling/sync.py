@@ -48,13 +48,14 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     """
     pool.wait_until_ready()
     models = pool.ask_all(lambda server: server.describe())
-    own = model_shape(config.get_text_config())
+    own = model_shape(config)
     for url, model in models.items():
         different = {key: (model.shape.get(key), value) for key, value in own.items() if model.shape.get(key) != value}
         if different:
             raise ValueError(
                 f"{url} serves a model of another shape than {name!r} (there, here): {different}. Only weights of the "
-                f"same shape can be loaded in place. Start servers for this model: dash_trl serve {name}"
+                "same shape can be loaded in place. A multimodal checkpoint is served whole: load it by its name, not "
+                f"with AutoModelForCausalLM. Or start servers for this model: dash_trl serve {name}"
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
     every = list(models.values())

@@ -85,13 +85,13 @@ class WeightReport:
         config = self.vllm_config.model_config
         heads = config.get_total_num_kv_heads()
         return {
-            # vLLM keeps some weights in float32, such as A of the gated delta rule. They were sent in the model's dtype.
+            # vLLM keeps some weights in float32, such as A of the gated delta rule. They were sent in `config.dtype`.
             "checksums": {
                 name: f"{tensor_checksum(value.to(config.dtype)):x}"
                 for name, value in self.get_model().named_parameters()
             },
             "dtype": str(config.dtype).removeprefix("torch."),
-            "shape": model_shape(config.hf_text_config),
+            "shape": model_shape(config.hf_config),
             # A trainer cannot compute the checksum of quantised weights, or of KV heads copied to several workers.
             "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
         }
