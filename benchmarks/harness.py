@@ -32,7 +32,7 @@ os.environ.update(
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
 
 from dash_trl import DASHConfig, DASHTrainer  # noqa: E402
@@ -263,13 +263,15 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
     return new_trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
 
 
-def qwen2(**shape: Any) -> Qwen2ForCausalLM:
-    """Returns a Qwen2 model with the special tokens of the toy task and random weights, which are always the same."""
+def qwen2(**shape: Any) -> Any:
+    """Returns a model (Qwen2 if `shape` has no `model_type`) with random weights, which are always the same.
+
+    It has the special tokens of the toy task.
+    """
     torch.manual_seed(0)
     tokenizer = arithmetic_tokenizer()
-    return Qwen2ForCausalLM(
-        Qwen2Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape)
-    )
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "qwen2", **ids, **shape}))
 
 
 # ------------------------------------------------------------------------------------------------ servers

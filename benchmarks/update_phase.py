@@ -12,14 +12,13 @@ to the largest update.
     python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
 
 With `--prompts`, groups of 8 have prompts with this many tokens, and all rows have signal. Shared prompts
-(`share_prompts=True`) are compared with plain packing and with TRL. `tokens` and `flops` are ratios of
-plain packing to shared prompts; they are counted, not measured. Sharing saves neither the attention of a completion to
-its prompt nor the LM head.
+(`share_prompts=True`) are compared with plain packing and with TRL. `tokens` is the number of tokens of plain packing
+over that of shared prompts. `--family` takes a model with windows of 128 tokens (mistral) or with the gated delta rule
+(qwen3.5) instead.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -44,6 +43,12 @@ SHAPE = {
     "max_position_embeddings": 1024,
     # With transformers' 0.02, updates are at most 6e-3, and rounding a norm weight (1.0) is already 1e-5 of an update.
     "initializer_range": 0.1,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "mistral": {"model_type": "mistral", "sliding_window": 128},
+    "qwen3.5": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
 }
 
 
@@ -79,28 +84,6 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     return {**harness.against_trl(clocks, start), "limit": statistics.median(limit.limits[1:])}
 
 
-def operations(rows: Sequence[tuple[int, int]], *, shared: bool) -> tuple[int, float]:
-    """Counts the work of a forward pass over a group: linear layers, attention and LM head.
-
-    Args:
-        rows: (prompt, completion) tokens of each row; all rows have the same prompt.
-        shared: True = the prompt is computed once.
-    Returns:
-        (number of tokens, number of multiplications and additions).
-    """
-    hidden, inner, layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
-    heads = hidden * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"]
-    of_token = 2 * layers * (2 * hidden * hidden + 2 * hidden * heads + 3 * hidden * inner)
-    prompt = rows[0][0]
-    pairs = [(prompt + length) * (prompt + length + 1) // 2 for _, length in rows]  # pairs of a query and a key
-    tokens, seen = sum(map(sum, rows)), sum(pairs)
-    if shared:
-        twice = (len(rows) - 1) * (prompt - 1)
-        tokens, seen = tokens - twice, seen - twice * prompt // 2
-    labelled = sum(length for _, length in rows)
-    return tokens, tokens * of_token + 4 * layers * hidden * seen + 2 * hidden * SHAPE["vocab_size"] * labelled
-
-
 def compare_shared(path: str, prompt: int) -> dict[str, float]:
     group, rows = 8, 32
     settings = {
@@ -129,28 +112,24 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
         harness.scripted_trainer(kind, model, workload, {**settings, **own}, callbacks=[clock]).train()
         clocks.setdefault(name, clock)
         seconds[name] += clock.seconds[1:]
-    lengths = [(prompt, length) for length in workload.lengths]
-    counts = {
-        shared: [operations(lengths[first : first + group], shared=shared) for first in range(0, rows, group)]
-        for shared in (False, True)
-    }
-    tokens, flops = (sum(one[i] for one in counts[False]) / sum(one[i] for one in counts[True]) for i in (0, 1))
+    plain = sum(workload.lengths) + rows * prompt
+    tokens = plain / (plain - rows // group * (group - 1) * (prompt - 1))
     found = harness.against_trl(clocks, AutoModelForCausalLM.from_pretrained(path).state_dict())
     found |= {f"{name}_s": statistics.median(of) for name, of in seconds.items()}
     ratios = {"ratio": found["trl_s"] / found["dash_s"], "against_plain": found["plain_s"] / found["dash_s"]}
-    return {**found, **ratios, "tokens": tokens, "flops": flops}
+    return {**found, **ratios, "tokens": tokens}
 
 
-def main(threads: int, betas: list[float], prompts: list[int]) -> dict[str, Any]:
+def main(threads: int, betas: list[float], prompts: list[int], family: str) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    path = harness.OUTPUT.name
+    path, shape = harness.OUTPUT.name, SHAPE | FAMILIES[family]
     if prompts:
-        harness.qwen2(**{**SHAPE, "max_position_embeddings": 2048}).save_pretrained(path)
+        harness.qwen2(**{**shape, "max_position_embeddings": 2048}).save_pretrained(path)
         shared = {str(prompt): compare_shared(path, prompt) for prompt in prompts}
         for prompt, row in shared.items():
             harness.say(f"groups of 8, prompts of {prompt} tokens", row)
         return {"shared": shared}
-    harness.qwen2(**SHAPE).save_pretrained(path)
+    harness.qwen2(**shape).save_pretrained(path)
     results: dict[str, Any] = {}
     for beta, share in product(betas, SHARES):
         row = compare(path, share, beta)
@@ -165,5 +144,6 @@ if __name__ == "__main__":
         __doc__,
         threads={"type": int, "default": 1, "help": "number of threads"},
         betas={"type": float, "nargs": "+", "default": list(BETAS)},
+        family={"choices": FAMILIES, "default": "qwen2"},
         prompts={"type": int, "nargs": "+", "default": [], "help": "compare shared prompts of so many tokens"},
     )

@@ -1,13 +1,14 @@
 """`dash_trl doctor` shows versions, GPUs, vLLM and the sandbox of this machine, and which parts of dash_trl work on it.
 
-The command imports the trainer and starts the sandbox. It neither loads a model nor starts a server. The exit status is
-1 if training does not work.
+`dash_trl doctor MODEL` also shows how the passes of a model would run. The command imports the trainer and starts the
+sandbox. It reads a model's config but no weights, and starts no server. The exit status is 1 if training does not work.
 """
 
 import argparse
 import os
 import platform
 from collections.abc import Sequence
+from functools import partial
 
 from dash_trl.versions import bounds, installed
 
@@ -45,19 +46,39 @@ def sandbox() -> str:
     return f"confined by {Sandbox().kind}"
 
 
+def passes(name: str) -> str:
+    """Returns how the passes of a model run, as far as its config tells. A test before training decides."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from dash_trl.multimodal import is_multimodal
+    from dash_trl.update import packing_obstacle
+
+    config = AutoConfig.from_pretrained(name)
+    kind = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    obstacle = packing_obstacle(model)
+    how = "without padding, and a shared prompt once" if obstacle is None else f"padded, because {obstacle}"
+    return f"{type(model).__name__}, {model.num_parameters() / 1e9:.2f} B parameters, trained on text, {how}"
+
+
 PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="dash_trl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    )
+    parser.add_argument("model", nargs="?", help="a hub name or a directory")
+    model = parser.parse_args(argv).model
     print(
         f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
         f"{platform.machine()}, {os.cpu_count()} CPU cores\n"
     )
     works, tested = True, bounds()
-    for what, examine in PARTS.items():
+    parts = PARTS | ({f"passes of {model}": partial(passes, model)} if model else {})
+    for what, examine in parts.items():
         try:
             print(f"  yes  {what}: {examine()}")
         except Exception as error:  # a broken installation may raise anything

@@ -48,6 +48,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
+from tests.test_families import DELTA
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -131,6 +132,7 @@ OPTIONS: dict = dict(
     family=(
         {},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"model_type": "qwen3_5_text", "head_dim": 8, **DELTA},
         {
             "model_type": "gemma2",
             "head_dim": 8,

@@ -597,6 +597,6 @@ def test_the_trainer_looks_at_them_and_at_rewards(tiny_model):
     trainer = build(tiny_model, settings=AIPO, rollout_func=lambda prompts, trainer: rollouts)
     assert "logprobs of other lengths" in refusal(trainer.rollout_func, ["a", "b"], trainer)
     trainer.reward_funcs[0].func = lambda **kwargs: [1.0]
-    assert "returned 1 rewards for 2 completions" in refusal(
+    assert "per completion: 1 rewards for 2 completions" in refusal(
         trainer._calculate_rewards, [{}, {}], ["a", "b"], ["c", "d"], IDS
     )

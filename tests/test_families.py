@@ -1,5 +1,6 @@
 """Families of models with windows, with recurrent or convolutional layers, or with a vision tower, trained on text."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,23 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.serve import vllm_servers
 from tests.test_values import by_prefix, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, load, parameters, run, save_tiny_model
+from tests.tiny import (
+    VOCABULARY,
+    assert_same_update,
+    load,
+    on_varlen,
+    parameters,
+    run,
+    save_tiny_model,
+    with_flash_stand_in,
+)
 
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -129,6 +140,29 @@ def test_the_update_is_trls(name, tmp_path):
     assert bool(towers) == (name in MULTIMODAL) and all(torch.equal(start[one], end[one]) for one in towers)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])
+def test_kernels_of_a_gpu(name, tmp_path, monkeypatch):
+    """Windows and states with FlashAttention, SDPA's varlen kernel, and a delta rule with FLA's signature."""
+    model = save_tiny_model(tmp_path / "model", config=config_of(name))
+    rule, states = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
+
+    def fla(q, k, v, g, beta, initial_state=None, cu_seqlens=None, **settings):
+        states.append(initial_state)
+        assert cu_seqlens is None
+        return rule(q, k, v, g=g, beta=beta, initial_state=initial_state, **settings)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", fla)
+    trl = parameters(run(GRPOTrainer, model, tmp_path / "out", learning_rate=0.1).model)
+    states.clear()
+    flash = run(DASHTrainer, model, tmp_path / "out", learning_rate=0.1, loaded=with_flash_stand_in(model))
+    with on_varlen(torch.float32):
+        sdpa = run(DASHTrainer, model, tmp_path / "out", learning_rate=0.1)
+    for one in (flash, sdpa):
+        assert one.state.log_history[0]["packing/shared_tokens"] > 0
+        assert_same_update(parameters(model), trl, parameters(one.model), tolerance=1e-4)
+    assert any(one is not None and one.requires_grad for one in states) == (name == "qwen3_5_text")
+
+
 def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
     """V(prefix) of models with windows and with states is the one of each prefix by itself."""
     estimator = AnswerLogProbValue(" = ")
@@ -142,32 +176,24 @@ def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
             assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-4), name
 
 
-@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.xdist_group("vllm")
-def test_a_multimodal_model_is_served(adapted, tmp_path, caplog):
-    """Qwen3.5 with its processor, and its adapter alone, on a real server; vLLM's kernels for a CPU take bf16."""
+def test_a_multimodal_model_is_served(tmp_path, caplog):
+    """Qwen3.5 with its processor, then with an adapter that is sent alone; vLLM's kernels for a CPU take bf16."""
     folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
     save_processor(folder)
-    lora = ["--enable-lora", "--max-lora-rank", "8"] * adapted
-    settings: dict[str, Any] = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if adapted else {}
-    with vllm_servers(folder, options=["--dtype", "bfloat16", "--max-model-len", "256", *lora]) as urls:
-        trainer = run(
-            DASHTrainer,
-            folder,
-            tmp_path / "out",
-            vllm_server_urls=urls,
-            max_steps=2,
-            learning_rate=1e-2,
-            more={"processing_class": AutoProcessor.from_pretrained(folder)},
-            **settings,
-        )
+    more = {"processing_class": AutoProcessor.from_pretrained(folder)}
+    options = ["--dtype", "bfloat16", "--max-model-len", "256", "--enable-lora", "--max-lora-rank", "8"]
+    with vllm_servers(folder, options=options) as urls:
+        train = partial(run, DASHTrainer, folder, vllm_server_urls=urls, max_steps=2, learning_rate=1e-2, more=more)
+        whole = train(tmp_path / "whole")
+        adapted = train(tmp_path / "adapted", peft_config=LoraConfig(r=8, target_modules="all-linear"))
     assert "merged" not in caplog.text
-    for log in trainer.state.log_history[:2]:
-        assert log["sampling/sampling_logp_difference/mean"] < 0.05
-    trainer.save_model(str(tmp_path / "saved"))
-    assert type(AutoProcessor.from_pretrained(tmp_path / "saved")).__name__ == "Qwen3VLProcessor"
-    if adapted:
-        assert not any("visual" in name for name, _ in trainer.model.named_parameters() if "lora" in name)
+    for one in (whole, adapted):
+        logs = one.state.log_history[:2]
+        assert all(log["sampling/sampling_logp_difference/mean"] < 0.05 for log in logs)
+        one.save_model(str(tmp_path / "saved"))
+        assert type(AutoProcessor.from_pretrained(tmp_path / "saved")).__name__ == "Qwen3VLProcessor"
+    assert not any("visual" in name for name, _ in adapted.model.named_parameters() if "lora" in name)
 
 
 def test_only_the_language_model_of_a_checkpoint(tmp_path):

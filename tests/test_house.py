@@ -20,7 +20,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tools.budgets import BUDGETS, counted, sums
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
-STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 # Math and state machines: these rooms but for some modules, and some modules of other rooms.
 PURE_ROOMS = {"update": {"padding_free", "trees", "mixers"}, "rollout": {"prompts"}}
 PURE = [
@@ -93,12 +92,6 @@ def test_a_door_names_what_there_is_and_no_module():
         for _, name in imports(room):
             if not name.startswith("lazy"):
                 assert hasattr(import_module(room), name) and f"{room}.{name}" not in MODULES, f"{room} names {name}"
-
-
-def test_what_is_for_other_rooms_is_not_shown_to_users():
-    rewards = import_module("dash_trl.rewards")
-    assert rewards.unpack is rewards.unpack  # it is in the module from now on
-    assert "unpack" not in {*dir(rewards), *rewards.__all__} and "JudgeReward" in {*dir(rewards)} & {*rewards.__all__}
 
 
 @pytest.mark.parametrize("rooms", [False, True])
@@ -185,8 +178,7 @@ def test_the_attributes_of_trl():
         used |= attributes(ast.parse(path.read_text()), "trainer")
     names = {name for name, is_set in used if is_set or name.startswith("_")} - ours - methods
     assert names - trls == set()
-    known = {"_step", "_logs", "_metrics", "_current_train_step_time", "_tokenizer", "_name"}
-    assert known | {"use_vllm", "vllm_generation"} <= names
+    assert {"_step", "_tokenizer", "use_vllm"} <= names
 
 
 def test_a_benchmark_overrides_a_method_as_it_is(monkeypatch):
@@ -200,25 +192,6 @@ def test_a_benchmark_overrides_a_method_as_it_is(monkeypatch):
     assert found
     for one, theirs in found:
         assert inspect.signature(one).parameters.keys() == inspect.signature(theirs).parameters.keys(), one
-
-
-def test_the_trainer_has_few_fields():
-    """State belongs to the object that changes it: no field of the trainer carries a result between its methods.
-
-    What leads rows through several turns is one of the fields, since it has the environments of all runs.
-    """
-    tree = ast.parse((PACKAGE / "trainer.py").read_text())
-    assert len({name for name, is_set in attributes(tree, "self") if is_set}) <= 16
-
-
-def test_two_rooms_start_threads_and_processes():
-    """`workers`, and `sandbox` for programs that nobody trusts."""
-    for path in PACKAGE.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        starters = {name for name in names if name.split(".")[0] in STARTERS}
-        assert path.parent.name in ("workers", "sandbox") or not starters, f"{path.name} imports {starters}"
 
 
 # A library will replace the sandbox; until then its tests may look inside. This file reads structure.

@@ -189,10 +189,6 @@ def token_ids(tokenizer, messages, **settings) -> list[int]:
     return tokenizer.apply_chat_template(messages, tools=[calculator], return_dict=False, **settings)
 
 
-def function_call(name: str, **arguments: object) -> dict:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(tool_tokenizer):
     """TRL's condition for tools. What is sampled are the tokens between two renderings."""
     solution = CALCULATOR_LESSONS.solution("512-291+204", random.Random(0), 0.0, 0.0)
@@ -210,22 +206,7 @@ def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(to
     assert supports_tool_calling(tool_tokenizer) and is_chat_template_prefix_preserving(tool_tokenizer)
 
 
-def test_what_counts_as_a_call():
-    for text, content, calls in [
-        ("The answer is 12<|im_end|>", "The answer is 12", None),
-        ("7+5=12\n<tool_call>f\na=12-3</tool_call><|im_end|>", "7+5=12", [function_call("f", a="12-3")]),
-        ("<tool_call>f\na=7\nb=x=y</tool_call>", "", [function_call("f", a="7", b="x=y")]),
-        ("<tool_call>f</tool_call><tool_call>g\nc=</tool_call>", "", [function_call("f"), function_call("g", c="")]),
-        ("<tool_call>f\n12-3</tool_call><|im_end|>", "", [function_call("f")]),  # an argument without a name
-        ("<tool_call>calcul", "<tool_call>calcul", None),  # cut off
-        ("<tool_call>\na=7</tool_call><|im_end|>", "<tool_call>\na=7</tool_call>", None),
-    ]:
-        message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
-        assert (message["content"], message.get("tool_calls")) == (content, calls)
-
-
 def test_the_calculator_computes_and_refuses_what_is_no_expression():
     assert calculator("512-291+204") == "425" and calculator("3*(7-5)/4") == "1.5"
-    assert all(calculator(row["prompt"][0]["content"]) == row["answer"] for row in calculator_dataset("test", size=50))
     for expression in ("9**9**9", "9" * 101, "f(1)", "", "__import__('os')"):
         refused("not an expression", calculator, expression)

@@ -126,20 +126,31 @@ def packed_by_mask(
         assert mask is None and "position_ids" not in settings  # Transformers would read them in each layer
         sample, left = place(settings["cu_seq_lens_q"].long(), query.shape[2])
         of_key, key_left = place(settings["cu_seq_lens_k"].long(), key.shape[2])
-        mask = ((sample[:, None] == of_key) & (left[:, None] <= key_left))[None, None]
+        before = key_left - left[:, None]
+        mask = ((sample[:, None] == of_key) & (before >= 0) & (before < (settings.get("sliding_window") or 512)))[
+            None, None
+        ]
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 
 def attended(
-    query: Tensor, key: Tensor, value: Tensor, ends: Sequence[Tensor], longest: Sequence[int], scale: float, fault: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Sequence[Tensor],
+    longest: Sequence[int],
+    scale: float,
+    window: int,
+    fault: str,
 ) -> Tensor:
-    """Attention with the arguments of `varlen_attn`; `fault` as in `on_varlen`."""
+    """Attention with the arguments of `varlen_attn`; `window`: keys before a query; `fault` as in `on_varlen`."""
     (sequence, left), (of_key, key_left) = (place(one.long(), int(one[-1])) for one in ends)
     lengths, key_lengths = (one.diff() for one in ends)
     assert [lengths.max(), key_lengths.max()] == longest and {one.dtype for one in ends} == {torch.int32}
     if fault == "upper-left":
         left, key_left = left - lengths[sequence], key_left - key_lengths[of_key]
-    seen = (sequence[:, None] == of_key) & (left[:, None] <= key_left)
+    before = key_left - left[:, None]
+    seen = (sequence[:, None] == of_key) & (before >= 0) & (before <= window)
     if fault == "leak":
         seen |= (sequence[:, None] == of_key + 1) & (key_left == 1)
     if fault == "alone":
@@ -154,11 +165,16 @@ varlen = torch.library.custom_op("dash_trl_tests::varlen", attended, mutates_arg
 
 @torch.library.custom_op("dash_trl_tests::varlen_backward", mutates_args=())
 def varlen_backward(
-    gradient: Tensor, states: Sequence[Tensor], ends: Sequence[Tensor], longest: Sequence[int], scale: float
+    gradient: Tensor,
+    states: Sequence[Tensor],
+    ends: Sequence[Tensor],
+    longest: Sequence[int],
+    scale: float,
+    window: int,
 ) -> list[Tensor]:
     def gradients() -> list[Tensor]:
         leaves = [one.detach().requires_grad_() for one in states]
-        output = attended(*leaves, ends, longest, scale, "")
+        output = attended(*leaves, ends, longest, scale, window, "")
         return [one.contiguous() for one in torch.autograd.grad(output, leaves, gradient)]
 
     with ThreadPoolExecutor(1) as pool:  # within an operation, autograd records nothing
@@ -166,13 +182,14 @@ def varlen_backward(
 
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *states, ends, ctx.longest, ctx.scale, _ = inputs
+    *states, ends, ctx.longest, ctx.scale, ctx.window, _ = inputs
     ctx.save_for_backward(*states, *ends)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple:
     *states, ends, key_ends = ctx.saved_tensors
-    return (*varlen_backward(gradient, states, [ends, key_ends], ctx.longest, ctx.scale), [None] * 2, None, None, None)
+    gradients = varlen_backward(gradient, states, [ends, key_ends], ctx.longest, ctx.scale, ctx.window)
+    return (*gradients, [None] * 2, *[None] * 4)
 
 
 varlen.register_autograd(_backward, setup_context=_keep)
@@ -189,8 +206,9 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
     """
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert window_size == (-1, 0) and enable_gqa and len({one.dtype for one in (query, key, value)}) == 1
-        return varlen(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale or query.shape[2] ** -0.5, fault)
+        assert window_size[1] == 0 and enable_gqa and len({one.dtype for one in (query, key, value)}) == 1
+        window, scale = window_size[0] % 512, scale or query.shape[2] ** -0.5  # -1: all
+        return varlen(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale, window, fault)
 
     with pytest.MonkeyPatch.context() as patch:
         for device in ("cpu", "cuda"):
