@@ -48,7 +48,14 @@ SHAPE = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "mistral": {"model_type": "mistral", "sliding_window": 128},
-    "qwen3.5": {"model_type": "qwen3_5_text", "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
 }
 
 
