@@ -1,11 +1,9 @@
 """What this site needs beside Sphinx's own extensions: Markdown in docstrings, the list of messages, links to files."""
 
 import ast
-import inspect
 import os
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -155,21 +153,6 @@ class Messages(SphinxDirective):
         return found
 
 
-class Door(SphinxDirective):
-    """`{door} dash_trl.rewards`: the names that a room's `__init__` exports, each with its first line."""
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        room = import_module(self.arguments[0])
-        plain = [name for name, value in vars(room).items() if name[0] != "_" and not inspect.ismodule(value)]
-        names = getattr(room, "__all__", sorted(plain))
-        lines = {name: (inspect.getdoc(getattr(room, name)) or "").partition("\n")[0] for name in names}
-        values = (int, float, str, bytes, tuple, list, dict, set)  # their docstring is their type's
-        described = {name: "" if isinstance(getattr(room, name), values) else line for name, line in lines.items()}
-        return [nodes.bullet_list("", *(item(name, line.replace("`", "")) for name, line in described.items()))]
-
-
 def item(first: str, text: str) -> nodes.list_item:
     return nodes.list_item("", nodes.paragraph("", "", nodes.strong(text=first), nodes.Text(f" {text}")))
 
@@ -179,5 +162,4 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", from_docs)
     app.connect("doctree-read", to_pages)
     app.add_directive("messages", Messages)
-    app.add_directive("door", Door)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -103,12 +103,6 @@ def test_generated_tables_are_up_to_date():
         assert path.read_text() == text, f"{path.name}: run `python tools/reference.py` and commit what it changes"
 
 
-def test_every_room_is_in_the_reference():
-    rooms = {path.parent.relative_to(ROOT) for path in (ROOT / "dash_trl").rglob("__init__.py")} - {Path("dash_trl")}
-    listed = re.findall(r"^```\{door\} (\S+)$", (DOCS / "reference" / "rooms.md").read_text(), re.MULTILINE)
-    assert listed == sorted(".".join(room.parts) for room in rooms)
-
-
 def own_figures() -> set[str]:
     """The names in the source under which the package logs; `<name>` stands for what it fills in."""
     prefixes = "|".join({name.partition("/")[0] for name in figure_names() if "/" in name})

@@ -86,14 +86,6 @@ def test_a_room_imports_another_only_by_what_its_door_names():
             assert target == room or within or module in ROOMS, f"{module} imports {target}: import from {room}"
 
 
-def test_a_door_names_what_there_is_and_no_module():
-    """A name that is a module's, too, would be the module as soon as that is imported."""
-    for room in ROOMS:
-        for _, name in imports(room):
-            if not name.startswith("lazy"):
-                assert hasattr(import_module(room), name) and f"{room}.{name}" not in MODULES, f"{room} names {name}"
-
-
 @pytest.mark.parametrize("rooms", [False, True])
 def test_the_way_through_the_house_is_one_directional(rooms):
     """No module imports the trainer, and there is no cycle, of modules or of rooms."""

@@ -126,6 +126,15 @@ def test_the_verdict(tiny_model, caplog, dtype, scale):
             assert not caplog.text, "it is said once"
 
 
+def test_a_layer_that_ignores_its_window_is_found():
+    """Though the window is longer than the samples of the test."""
+    window = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 0}
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **window, initializer_range=0.2)).eval()
+    assert flaw_of(model) is None
+    model.model.layers[1].self_attn.sliding_window = None
+    assert "differ" in str(flaw_of(model))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.02, 0.2])
 def test_a_kernel_that_is_wrong_is_found(dtype, scale):
