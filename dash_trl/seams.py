@@ -290,6 +290,8 @@ def sampling_changes(model: Any, config: Any) -> list[str]:
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
     config.temperature, config.min_p = None, config.min_p or None
     config.renormalize_logits = config.remove_invalid_values = None
+    if config.suppress_tokens == [getattr(model.config, "image_token_id", None)]:
+        config.suppress_tokens = None  # TRL's, for a multimodal model, which hardly ever writes it
     ids = torch.zeros(1, 1, dtype=torch.long)
     processors = model._get_logits_processor(config, input_ids_seq_length=1, encoder_input_ids=ids)
     return [type(one).__name__ for one in processors]

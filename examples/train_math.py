@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import AutoTokenizer
+from transformers import AutoProcessor
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -72,7 +72,10 @@ def main(argv: list[str]) -> None:
 
 
 def load_tokenizer(args: Any, model_args: ModelConfig, toy: Callable[..., str]) -> Any:
-    """Returns the tokenizer, and completes the settings of the model. The first run makes the toy model."""
+    """Returns the tokenizer, or the processor of a multimodal model, and completes the settings of the model.
+
+    The first run makes the toy model.
+    """
     if model_args.model_name_or_path in (None, TOY):
         with args.main_process_first(local=False, desc="warm-up of the toy model"):
             model_args.model_name_or_path = toy(progress=args.should_save)
@@ -80,7 +83,7 @@ def load_tokenizer(args: Any, model_args: ModelConfig, toy: Callable[..., str]) 
     args.model_init_kwargs = {"revision": model_args.model_revision, **settings, **(args.model_init_kwargs or {})}
     check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose error message would be less clear
     where = {"revision": args.model_init_kwargs["revision"], "trust_remote_code": args.trust_remote_code}
-    return AutoTokenizer.from_pretrained(model_args.model_name_or_path, padding_side="left", **where)
+    return AutoProcessor.from_pretrained(model_args.model_name_or_path, padding_side="left", **where)
 
 
 def load_problems(script: MathArguments, args: Any, tokenizer: Any, toy: Callable[..., Any]) -> tuple[Any, Any]:

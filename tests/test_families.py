@@ -118,6 +118,7 @@ def config_of(name: str) -> Any:
 
 def save_processor(folder: str) -> None:
     """Saves the processor of Qwen3.5 beside a tiny model, in place of its tokenizer."""
+    pytest.importorskip("torchvision")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
     parts = Qwen2VLImageProcessor(), tokenizer, Qwen3VLVideoProcessor()
