@@ -107,6 +107,8 @@ REFUSED = {
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
     "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
     "io_uring_setup": (425, 425),  # opens sockets without the call `socket`
     "bpf": (321, 280),  # these three have had many holes, and Python does not use them
     "perf_event_open": (298, 241),
