@@ -162,7 +162,8 @@ def short_windows(model: Any) -> Iterator[None]:
     Args:
         model: a transformers model.
     """
-    found = [one for one in (model.config.get_text_config(), *model.modules()) if vars(one).get("sliding_window")]
+    owners = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
+    found: list[Any] = [one for one in owners if isinstance(getattr(one, "sliding_window", None), int)]
     before = [one.sliding_window for one in found]
     for one in found:
         one.sliding_window = min(one.sliding_window, WINDOW)
