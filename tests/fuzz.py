@@ -132,7 +132,7 @@ OPTIONS: dict = dict(
     family=(
         {},
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        {"model_type": "qwen3_5_text", "head_dim": 8, **DELTA},
+        {"model_type": "qwen3_5_text", "head_dim": 32, **DELTA},
         {
             "model_type": "gemma2",
             "head_dim": 8,
