@@ -15,6 +15,11 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
+def class_of(config: PreTrainedConfig) -> Any:
+    """Return the class of a checkpoint's model; `None` if transformers does not have it (remote code)."""
+    return getattr(transformers, (config.architectures or [""])[0], None)
+
+
 def of_texts(model: Any) -> list[nn.Module]:
     """Return the modules of a model that texts pass through: the language model and its LM head."""
     return [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
@@ -50,11 +55,15 @@ def without_towers(peft_config: Any, model: Any, settings: dict[str, Any]) -> An
         config = AutoConfig.from_pretrained(model, **settings)
         if not is_multimodal(config):
             return peft_config
+        kind = class_of(config)
+        if kind is None:
+            return peft_config
         with torch.device("meta"):
-            model = getattr(transformers, config.architectures[0])(config)
+            model = kind(config)
     used = {module for part in of_texts(model) for module in part.modules()}
     names = [name for name, module in model.named_modules() if not used.intersection(module.modules())]
-    if names:
+    tops = [re.escape(name) for name in names if name.rpartition(".")[0] not in names]
+    if tops:
         peft_config = copy(peft_config)
-        peft_config.exclude_modules = "|".join(map(re.escape, names))
+        peft_config.exclude_modules = rf"({'|'.join(tops)})(\..*)?"
     return peft_config

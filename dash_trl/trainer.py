@@ -64,7 +64,7 @@ class DASHTrainer(GRPOTrainer):
         args: a `DASHConfig`. `None`: a `DASHConfig` with all defaults and the output directory "dash-output".
         train_dataset: dataset with a column "prompt"; see `trl.GRPOTrainer`.
         eval_dataset: dataset, or a dict of datasets, for evaluation.
-        processing_class: tokenizer. `None`: the tokenizer of the model.
+        processing_class: tokenizer, or the processor of a multimodal model. `None`: that of the model.
         kwargs: the other arguments of `trl.GRPOTrainer`. `tools` may also contain a `dash_trl.ProcessTool`.
     Raises:
         ValueError: for every mistake that `dash_trl.checks` finds.
@@ -102,7 +102,8 @@ class DASHTrainer(GRPOTrainer):
         own_rollouts = kwargs.get("rollout_func") is not None
         checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         if adapter := kwargs.get("peft_config"):
-            kwargs["peft_config"] = without_towers(adapter, model, args.model_init_kwargs or {})
+            settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+            kwargs["peft_config"] = without_towers(adapter, model, settings)
         if processing_class is None and not isinstance(model, str) and not is_multimodal(model.config):
             # The checkpoint of a text model may be a multimodal one, with a processor.
             processing_class = AutoTokenizer.from_pretrained(

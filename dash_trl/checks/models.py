@@ -5,12 +5,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import transformers
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from dash_trl.config import DASHConfig
+from dash_trl.multimodal import class_of
 
 
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
@@ -39,9 +39,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
                 f"Face Hub was found ({str(error).splitlines()[0]}). Check the spelling and, for a hub model, the "
                 "network and your access."
             ) from error
+        kind = class_of(config)  # a model of remote code is loaded as a causal LM
         name = (config.architectures or [""])[0]
-        # None: the model's class is not in transformers (remote code). Such a model is loaded as a causal LM.
-        kind: Any = getattr(transformers, name, None)
     else:
         if hasattr(model, "_orig_mod"):
             raise ValueError(

@@ -221,7 +221,7 @@ class Rewards:
             [N, F]. If a function failed on a row, all F rewards of the row are NaN.
         Raises:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
-                function that returns no list of rewards, raises `WatchedReward.mistake` instead.
+                function that returns no list of rewards, raises a `Mistake` instead.
         """
         args = self.host.args
         size = group_size or (not training and args.num_generations_eval) or args.num_generations

@@ -296,6 +296,5 @@ def _check_backend(form: RewardForm, backend: str | None) -> None:
     if backend is not None and form.asynchronous != (backend == "asyncio"):
         raise ValueError(
             f"backend={backend!r} cannot run '{form.name}': 'asyncio' runs coroutine functions, the other backends run "
-            "other functions. Leave backend out, or give the "
-            "function a runner of its own."
+            "other functions. Leave backend out, or give the function a runner of its own."
         )

@@ -6,8 +6,7 @@ A row is a trunk, or a branch after the trunk tokens before it. A mixer is causa
 reach the tokens of a row. So this works for every mixer (Mamba, short convolutions).
 
 In layers with the gated delta rule, only the convolution and the rule get rows, and a branch begins with the state at
-the end of its trunk. So a shared prompt is computed once. The rule adds up states, and this is how other packages
-continue a text; here, several branches continue the same trunk.
+the end of its trunk. So a shared prompt is computed once.
 
 Letters: L tokens of the packed row, R rows, W tokens of the longest row, C channels.
 """
@@ -152,7 +151,8 @@ def _pack(mixer: Any, args: Any, output: Tensor) -> Tensor | None:
 def keep_rows_apart(model: nn.Module) -> None:
     """Let the mixers of a model keep the rows of packed passes apart. Other passes stay as they are.
 
-    Modules with a convolution (`torch.nn.Conv1d`) count as mixers. The test before training finds other ones.
+    Modules with a convolution (`torch.nn.Conv1d`) count as mixers. The test before training finds others. Those without
+    the delta rule get hooks, so a pickle of the model can be used only with this package.
 
     Args:
         model: a transformers model.
@@ -167,6 +167,7 @@ def keep_rows_apart(model: nn.Module) -> None:
                     if not isinstance(getattr(module, name), partial):
                         setattr(module, name, partial(apart, getattr(module, name)))
             elif _pack not in mixer._forward_hooks.values():
+                mixer.trees = None  # type: ignore[assignment]
                 layer.register_forward_pre_hook(_note_trees, with_kwargs=True)
                 mixer.register_forward_pre_hook(_unpack, with_kwargs=True)
                 mixer.register_forward_hook(_pack)
