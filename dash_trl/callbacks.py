@@ -28,9 +28,10 @@ class DASHCallback(TrainerCallback):
     For each generation batch, every rank calls `on_rollouts_sampled`, `on_rewards` and `on_advantages` in this order.
     Each event gets the rows of its own rank, with the rows of a group next to each other. It may change them in place:
     tokens and masks in `on_rollouts_sampled`, rewards in `on_rewards`, advantages in `on_advantages`. The keyword
-    arguments are `model`, `processing_class`, `trainer`, and `rewards_run`: whether reward functions run meanwhile. An
-    event may run collectives and model passes if all ranks run the same number of them. Evaluations run TRL's code,
-    which does not call these events.
+    arguments are `model`, `processing_class`, `trainer`, `rewards_run` (whether reward functions run meanwhile), and
+    TRL's `log_extra(column, values)`, which adds a column to the table of completions (one value per row). An event may
+    run collectives and model passes if all ranks run the same number of them. Evaluations run TRL's code, which does
+    not call these events.
 
     If an event leaves a field with a wrong shape or dtype, the trainer raises a `ValueError` that names the callback.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
@@ -384,9 +384,16 @@ def to_training_mode(trainer: Any) -> None:
 
 @contextmanager
 def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
-    """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch."""
+    """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch.
+
+    A column of the table of completions that is not logged in the evaluation is removed, because its rows end before
+    the evaluation's.
+    """
     batches: list[Tensor] = []
     calculate = trainer._calculate_rewards
+    columns = trainer._logs["extra"]
+    trained = dict(columns)
+    columns.clear()
 
     def calculated(*rows: Any) -> Tensor:
         batches.append(calculate(*rows))
@@ -394,6 +401,9 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
 
     with with_settings(trainer, {"_calculate_rewards": calculated}):
         yield batches
+    rows = len(trainer._logs["prompt"])
+    for name, values in columns.items():
+        columns[name] = deque([*[None] * rows, *trained.get(name, []), *values][-rows:])
 
 
 def evaluated_figures(trainer: Any) -> dict[str, float | None]:

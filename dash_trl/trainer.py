@@ -453,6 +453,7 @@ class DASHTrainer(GRPOTrainer):
             "processing_class": self._tokenizer,
             "trainer": self,
             "rewards_run": self._run.rewards.run_in_background,
+            "log_extra": self._log_completion_extra,
         }
         for callback in dash_callbacks(self.callback_handler):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)

@@ -108,7 +108,8 @@ def config_of(name: str) -> Any:
     if name == "qwen3_5":
         vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
         wide = dict(hidden_size=64, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)  # for vLLM's kernels
-        text = SIZES | DELTA | wide | dict(num_attention_heads=2, num_key_value_heads=1)
+        # Not too sharp: vLLM rounds to bf16.
+        text = SIZES | DELTA | wide | dict(num_attention_heads=2, num_key_value_heads=1, initializer_range=0.05)
         ids = dict(image_token_id=296, video_token_id=297, vision_start_token_id=298, vision_end_token_id=299)
         return AutoConfig.for_model(name, text_config=text, vision_config=vision, **ids)
     text = SIZES | dict(head_dim=8)
@@ -199,7 +200,7 @@ def test_a_multimodal_model_is_served(tmp_path, caplog):
     assert "merged" not in caplog.text
     for one in (whole, adapted):
         logs = one.state.log_history[:2]
-        assert all(log["sampling/sampling_logp_difference/mean"] < 0.05 for log in logs)
+        assert all(log["sampling/sampling_logp_difference/mean"] < 0.01 for log in logs)
         one.save_model(str(tmp_path / "saved"))
         assert type(AutoProcessor.from_pretrained(tmp_path / "saved")).__name__ == "Qwen3VLProcessor"
     assert not any("visual" in name for name, _ in adapted.model.named_parameters() if "lora" in name)

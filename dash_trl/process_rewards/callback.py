@@ -96,7 +96,6 @@ class ProcessRewardCallback(DASHCallback):
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
-        self._columns: dict[str, Any] = {}  # the additional columns of TRL's table of completions
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -128,12 +127,6 @@ class ProcessRewardCallback(DASHCallback):
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
             self._seconds += time.perf_counter() - started
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Removes the credit column from TRL's table of completions, because an evaluation adds rows without credit."""
-        self._columns.pop(CREDIT, None)
 
     def on_advantages(
         self,
@@ -174,8 +167,7 @@ class ProcessRewardCallback(DASHCallback):
         credit = trainer.ranks.agree(self._credit, rewards)
         rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
         if trainer.log_completions:
-            trainer._log_completion_extra(CREDIT, self._credit_cells(rollouts, kwargs["processing_class"]))
-            self._columns = trainer._logs["extra"]
+            kwargs["log_extra"](CREDIT, self._credit_cells(rollouts, kwargs["processing_class"]))
         figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
         self._seconds += time.perf_counter() - started
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
