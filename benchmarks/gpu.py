@@ -40,6 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.comparison import Scripted
 from dash_trl.process_rewards import AnswerLogProbValue
 
 ON_GPU = torch.cuda.is_available()
@@ -99,7 +100,7 @@ def update(kind: str, share: float, given: argparse.Namespace, *callbacks: Any) 
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
     settings |= {"beta": 0.0, "loss_type": "dr_grpo", "bf16": ON_GPU, "use_cpu": not ON_GPU, **own}
     vocabulary = model.config.vocab_size - 100
-    workload = harness.Scripted(
+    workload = Scripted(
         share, rows, 8, median=longest / 4, longest=longest, vocabulary=vocabulary, prompt_tokens=prompt
     )
     clock = Clock()

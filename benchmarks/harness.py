@@ -6,7 +6,6 @@ Import this module before transformers, since it sets environment variables that
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, Trai
 from trl import GRPOConfig  # noqa: E402
 
 from dash_trl import DASHConfig, DASHTrainer  # noqa: E402
+from dash_trl.comparison import Scripted  # noqa: E402
 from dash_trl.serve import vllm_servers  # noqa: E402
 from dash_trl.toy import (  # noqa: E402
     arithmetic_dataset,
@@ -186,59 +186,6 @@ def toy_trainer(
         **others,
     }
     return new_trainer(kind, {**toy_defaults(), **settings}, **others)
-
-
-class Scripted:
-    """Rollouts and rewards without sampling. They depend only on step and row, so all trainers get the same.
-
-    Args:
-        constant: share of groups without signal.
-        rows: number of rows of an optimizer step.
-        group: G, rows of a group.
-        median: median of the lognormal lengths of completions, in tokens.
-        longest: limit of these lengths.
-        vocabulary: token ids are below this number.
-        prompt_tokens: number of random tokens that replace a prompt's own tokens; None = they stay.
-    """
-
-    __name__ = "scripted"
-
-    def __init__(
-        self,
-        constant: float,
-        rows: int,
-        group: int,
-        *,
-        median: float,
-        longest: int,
-        vocabulary: int,
-        prompt_tokens: int | None = None,
-    ):
-        self.constant_groups, self.group, self.prompt_tokens = round(constant * rows / group), group, prompt_tokens
-        self.median, self.longest, self.vocabulary = median, longest, vocabulary
-        self.step = 0
-
-    def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        generator = random.Random(self.step)
-        self.step += 1
-        drawn = [round(generator.lognormvariate(0, 0.8) * self.median) for _ in prompts]
-        self.lengths = [min(max(length, 8), self.longest) for length in drawn]
-        self.prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
-        if self.prompt_tokens is not None:
-            drawn_of = {prompt: random.Random(prompt) for prompt in prompts}
-            longer = {
-                prompt: [drawn.randrange(10, self.vocabulary) for _ in range(self.prompt_tokens)]
-                for prompt, drawn in drawn_of.items()
-            }
-            self.prompt_ids = [longer[prompt] for prompt in prompts]
-        completions = [[generator.randrange(10, self.vocabulary) for _ in range(length)] for length in self.lengths]
-        return {"prompt_ids": self.prompt_ids, "completion_ids": completions, "logprobs": None}
-
-    def __call__(self, prompts: list[str], **kwargs: Any) -> list[float]:
-        groups = [divmod(row, self.group) for row in range(len(prompts))]
-        return [
-            1.0 if group < self.constant_groups else float(row < 1 + group % (self.group - 1)) for group, row in groups
-        ]
 
 
 def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[str, Any], **others: Any) -> Any:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
+from dash_trl.comparison import Scripted
 
 ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
 SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)
@@ -62,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class TokenLimit(TrainerCallback):
     """Callback that records `limit` in each step: TRL's tokens, with padding, over the survivors' tokens."""
 
-    def __init__(self, workload: harness.Scripted):
+    def __init__(self, workload: Scripted):
         self.workload, self.limits = workload, []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -83,7 +84,7 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     }
     clocks = {}
     for name, kind in (("trl", GRPOTrainer), ("dash", DASHTrainer)):
-        workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=280)
+        workload = Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=280)
         clocks[name], limit = harness.Clock(), TokenLimit(workload)
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, settings, callbacks=[clocks[name], limit]).train()
@@ -111,9 +112,7 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for name in (*kinds, "dash", "plain"):  # dash and plain are close, so each runs before and after the other
         kind, own = kinds[name]
-        workload = harness.Scripted(
-            0.0, rows, group, median=MEDIAN, longest=LONGEST, vocabulary=280, prompt_tokens=prompt
-        )
+        workload = Scripted(0.0, rows, group, median=MEDIAN, longest=LONGEST, vocabulary=280, prompt_tokens=prompt)
         clock = harness.Clock()
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, {**settings, **own}, callbacks=[clock]).train()

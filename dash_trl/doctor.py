@@ -2,6 +2,10 @@
 
 `dash_trl doctor MODEL` also shows how the passes of a model would run. The command imports the trainer and starts the
 sandbox. It reads a model's config but no weights, and starts no server. The exit status is 1 if training does not work.
+
+`dash_trl doctor MODEL --update` makes one optimizer step with TRL's trainer and one with dash_trl's, on this machine's
+GPU or CPU, and compares their gradients, seconds and memory. It takes TRL's options of a model (`--dtype bfloat16`,
+`--use_peft`, …). The exit status is 1 if the gradients differ more than rounding explains.
 """
 
 import argparse
@@ -63,6 +67,21 @@ def passes(name: str) -> str:
     return f"{type(model).__name__}, {model.num_parameters() / 1e9:.2f} B parameters, trained on text, {how}"
 
 
+def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
+    """Compares an update of a model with TRL's."""
+    from transformers import HfArgumentParser
+    from trl import ModelConfig
+
+    from dash_trl.comparison import compare_update
+
+    (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
+    sizes = {"prompt_tokens": given.prompt_tokens, "completion_tokens": given.completion_tokens}
+    report, is_equal = compare_update(model, rows=given.rows, **sizes)
+    if not is_equal:
+        raise ValueError(f"the update is not TRL's\n       {report}")
+    return report
+
+
 PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}
 
 
@@ -71,19 +90,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="dash_trl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="a hub name or a directory")
-    model = parser.parse_args(argv).model
+    parser.add_argument("--update", action="store_true", help="compare an optimizer step with TRL's")
+    parser.add_argument("--rows", type=int, default=32, help="rows of the step, a multiple of 8")
+    parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--completion_tokens", type=int, default=512, help="limit of a completion's tokens")
+    given, options = parser.parse_known_args(argv)
+    model = given.model
+    if not given.update and options or given.update and model is None:
+        parser.error(f"--update needs a MODEL, and only then there are more options: {options}")
     print(
         f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
         f"{platform.machine()}, {os.cpu_count()} CPU cores\n"
     )
     works, tested = True, bounds()
     parts = PARTS | ({f"passes of {model}": partial(passes, model)} if model else {})
+    if given.update:
+        parts[f"an update of {model}"] = partial(update, model, given, options)
     for what, examine in parts.items():
         try:
             print(f"  yes  {what}: {examine()}")
         except Exception as error:  # a broken installation may raise anything
             print(f"  no   {what}: {type(error).__name__}: {error}")
-            works &= what != "training"
+            works &= what != "training" and not what.startswith("an update")
     for name, use in PACKAGES.items():
         found, asked = installed(name), tested.get(name)
         other = f" (tested: {asked})" if found and asked and not asked.contains(found, prereleases=True) else ""

@@ -191,13 +191,14 @@ class FailureWatch:
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last batch's completions on which the function failed; only for functions that have
-            failed at least once.
+        failed: name → share of the last counted batch's completions on which the function failed; only for functions that
+            have failed in such a batch.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
         self._funcs, self._names = list(funcs), list(names)
         self.failed: dict[str, float] = {}
+        self._told: set[str] = set()  # functions whose first failure was logged
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
@@ -230,17 +231,18 @@ class FailureWatch:
         shares = failed.cpu().double().mean(dim=0).tolist()
         for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
             said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))
-            if share and name not in self.failed:
+            if share and name not in self._told:
+                self._told.add(name)
                 logger.warning(
                     f"The reward function '{name}' {said}. These completions ({share:.1%} of the batch) are "
                     "unscored: they do not count as 0, and training leaves them out. The others may be easier, so "
                     f"watch rewards/{name}/failed. This warning is shown once per function.",
                     exc_info=error,
                 )
-            if share or name in self.failed:
-                self.failed[name] = share
             if not counts:
                 continue
+            if share or name in self.failed:
+                self.failed[name] = share
             self._in_a_row[i] = 0 if scores[i] else self._in_a_row[i] + (share > 0)
             where = ""
             if self._first and only_raised[i]:

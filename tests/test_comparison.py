@@ -1,0 +1,44 @@
+"""`dash_trl doctor MODEL --update`: an update is TRL's, and planted faults are found."""
+
+import pytest
+import torch
+from trl import ModelConfig
+
+from dash_trl import DASHTrainer, command, comparison
+
+SIZES = {"rows": 16, "prompt_tokens": 8, "completion_tokens": 24}
+
+
+class RowLost(DASHTrainer):
+    def _compute_loss(self, model, inputs):
+        inputs["advantages"][0] = 0
+        return super()._compute_loss(model, inputs)
+
+
+class TokenMasked(DASHTrainer):
+    def _compute_loss(self, model, inputs):
+        inputs["completion_mask"][:, 3] = 0
+        return super()._compute_loss(model, inputs)
+
+
+class GradientDropped(DASHTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        next(one for name, one in self.model.named_parameters() if "q_proj" in name).register_hook(torch.zeros_like)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bfloat16"}, {"use_peft": True, "lora_target_modules": "all-linear"}]
+)
+def test_an_update_is_trls(tiny_model, settings):
+    report, is_equal = comparison.compare_update(ModelConfig(tiny_model, **settings), **SIZES)
+    assert is_equal and "without padding" in report
+
+
+@pytest.mark.parametrize("trainer", [RowLost, TokenMasked, GradientDropped])
+def test_a_fault_is_found(tiny_model, monkeypatch, capsys, trainer):
+    monkeypatch.setattr(comparison, "DASHTrainer", trainer)
+    options = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+    for dtype in ("float32", "bfloat16"):
+        assert command.main(["doctor", tiny_model, "--update", *options, "--dtype", dtype]) == 1
+        assert "no   an update" in capsys.readouterr().out
