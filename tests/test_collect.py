@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.collect import length_figures, reward_figures
-from dash_trl.seams import decoded
+from dash_trl.seams import decoded, sync_weights
 from tests.test_contract import ByTokens, check_logs
 from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, said, tiny_tokenizer
 
@@ -98,9 +98,13 @@ def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, t
         synced.append(steps)
     assert synced == [[0, 2], [0, 2]]
     last = lambda: trainer._last_loaded_step  # noqa: E731
-    trainer._last_loaded_step = 4
-    assert last() == 4
+    for _ in range(2):
+        sync_weights(trainer)
+    assert synced[1] == [0, 2, 4] and last() == 4
     trainer.model.lm_head.weight.data.neg_()  # as averaged weights are swapped in: no optimizer step has made them
+    assert last() == -1
+    sync_weights(trainer)
+    trainer.ranks = SimpleNamespace(largest=lambda own: True)  # another rank's shard has changed
     assert last() == -1
 
 

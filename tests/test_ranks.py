@@ -1,6 +1,7 @@
 """Agreements of ranks after one rank has failed: all ranks fail, and no rank waits for one that has ended."""
 
 import gc
+import socket
 
 import pytest
 import torch.distributed as dist
@@ -58,6 +59,8 @@ def test_a_rank_that_has_ended_is_named_at_once():
     """As `srun` starts ranks: nobody ends the others."""
     store = dist.HashStore()
     lines = [Lines(store, rank, "localhost") for rank in range(3)]
+    with socket.create_connection(("localhost", int(store.get("dash_trl/port")))) as stranger:
+        stranger.sendall(b"GET / HTTP/1")
     with pytest.raises(RankFailed, match=r"Rank 2 has waited 0 s .* \[0, 1\]"):
         meet(store, 2, 3, None, 1, timeout=0.0, lines=lines[2])
     with pytest.raises(RankFailed, match=r"Rank 0 has waited 0 s .* \[1\]"):

@@ -101,7 +101,7 @@ def test_the_rest_of_a_stream_is_logged_with_the_step_that_it_joins(tiny_model, 
 
 def test_the_model_that_is_given_is_the_reference(tiny_model, tmp_path):
     """Not the model that its config names; in its dtype, whatever `model_init_kwargs` says, and without dropout."""
-    given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16")
+    given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16").train()
     with torch.no_grad():
         given.lm_head.weight.neg_()
     before = parameters(given)
