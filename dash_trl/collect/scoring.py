@@ -54,7 +54,7 @@ class GenerationBatch:
     ):
         self.sampled, self.rollouts = sampled, rollouts
         self._rewards, self._request = rewards, request
-        self._failed = None if sampled.turns is None else sampled.turns.failed
+        self._failed = sampled.failed
         self._known: Tensor | None = None
 
     def scored(self) -> ScoredRollouts:

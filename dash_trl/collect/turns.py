@@ -1,23 +1,16 @@
-"""Samplers for rows with several turns, which call tools or act in an environment::
+"""`Rounds` samples rows with several turns, which call tools or act in an environment, in this process::
 
-    TurnsInProcess, in rounds: sample a turn of all rows that wait ──► run their tools, in parallel ──► …
-    TurnsOnServers, each row by itself: ask a server for a turn ──► run the tools ──► ask a server ──► …
+    sample a turn of all rows that wait ──► run their tools, in parallel ──► sample a turn ──► …
 
 All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
-from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler, Work
-from dash_trl.collect.scoring import Rewards
 from dash_trl.host import Host, on_servers
-from dash_trl.log_probs import LogProbs
 from dash_trl.tools import Conversation, Conversations
 
 
@@ -32,17 +25,14 @@ class Rounds:
     """
 
     def __init__(self, host: Host, conversations: Conversations):
-        self._host, self._ranks, self._conversations = host, host.ranks, conversations
+        self._host = host
+        self._ranks = host.ranks
+        self._conversations = conversations
 
-    def sample(self, rows: Sequence[tuple[Conversation, list[int] | None]]) -> None:
-        """Sample all turns of rows.
-
-        Args:
-            rows: the rows, each with the token ids of its prompt. `None` in place of the ids: the prompt is tokenized
-                after the row's environment is reset.
-        """
-        begin = [self._conversations.begin(*one) for one in rows]
-        self._sample_rounds(self._with_another_turn([row for row, _ in rows], begin), first=True)
+    def sample(self, rows: Sequence[Conversation]) -> None:
+        """Sample all turns of rows."""
+        begin = [self._conversations.begin(row) for row in rows]
+        self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
     def go_on(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
@@ -57,7 +47,7 @@ class Rounds:
             The tuple of TRL's `_tool_call_loop`.
         """
         self._sample_rounds(self._answered(rows, ids, log_probs), first=False)
-        turns = [row.turns for row in rows if row.turns is not None]
+        turns = [row.turns for row in rows]
         return (
             [one.own for one in turns],
             [one.messages for one in turns],
@@ -70,7 +60,7 @@ class Rounds:
 
     def _sample_rounds(self, waiting: list[Conversation], *, first: bool) -> None:
         while self._ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
-            contexts = [row.turns.context for row in waiting if row.turns is not None]
+            contexts = [row.turns.context for row in waiting]
             waiting = self._answered(waiting, *self._generate(contexts, first))
             first = False
 
@@ -101,127 +91,3 @@ class Rounds:
         """Run one coroutine per row (`go_on`), and return the rows that have another turn."""
         found = self._ranks.agree(self._conversations.run, go_on)
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
-
-
-class _Turns(Sampler):
-    """Mixin for rows with several turns. It keeps the rows of each generation batch until their rewards have come.
-
-    Until then, reward functions may use the environments of the rows, so no other row may use these environments.
-
-    Args:
-        host: see `Sampler`.
-        rewards: see `Sampler`.
-        source: `log_probs` of `InProcess`, or `servers` of `OnServers`.
-        conversations: runs tools and environments.
-    """
-
-    def __init__(self, host: Host, rewards: Rewards, source: Any, conversations: Conversations):
-        super().__init__(host, rewards, source)  # type: ignore[call-arg]  # of the class beside this one
-        self._conversations = conversations
-        self._rows: dict[int, list[Conversation]] = {}  # generation batch → its rows
-        self._taken: list[Conversation] = []  # rows that reward functions may use
-        self.needs_token_ids = conversations.environments is None  # an environment may add to its prompt
-
-    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._conversations.give_back(self._taken)  # by now, the rewards of the last generation batch have come
-        self._taken = []
-        sampled = super().sample(prompts, new)
-        self._taken = self._rows.pop(prompts.number)
-        self._conversations.score(self._taken)
-        calls = torch.tensor([[row.calls, row.failed_calls] for row in self._taken])
-        turns = TurnCounts(
-            calls=calls if self._conversations.has_tools else None,
-            failed=torch.tensor([row.failure is not None for row in self._taken]),
-            failure=next((row.failure for row in self._taken if row.failure is not None), ""),
-        )
-        return replace(sampled, turns=turns)
-
-    def _new_rows(self, prompts: Prompts) -> list[tuple[Conversation, list[int] | None]]:
-        """Make the rows of a generation batch; return each with the token ids of its prompt, if they are known."""
-        rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
-        prompt_ids = prompts.ids if prompts.tokenized else [None] * len(rows)
-        return list(zip(rows, prompt_ids, strict=True))
-
-    def _of_rows(self, rows: Sequence[Conversation], versions: Tensor) -> Sampled:
-        """Return rows that have ended."""
-        turns = [row.turns for row in rows if row.turns is not None]
-        known = self._host.args.use_vllm or any(row.log_probs is not None for row in turns)
-        return Sampled(
-            prompt_ids=[row.prompt_ids for row in turns],
-            completion_ids=[row.completion_ids for row in turns],
-            completions=[row.messages for row in turns],
-            policy_version=versions,
-            log_probs=[row.log_probs or [None] * len(row.own) for row in turns] if known else None,
-            own_tokens=[row.own for row in turns],
-            prompts=[row.prompt for row in rows],
-        )
-
-    def forget(self) -> None:
-        super().forget()  # first, because it ends the conversations that are running
-        for rows in (self._taken, *self._rows.values()):
-            self._conversations.give_back(rows)
-        self._taken = []
-        self._rows.clear()
-
-
-class TurnsInProcess(_Turns, InProcess):
-    """Samples rows with several turns in this process."""
-
-    def _sample(self, prompts: Prompts) -> Sampled:
-        rows = self._new_rows(prompts)
-        with self._timed("generate"):
-            Rounds(self._host, self._conversations).sample(rows)
-        return self._finished(prompts, self._of_rows([row for row, _ in rows], self._versions(len(rows))))
-
-
-class TurnsOnServers(_Turns, OnServers):
-    """Samples rows with several turns on vLLM servers."""
-
-    def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        sampling = self._servers.sampling()
-        for number, row in enumerate(self._new_rows(prompts)):
-            yield self._lead(number, *row, order, sampling)
-
-    async def _lead(
-        self, number: int, row: Conversation, prompt_ids: list[int] | None, order: int, sampling: dict[str, Any]
-    ) -> Work:
-        """Sample all turns of a row, each by a request."""
-        versions: list[int] = []
-        goes_on = await self._conversations.begin(row, prompt_ids)
-        while goes_on and row.turns is not None:
-            limited = sampling | {"max_tokens": row.turns.room}
-            (turn,), added = await self._pool.complete(row.turns.context, 1, limited, order=order, number=number)
-            versions += added
-            goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
-        return number, [row], versions
-
-    def _sampled(self, prompts: Prompts, first: int, rows: Sequence[Any], versions: Tensor) -> Sampled:
-        return self._of_rows(rows, versions)
-
-
-def new_sampler(
-    host: Host,
-    rewards: Rewards,
-    log_probs: LogProbs,
-    *,
-    pool: Any,
-    conversations: Conversations | None,
-) -> Sampler:
-    """Build the sampler of a run: a `rollout_func`, vLLM servers or this process, for rows with one or several turns.
-
-    Args:
-        host: the trainer.
-        rewards: the rewards, which may begin while rows are sampled.
-        log_probs: see `InProcess`.
-        pool: the servers; used if `on_servers(host)`.
-        conversations: runs tools and environments. `None`: rows have one turn.
-    """
-    if host.rollout_func is not None:
-        return ByFunction(host, rewards)
-    if on_servers(host):
-        if conversations is None:
-            return OnServers(host, rewards, pool)
-        return TurnsOnServers(host, rewards, pool, conversations)
-    if conversations is None:
-        return InProcess(host, rewards, log_probs)
-    return TurnsInProcess(host, rewards, log_probs, conversations)

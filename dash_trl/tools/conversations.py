@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
@@ -23,16 +24,17 @@ ASK = object()  # value of `Conversation.reward` until `get_reward` is called
 NOTHING_SAID = {"role": "assistant", "content": ""}  # message of a row that has no turn
 
 
+@dataclass(eq=False)
 class Conversation:
     """One row of several turns, with its environment, tools and reward.
 
-    Args:
-        example: the row's example of the dataset: column → value.
     Attributes:
+        example: the row's example of the dataset: column → value.
+        prompt_ids: token ids of the prompt; None = they are not known yet.
         prompt: the messages before the first turn.
+        turns: the turns so far, from `Conversations.begin` on.
         name: name of the row's environment. None = environments have no names, or there are none.
         environment: the instance of the environment. None = there are no environments.
-        turns: the turns so far; None before the row has begun.
         tools: the row's tools by name, including methods of the environment.
         failure: text that describes the call that failed, so that the row is unscored; None = no call has failed.
         reward: return value of the environment's `get_reward`; NaN = a call for this row failed, `ASK` = `get_reward`
@@ -43,18 +45,22 @@ class Conversation:
         failed_calls: number of tool calls that failed.
     """
 
-    def __init__(self, example: Mapping[str, Any]):
-        self.example = example
-        self.prompt: Any = example["prompt"] if "prompt" in example else deepcopy(NO_PROMPT)
-        self.name: str | None = None
-        self.environment: Any = None
-        self.turns: Turns | None = None
-        self.tools: dict[str, Callable[..., Any]] = {}
-        self.failure: str | None = None
-        self.reward: Any = ASK
-        self.in_use = True
-        self.began = False
-        self.calls = self.failed_calls = 0
+    example: Mapping[str, Any]
+    prompt_ids: list[int] | None = None
+    prompt: Any = field(init=False)
+    turns: Turns = field(init=False)
+    name: str | None = None
+    environment: Any = None
+    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    failure: str | None = None
+    reward: Any = ASK
+    in_use: bool = True
+    began: bool = False
+    calls: int = 0
+    failed_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = self.example["prompt"] if "prompt" in self.example else deepcopy(NO_PROMPT)
 
 
 class Conversations:
@@ -113,7 +119,7 @@ class Conversations:
         """
         rows = []
         for i, ids in enumerate(prompt_ids):
-            row = Conversation({})
+            row = Conversation({}, ids)
             if environments and names:
                 row.name, row.environment = names[i], environments[i]
             self._set_up(row, ids)
@@ -121,13 +127,13 @@ class Conversations:
         self._scored = rows
         return rows
 
-    async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
+    async def begin(self, row: Conversation) -> bool:
         """Prepares a row for its first turn: leases and resets its environment, and tokenizes its prompt.
+
+        With environments, the prompt is tokenized in any case, because the observation of `reset` changes it.
 
         Args:
             row: the row.
-            prompt_ids: token ids of the row's prompt. None = they are not known yet. With environments, the prompt is
-                tokenized anyway, because the observation of `reset` changes it.
         Returns:
             Whether there is a turn to sample. False if the environment failed.
         """
@@ -141,12 +147,14 @@ class Conversations:
             try:
                 arguments = environments.reset_arguments(row.example)
                 row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
-                prompt_ids = self._tokenize(row.prompt, self._listed(row))
+                row.prompt_ids = self._tokenize(row.prompt, self._listed(row))
             except Exception as error:
                 self._fail(row, error, "reset")
                 row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
-        self._set_up(row, self._tokenize(row.prompt, self._listed(row)) if prompt_ids is None else prompt_ids)
-        if row.failure is not None and row.turns is not None:
+        if row.prompt_ids is None:
+            row.prompt_ids = self._tokenize(row.prompt, self._listed(row))
+        self._set_up(row, row.prompt_ids)
+        if row.failure is not None:
             row.turns.never_began(self._end_id, dict(NOTHING_SAID))
         return row.failure is None
 
@@ -173,7 +181,6 @@ class Conversations:
         Returns:
             Whether there is another turn to sample.
         """
-        assert row.turns is not None, "the row has begun"
         calls = row.turns.sampled(ids, log_probs)
         if calls:
             row.calls += len(calls)
