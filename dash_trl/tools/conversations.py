@@ -63,10 +63,11 @@ class Conversation:
         self.prompt = self.example["prompt"] if "prompt" in self.example else deepcopy(NO_PROMPT)
 
 
+@dataclass(eq=False)
 class Conversations:
     """Runs rows of several turns: environments, tool calls and rewards.
 
-    Args:
+    Attributes:
         rules: function that returns the current limits of rows.
         calls: object that calls tools and the methods of environments.
         tools: the tools that are not methods of an environment.
@@ -74,33 +75,25 @@ class Conversations:
         tokenize: function: a prompt, and the tools to list in it → token ids.
         end_id: id of the only token in a completion if the environment failed before the first turn.
         use_environments: function that passes the environments of rows to reward functions.
-    Attributes:
-        environments: as above.
     """
 
-    def __init__(
-        self,
-        rules: Callable[[], TurnRules],
-        calls: ToolCalls,
-        tools: Sequence[Callable[..., Any]],
-        environments: Environments | None,
-        tokenize: Callable[[Any, Sequence[Any]], list[int]],
-        end_id: int,
-        use_environments: Callable[[list[Any]], None],
-    ):
-        self._rules, self._calls, self._tools, self.environments = rules, calls, tools, environments
-        self._use_environments = use_environments
-        self._tokenize, self._end_id = tokenize, end_id
-        self._scored: Sequence[Conversation] = ()  # the rows that reward functions score next
+    rules: Callable[[], TurnRules]
+    calls: ToolCalls
+    tools: Sequence[Callable[..., Any]]
+    environments: Environments | None
+    tokenize: Callable[[Any, Sequence[Any]], list[int]]
+    end_id: int
+    use_environments: Callable[[list[Any]], None]
+    _scored: Sequence[Conversation] = ()  # the rows that reward functions score next
 
     @property
     def has_tools(self) -> bool:
         """Whether there are any tools, including methods of environments."""
-        return bool(self._tools) or self.environments is not None and any(self.environments.tools.values())
+        return bool(self.tools) or self.environments is not None and any(self.environments.tools.values())
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Runs coroutines concurrently and returns their results; the main thread waits for all of them."""
-        return self._calls.run(coroutines)
+        return self.calls.run(coroutines)
 
     def lent(self) -> AbstractContextManager[None]:
         """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
@@ -142,31 +135,31 @@ class Conversations:
             row.name = environments.name_of(row.example)
             row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
-                row.environment = await self._calls.call(environments.factories[row.name], {})
+                row.environment = await self.calls.call(environments.factories[row.name], {})
             given = row.prompt
             try:
                 arguments = environments.reset_arguments(row.example)
-                row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
-                row.prompt_ids = self._tokenize(row.prompt, self._listed(row))
+                row.prompt = observed(row.prompt, await self.calls.call(row.environment.reset, arguments))
+                row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
             except Exception as error:
                 self._fail(row, error, "reset")
                 row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
         if row.prompt_ids is None:
-            row.prompt_ids = self._tokenize(row.prompt, self._listed(row))
+            row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
         self._set_up(row, row.prompt_ids)
         if row.failure is not None:
-            row.turns.never_began(self._end_id, dict(NOTHING_SAID))
+            row.turns.never_began(self.end_id, dict(NOTHING_SAID))
         return row.failure is None
 
     def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
         """Return the tools that are listed in the prompt of a row, whose environment has been chosen."""
-        return self._tools if self.environments is None else self.environments.tools[row.name]
+        return self.tools if self.environments is None else self.environments.tools[row.name]
 
     def _set_up(self, row: Conversation, prompt_ids: list[int]) -> None:
         """Give a row its tools and its turns."""
         methods = [] if row.environment is None else methods_of(row.environment)
-        row.tools = {tool.__name__: tool for tool in [*self._tools, *methods]}
-        row.turns = Turns(self._rules(), prompt_ids, self._listed(row))
+        row.tools = {tool.__name__: tool for tool in [*self.tools, *methods]}
+        row.turns = Turns(self.rules(), prompt_ids, self._listed(row))
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
         """Adds a turn of the policy to a row and runs the tools that the turn calls.
@@ -185,7 +178,7 @@ class Conversations:
         if calls:
             row.calls += len(calls)
             try:
-                messages, failed = await self._calls.answer(calls, row.tools)
+                messages, failed = await self.calls.answer(calls, row.tools)
             except HANGS as error:
                 self._fail(row, error, " and ".join(str(one.get("function", one).get("name")) for one in calls))
             else:
@@ -194,7 +187,7 @@ class Conversations:
                     return True
         if row.failure is None and row.began and owns_reward(type(row.environment)):
             try:
-                row.reward = await self._calls.call(row.environment.get_reward, {})
+                row.reward = await self.calls.call(row.environment.get_reward, {})
             except Exception as error:
                 self._fail(row, error, "get_reward")
         row.in_use = row.failure is not None
@@ -204,7 +197,7 @@ class Conversations:
         """Sets the rows that reward functions score next, and passes them the environments of these rows."""
         self._scored = rows
         if self.environments is not None:
-            self._use_environments([row.environment for row in rows])
+            self.use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
         """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
@@ -231,7 +224,7 @@ class Conversations:
     async def _reward(self, instance: Any) -> Any:
         """Calls `get_reward` for a row that TRL has begun; NaN if it fails."""
         try:
-            return await self._calls.call(instance.get_reward, {})
+            return await self.calls.call(instance.get_reward, {})
         except Exception as error:
             logger.warning(f"get_reward of a {type(instance).__name__} failed, so its row is unscored: {error!r}")
             error.__traceback__ = None  # see `_fail`
