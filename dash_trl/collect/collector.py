@@ -148,7 +148,7 @@ class Collector:
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Announce a generation batch to `Rewards`, and tokenize its prompts if the sampler needs that.
+        """Number the prompts of a generation batch, and tokenize them if the sampler needs that.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
@@ -156,9 +156,7 @@ class Collector:
         if self._sampler.needs_token_ids:
             with self._recorder.timed("generate"):
                 tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
-        prompts = Prompts(next(self._numbers), examples, tokenized)
-        self._rewards.announce(prompts)
-        return prompts
+        return Prompts(next(self._numbers), examples, tokenized)
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
         """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`.

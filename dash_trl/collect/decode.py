@@ -42,8 +42,8 @@ class Prompts:
 
     @property
     def ids(self) -> list[list[int]]:
-        """B lists of token ids."""
-        return self.tokenized[0]
+        """B lists of token ids; empty lists if the prompts are tokenized later."""
+        return self.tokenized[0] if self.tokenized else [[]] * len(self.examples)
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,7 @@ class Sampler:
 
     def _new_rows(self, prompts: Prompts) -> list[Conversation]:
         """Make the rows of a generation batch, which may have several turns."""
-        prompt_ids = prompts.ids if prompts.tokenized else [None] * len(prompts.examples)
-        rows = [Conversation(*one) for one in zip(prompts.examples, prompt_ids, strict=True)]
+        rows = [Conversation(*one) for one in zip(prompts.examples, prompts.ids, strict=True)]
         self._rows[prompts.number] = rows
         return rows
 

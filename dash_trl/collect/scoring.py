@@ -1,6 +1,6 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
-    announce: prompts ──► start: some rows are sampled ──► begin: all rows are sampled ──► GenerationBatch.scored
+    start: some rows are sampled ──► begin: all rows are sampled ──► GenerationBatch.scored
 
 A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
@@ -149,15 +149,6 @@ class Rewards:
         self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
         self._failures = FailureWatch(functions, names)
 
-    def announce(self, prompts: Prompts) -> None:
-        """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
-
-        Args:
-            prompts: the prompts of the generation batch.
-        """
-        if self.start_early:
-            self._early[prompts.number] = self.team.begin(len(prompts.examples), self.host.args.num_generations)
-
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
 
@@ -168,10 +159,15 @@ class Rewards:
             first: index of the first row within the batch.
             sampled: the rows.
         """
-        if (request := self._early.get(prompts.number)) is not None:
-            own = prompts.examples[first : first + len(sampled.completions)]
-            completions = deepcopy(sampled.completions)
-            self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
+        if not self.start_early:
+            return
+        request = self._early.get(prompts.number)
+        if request is None:
+            request = self.team.begin(len(prompts.examples), self.host.args.num_generations)
+            self._early[prompts.number] = request
+        own = prompts.examples[first : first + len(sampled.completions)]
+        completions = deepcopy(sampled.completions)
+        self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
@@ -239,7 +235,7 @@ class Rewards:
         return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
-        """Cancel all rewards that were announced or have begun."""
+        """Cancel all rewards that have begun."""
         self.team.cancel()
         self._early.clear()
 

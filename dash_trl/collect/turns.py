@@ -89,5 +89,5 @@ class Rounds:
 
     def _with_another_turn(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
         """Run one coroutine per row (`go_on`), and return the rows that have another turn."""
-        found = self._ranks.agree(self._conversations.run, go_on)
+        found = self._ranks.agree(self._conversations.calls.run, go_on)
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]

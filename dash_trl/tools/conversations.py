@@ -8,7 +8,7 @@ The work between two turns of a row is a coroutine, so many rows wait for their 
 import logging
 import math
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Conversation:
 
     Attributes:
         example: the row's example of the dataset: column → value.
-        prompt_ids: token ids of the prompt; None = they are not known yet.
+        prompt_ids: token ids of the prompt; empty = they are not known yet.
         prompt: the messages before the first turn.
         turns: the turns so far, from `Conversations.begin` on.
         name: name of the row's environment. None = environments have no names, or there are none.
@@ -46,7 +46,7 @@ class Conversation:
     """
 
     example: Mapping[str, Any]
-    prompt_ids: list[int] | None = None
+    prompt_ids: list[int]
     prompt: Any = field(init=False)
     turns: Turns = field(init=False)
     name: str | None = None
@@ -91,10 +91,6 @@ class Conversations:
         """Whether there are any tools, including methods of environments."""
         return bool(self.tools) or self.environments is not None and any(self.environments.tools.values())
 
-    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Runs coroutines concurrently and returns their results; the main thread waits for all of them."""
-        return self.calls.run(coroutines)
-
     def lent(self) -> AbstractContextManager[None]:
         """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
         self._scored = ()
@@ -110,13 +106,12 @@ class Conversations:
             environments: the environment of each row, if there are environments.
             names: the name of each row's environment, if there are environments.
         """
-        rows = []
-        for i, ids in enumerate(prompt_ids):
-            row = Conversation({}, ids)
+        rows = [Conversation({}, ids) for ids in prompt_ids]
+        for i, row in enumerate(rows):
             if environments and names:
-                row.name, row.environment = names[i], environments[i]
-            self._set_up(row, ids)
-            rows.append(row)
+                row.name = names[i]
+                row.environment = environments[i]
+            self._set_up(row)
         self._scored = rows
         return rows
 
@@ -144,9 +139,9 @@ class Conversations:
             except Exception as error:
                 self._fail(row, error, "reset")
                 row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
-        if row.prompt_ids is None:
+        if not row.prompt_ids:
             row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
-        self._set_up(row, row.prompt_ids)
+        self._set_up(row)
         if row.failure is not None:
             row.turns.never_began(self.end_id, dict(NOTHING_SAID))
         return row.failure is None
@@ -155,11 +150,11 @@ class Conversations:
         """Return the tools that are listed in the prompt of a row, whose environment has been chosen."""
         return self.tools if self.environments is None else self.environments.tools[row.name]
 
-    def _set_up(self, row: Conversation, prompt_ids: list[int]) -> None:
+    def _set_up(self, row: Conversation) -> None:
         """Give a row its tools and its turns."""
         methods = [] if row.environment is None else methods_of(row.environment)
         row.tools = {tool.__name__: tool for tool in [*self.tools, *methods]}
-        row.turns = Turns(self.rules(), prompt_ids, self._listed(row))
+        row.turns = Turns(self.rules(), row.prompt_ids, self._listed(row))
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
         """Adds a turn of the policy to a row and runs the tools that the turn calls.
@@ -211,7 +206,7 @@ class Conversations:
         """Return the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
-        values = self.run([self._reward(one) for one in missing])
+        values = self.calls.run([self._reward(one) for one in missing])
         found |= zip(map(id, missing), values, strict=True)
         return [found[id(one)] for one in instances]
 
