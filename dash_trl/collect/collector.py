@@ -211,7 +211,7 @@ class Collector:
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
                 batches.append(self._sample(prompts, new))
-                credited.append(self._credited(batches[-1].scored()))
+                credited.append(self._credited(self._rewards.scored(batches[-1])))
                 if self._dynamic is None:
                     break
                 # Callbacks may have logged columns. Fill up those that an earlier round lacks.
@@ -262,7 +262,7 @@ class Collector:
         """
         arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         by_group = len(shares) > 1
-        for rows, scored, ends_step in batch.scored_groups(groups_of_step):
+        for rows, scored, ends_step in self._rewards.scored_groups(batch, groups_of_step):
             arrived.append(rows)
             credited.append(self._credited(scored))
             rollouts, keep = credited[-1].rollouts, credited[-1].filtered.keep
@@ -325,7 +325,9 @@ class Collector:
             survivors: the rows that are trained on.
         """
         # Order the rewards by rank, then by round, as the advantages are.
-        rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
+        rewards = self._ranks.gather(
+            torch.cat([self._rewards.of_batch(one)[self._ranks.own(len(one.rollouts))] for one in batches])
+        )
         advantages = self._ranks.gather(credited.rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
