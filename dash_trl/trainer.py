@@ -169,7 +169,6 @@ class DASHTrainer(GRPOTrainer):
             self.reward_func_names,
             may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,  # not overridden
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
-            pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,
         )
 

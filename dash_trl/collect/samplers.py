@@ -217,13 +217,12 @@ class OnServers(Sampler):
         host: see `Sampler`.
         rewards: see `Sampler`.
         conversations: see `Sampler`.
-        servers: a `ServerGeneration`.
     """
 
-    def __init__(self, host: Host, rewards: Rewards, conversations: Conversations | None, servers: Any):
+    def __init__(self, host: Host, rewards: Rewards, conversations: Conversations | None):
         super().__init__(host, rewards, conversations)
-        self._servers = servers
-        self._pool = servers.pool
+        self._servers = host.vllm_generation
+        self._pool = self._servers.pool
         self._submitted: dict[int, Any] = {}  # generation batch → its `Batch` of the pool
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
@@ -297,8 +296,6 @@ def new_sampler(
     host: Host,
     rewards: Rewards,
     log_probs: LogProbs,
-    *,
-    pool: Any,
     conversations: Conversations | None,
 ) -> Sampler:
     """Build the sampler of a run: a `rollout_func`, vLLM servers or this process.
@@ -307,11 +304,10 @@ def new_sampler(
         host: the trainer.
         rewards: the rewards, which may begin while rows are sampled.
         log_probs: see `InProcess`.
-        pool: the servers; used if `on_servers(host)`.
         conversations: see `Sampler`.
     """
     if host.rollout_func is not None:
         return ByFunction(host, rewards)
     if on_servers(host):
-        return OnServers(host, rewards, conversations, pool)
+        return OnServers(host, rewards, conversations)
     return InProcess(host, rewards, conversations, log_probs)

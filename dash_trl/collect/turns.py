@@ -6,6 +6,7 @@ All ranks run the same number of rounds, because sampling in this process may be
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +15,23 @@ from dash_trl.host import Host, on_servers
 from dash_trl.tools import Conversation, Conversations
 
 
+@dataclass(frozen=True)
 class Rounds:
     """Samples rows with several turns in this process, in rounds: a round samples one turn of every waiting row.
 
     All ranks call every method at the same point.
 
-    Args:
+    Attributes:
         host: the trainer.
         conversations: runs tools and environments.
     """
 
-    def __init__(self, host: Host, conversations: Conversations):
-        self._host = host
-        self._ranks = host.ranks
-        self._conversations = conversations
+    host: Host
+    conversations: Conversations
 
     def sample(self, rows: Sequence[Conversation]) -> None:
         """Sample all turns of rows."""
-        begin = [self._conversations.begin(row) for row in rows]
+        begin = [self.conversations.begin(row) for row in rows]
         self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
     def go_on(
@@ -59,7 +59,7 @@ class Rounds:
         )
 
     def _sample_rounds(self, waiting: list[Conversation], *, first: bool) -> None:
-        while self._ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
+        while self.host.ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
             contexts = [row.turns.context for row in waiting]
             waiting = self._answered(waiting, *self._generate(contexts, first))
             first = False
@@ -72,22 +72,22 @@ class Rounds:
         rank's completions by multiplying its place in its group by its own number of prompts. So all ranks must pass
         the same number of prompts.
         """
-        args, rows, wanted = self._host.args, len(contexts), 0
-        if not on_servers(self._host):
+        args, rows, wanted = self.host.args, len(contexts), 0
+        if not on_servers(self.host):
             is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
-            wanted = self._ranks.largest(rows) if is_split else 1
-        contexts = [*contexts, *[[self._host._tokenizer.eos_token_id]] * (wanted - rows)]
-        ids, log_probs = self._host._generate_single_turn(contexts, None, {}, args.num_generations if first else 1)
+            wanted = self.host.ranks.largest(rows) if is_split else 1
+        contexts = [*contexts, *[[self.host._tokenizer.eos_token_id]] * (wanted - rows)]
+        ids, log_probs = self.host._generate_single_turn(contexts, None, {}, args.num_generations if first else 1)
         return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 
     def _answered(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
     ) -> list[Conversation]:
         log_probs = [None] * len(rows) if log_probs is None else log_probs
-        answers = [self._conversations.answer(*one) for one in zip(rows, ids, log_probs, strict=True)]
+        answers = [self.conversations.answer(*one) for one in zip(rows, ids, log_probs, strict=True)]
         return self._with_another_turn(rows, answers)
 
     def _with_another_turn(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
         """Run one coroutine per row (`go_on`), and return the rows that have another turn."""
-        found = self._ranks.agree(self._conversations.calls.run, go_on)
+        found = self.host.ranks.agree(self.conversations.calls.run, go_on)
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
