@@ -49,6 +49,11 @@ class GenerationBatch:
     request: Request | None
     rewards: Tensor | None = None
 
+    @property
+    def rows(self) -> tuple[Sequence[Any], ...]:
+        """The arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids."""
+        return self.rollouts.examples, self.sampled.prompts, self.sampled.completions, self.sampled.completion_ids
+
 
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
@@ -118,11 +123,10 @@ class Rewards:
             rollouts: the B rows.
             by_group: True = the rewards are awaited group by group, False = together.
         """
-        request = self._early.pop(number, None)
-        if request is None and (self.run_in_background or by_group):
-            rows = rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
-            request = self._started(rows, self.host.args.num_generations)
-        return GenerationBatch(sampled, rollouts, request)
+        batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
+        if batch.request is None and (self.run_in_background or by_group):
+            batch.request = self._started(batch.rows, self.host.args.num_generations)
+        return batch
 
     def scored(self, batch: GenerationBatch) -> ScoredRollouts:
         """Wait for all rewards of a batch, and return its rows."""
@@ -177,11 +181,9 @@ class Rewards:
         are NaN.
         """
         if batch.rewards is None:
-            sampled = batch.sampled
+            failed = batch.sampled.failed
             self.started = batch.request
-            rows = batch.rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
-            known = self.host._calculate_rewards(*rows)
-            failed = sampled.failed
+            known = self.host._calculate_rewards(*batch.rows)
             batch.rewards = known if failed is None else unscored(known, self._ranks.gather(failed))
         return batch.rewards
 
