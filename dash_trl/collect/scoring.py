@@ -55,6 +55,7 @@ class GenerationBatch:
         return self.rollouts.examples, self.sampled.prompts, self.sampled.completions, self.sampled.completion_ids
 
 
+@dataclass(eq=False)
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
@@ -62,7 +63,7 @@ class Rewards:
     `_calculate_rewards`. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see
     every window. If rewards are awaited by group, this call comes after the last group.
 
-    Args:
+    Attributes:
         host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         names: the names of the reward functions.
@@ -70,26 +71,27 @@ class Rewards:
             completion by itself. Rewards of environments do not count here, because they are known when a row ends. The
             functions start when all rows of a generation batch are sampled; if the sampler looks ahead, they start on
             rows as soon as these are sampled.
-
-    Attributes:
         run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
         start_early: whether they also start on rows as soon as these are sampled.
-        host: as above.
-        functions: as above.
-        names: as above.
         started: the request of the rows that `of_all` gets next. None = `of_all` starts the functions.
     """
 
-    def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, in_background: bool):
-        self.host, self.functions, self.names = host, functions, names
-        self._ranks = host.ranks
-        self.team = RewardTeam([func for func in functions if isinstance(func, RunnerReward)], self._ranks.count)
-        others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
-        self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
-        self.start_early = self.run_in_background and rows_come_early(host)
+    host: Host
+    functions: Sequence[Any]
+    names: Sequence[str]
+    in_background: bool
+
+    def __post_init__(self) -> None:
+        self._ranks = self.host.ranks
+        runner_rewards = [func for func in self.functions if isinstance(func, RunnerReward)]
+        self.team = RewardTeam(runner_rewards, self._ranks.count)
+        others = [func for func in self.functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
+        all_run = bool(others) and all(isinstance(one, RunnerReward) for one in others)
+        self.run_in_background = self.in_background and all_run
+        self.start_early = self.run_in_background and rows_come_early(self.host)
         self.started: Request | None = None
         self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
-        self._failures = FailureWatch(functions, names)
+        self._failures = FailureWatch(self.functions, self.names)
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
         """Start the reward functions on adjacent rows that have been sampled.

@@ -47,7 +47,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
         PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
-    models = pool.ask_all(lambda server: server.describe())
+    models = pool.ask_all(VLLMServer.describe)
     own = model_shape(config)
     for url, model in models.items():
         different = {key: (model.shape.get(key), value) for key, value in own.items() if model.shape.get(key) != value}
@@ -184,7 +184,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     gather = model.named_parameters
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, gather, ScaledLayers(model))
     held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    if any(one != held.checksum for one in pool.ask_all(lambda server: server.weight_checksum()).values()):
+    if any(one != held.checksum for one in pool.ask_all(VLLMServer.weight_checksum).values()):
         sync.send()
         return
 
