@@ -22,10 +22,9 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
     """
     module = sys.modules[package]
     tree = ast.parse(inspect.getsource(module))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [[node for node in block.body if isinstance(node, ast.ImportFrom)] for block in blocks]
-    homes = {alias.name: str(node.module) for block in imports for node in block for alias in node.names}
-    for_users = {alias.name for node in imports[0] for alias in node.names}
+    blocks: list[Any] = [node for node in tree.body if isinstance(node, ast.If)]  # which have imports only
+    homes = {alias.name: node.module for block in blocks for node in block.body for alias in node.names}
+    for_users = {alias.name for node in blocks[0].body for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -103,8 +103,12 @@ class WindowLog:
         self._figures({"tools/failed_rows": failed.float().mean().item()})
         if calls:
             made, in_vain = self._ranks.gather(torch.tensor(calls)).sum(dim=0).tolist()
-            in_vain = in_vain / made if made else 0.0
-            self._figures({"tools/call_frequency": made / len(failed), "tools/failure_frequency": in_vain})
+            self._figures(
+                {
+                    "tools/call_frequency": made / len(failed),
+                    "tools/failure_frequency": in_vain / made if made else 0.0,
+                }
+            )
 
     def end_round(self, before: int, rows: int) -> None:
         """Complete the columns that reward functions and callbacks have logged in some rounds of a window only.
