@@ -18,7 +18,7 @@ from torch import Tensor
 SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
 
 
-@dataclass(kw_only=True)
+@dataclass
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
