@@ -1,10 +1,10 @@
 """Imports the names of a package when they are first used (PEP 562), so that `import dash_trl` is fast."""
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 
@@ -21,11 +21,10 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         `__getattr__`, `__dir__` and `__all__`.
     """
     module = sys.modules[package]
-    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [[node for node in block.body if isinstance(node, ast.ImportFrom)] for block in blocks]
-    homes = {alias.name: str(node.module) for block in imports for node in block for alias in node.names}
-    for_users = {alias.name for node in imports[0] for alias in node.names}
+    tree = ast.parse(inspect.getsource(module))
+    blocks: list[Any] = [node for node in tree.body if isinstance(node, ast.If)]  # which have imports only
+    homes = {alias.name: node.module for block in blocks for node in block.body for alias in node.names}
+    for_users = {alias.name for node in blocks[0].body for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,14 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
     return f"{checkpoint} has {'; '.join(dict.fromkeys(said))}. {remedy}" if said else None
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
     With these files, a resumed run continues within the saved window instead of sampling a new one. All ranks call
     every method at the same point.
 
-    Args:
+    Attributes:
         host: the trainer.
         rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
@@ -120,28 +121,26 @@ class Checkpoints:
         skipped: counts skipped optimizer steps.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        rules: LogProbRules,
-        prompts: int | None,
-        queue: PromptQueue | None,
-        dynamic: DynamicSampling | None,
-        micro_steps: MicroSteps,
-        skipped: SkippedSteps,
-    ):
-        self._host, self._ranks = host, host.ranks
-        self._queue, self._dynamic, self._micro_steps, self._skipped = queue, dynamic, micro_steps, skipped
+    host: Host
+    rules: LogProbRules
+    prompts: int | None
+    queue: PromptQueue | None
+    dynamic: DynamicSampling | None
+    micro_steps: MicroSteps
+    skipped: SkippedSteps
+
+    def __post_init__(self) -> None:
+        self._ranks = self.host.ranks
         self._shapes = Shapes.of(
-            host.args,
-            processes=host.ranks.count,
-            prompts=prompts,
+            self.host.args,
+            processes=self._ranks.count,
+            prompts=self.prompts,
             rules={
-                "beta above 0": str(rules.reference),
-                "sampler_is_old": str(rules.sampler_is_old),
-                "correction": str(rules.correction),
+                "beta above 0": str(self.rules.reference),
+                "sampler_is_old": str(self.rules.sampler_is_old),
+                "correction": str(self.rules.correction),
             },
-            samples_ahead=windows_ahead(host) > 0,
+            samples_ahead=windows_ahead(self.host) > 0,
         )
         # The position in the prompts and the states of the callbacks, from before the running optimizer step.
         self._before: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
@@ -153,7 +152,7 @@ class Checkpoints:
         Args:
             folder: folder of the checkpoint.
         """
-        runs = {**self._runs, [*self._runs][-1]: self._host.state.global_step}
+        runs = {**self._runs, [*self._runs][-1]: self.host.state.global_step}
         self._ranks.agree(manifest.begin, folder, runs, main_only=True)
         yield
         self._ranks.agree(manifest.finish, folder, runs, main_only=True)
@@ -166,10 +165,10 @@ class Checkpoints:
         self._before = self._states()
 
     def _states(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        prompts = None if self._queue is None else self._queue.state_dict()
-        if prompts is not None and self._dynamic is not None:
-            prompts["share"] = self._dynamic.share
-        states = states_of(dash_callbacks(self._host.callback_handler))
+        prompts = None if self.queue is None else self.queue.state_dict()
+        if prompts is not None and self.dynamic is not None:
+            prompts["share"] = self.dynamic.share
+        states = states_of(dash_callbacks(self.host.callback_handler))
         return prompts, states if self._ranks.rank == 0 else {}
 
     def save(self, folder: str, micro_step: int) -> None:
@@ -182,13 +181,13 @@ class Checkpoints:
             folder: folder of the checkpoint.
             micro_step: number of micro-steps that have run.
         """
-        state, schedule = self._host.state, self._micro_steps.schedule
+        state, schedule = self.host.state, self.micro_steps.schedule
         completed = schedule.completed(micro_step, state.global_step)  # in whole optimizer steps
         # A window that is sampled again needs the states from before it was sampled.
         states = self._before if schedule.samples_again(completed) else self._states()
-        window = self._micro_steps.window_to_save(completed)
+        window = self.micro_steps.window_to_save(completed)
         position = self._shapes.position(state.epoch or 0, state.max_steps)
-        SavedRun(self._shapes, position, completed, self._skipped.total, window, *states).save(self._file(folder))
+        SavedRun(self._shapes, position, completed, self.skipped.total, window, *states).save(self._file(folder))
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
         """Begin a run, if possible where a checkpoint was saved.
@@ -204,24 +203,24 @@ class Checkpoints:
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
-        args, self._runs = self._host.args, manifest.new_run(checkpoint)
+        args, self._runs = self.host.args, manifest.new_run(checkpoint)
         if args.save_strategy != "no":
             path = Path(args.output_dir, manifest.RUN)
             self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
         saved = None if checkpoint is None else self._resumed(checkpoint, start)
         from_start = args.ignore_data_skip
         if saved is not None:
-            self._micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
+            self.micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
             # Transformers miscounts in a stream that is read for several epochs.
             start = start if from_start else saved.position
-        if self._queue is not None:
-            self._queue.begin(*start)
+        if self.queue is not None:
+            self.queue.begin(*start)
             if saved is not None and from_start and saved.window is not None:
-                self._queue.has_sampled(saved.step)
+                self.queue.has_sampled(saved.step)
             elif saved is not None and not from_start and saved.prompts is not None:
-                self._queue.load_state_dict(saved.prompts)
-                if self._dynamic is not None:
-                    self._dynamic.share = saved.prompts.get("share", 1.0)
+                self.queue.load_state_dict(saved.prompts)
+                if self.dynamic is not None:
+                    self.dynamic.share = saved.prompts.get("share", 1.0)
         return 0 if saved is None else saved.step, start
 
     def _resumed(self, checkpoint: str, start: Position) -> SavedRun | None:
@@ -229,17 +228,17 @@ class Checkpoints:
         own = self._ranks.agree(SavedRun.load, self._file(checkpoint))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
-        if windows_ahead(self._host):
+        if windows_ahead(self.host):
             self.warn(
                 "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
                 "differs from an uninterrupted one."
             )
-        anew = self._host.args.ignore_data_skip
+        anew = self.host.args.ignore_data_skip
         reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=anew)
         states = {} if saved is None else saved.states
-        for name in self._ranks.agree(restore_states, dash_callbacks(self._host.callback_handler), states):
+        for name in self._ranks.agree(restore_states, dash_callbacks(self.host.callback_handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
-        self._skipped.total = 0 if saved is None else saved.skipped_steps
+        self.skipped.total = 0 if saved is None else saved.skipped_steps
         if reason is not None:
             self.warn(f"{reason}; training goes on with a new generation window.")
         return own if reason is None else None

@@ -162,19 +162,18 @@ class Ranks:
         for lines in _lines:
             lines.check(error)
 
-    def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded.
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded by 0.
 
         Args:
             rows: [B, …] in float32 or an integer type, because every device can gather these. B is the same on all
                 ranks.
-            pad: the value of the padding.
         Returns:
             [N, …], the rows of rank 0 first.
         """
         rows = rows.to(self._accelerator.device)
         if rows.dim() > 1:
-            rows = self._accelerator.pad_across_processes(rows, dim=1, pad_index=pad)
+            rows = self._accelerator.pad_across_processes(rows, dim=1)
         return self._accelerator.gather(rows).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:

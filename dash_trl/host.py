@@ -30,6 +30,7 @@ class Host(Protocol):
         ranks: the ranks of the run.
         recorder: logs figures and seconds.
         callback_handler: has Transformers' callbacks.
+        vllm_generation: TRL's sampler; a `ServerGeneration` if vLLM servers sample.
         rollout_func: the user's function that samples. `None`: there is none.
     """
 
@@ -42,6 +43,7 @@ class Host(Protocol):
     ranks: Ranks
     recorder: Recorder
     callback_handler: Any
+    vllm_generation: Any
     rollout_func: Any
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:

@@ -33,7 +33,6 @@ class Run:
         names: the name of each function.
         may_score_early: False = a subclass overrides `_calculate_rewards`, so rewards begin only when it is called.
         prompts: number of rows of the training set; `None` for a stream.
-        pool: the vLLM servers; used only if they sample.
         conversations: runs tools and environments. `None`: rows have one turn.
     Attributes:
         queue: hands out the prompts. `None`: Transformers reads them.
@@ -55,12 +54,13 @@ class Run:
         *,
         may_score_early: bool,
         prompts: int | None,
-        pool: Any,
         conversations: Conversations | None,
     ):
         args, ahead = host.args, windows_ahead(host)
         dynamic = (
-            DynamicSampling(args.groups_of_rank, host.ranks.count, most=args.max_num_gen_batches, ahead=ahead > 0)
+            DynamicSampling(
+                groups=args.groups_of_rank, ranks=host.ranks.count, most=args.max_num_gen_batches, ahead=ahead > 0
+            )
             if args.samples_dynamically
             else None
         )
@@ -73,7 +73,7 @@ class Run:
         self.rewards = Rewards(host, functions, names, in_background=may_score_early and work)
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
-        sampler = new_sampler(host, self.rewards, log_probs, pool=pool, conversations=conversations)
+        sampler = new_sampler(host, self.rewards, log_probs, conversations)
         self.collector = Collector(host, self.queue, sampler, self.rewards, log_probs, dynamic)
         self.micro_steps = MicroSteps(host, micro_batches, self.collector)
         self.pass_metrics = PassMetrics(per_row=args.importance_sampling_level == "sequence")

@@ -5,6 +5,7 @@ Like `seams.py`, this module reads internals of TRL.
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from dash_trl.checks import check_prompt_ids, context_of, plain_prompt
@@ -53,17 +54,13 @@ def new_conversations(trainer: Any) -> Conversations | None:
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
-    def use_environments(instances: list[Any]) -> None:
-        trainer.environments = instances  # TRL passes them to reward functions
-
     calls, environments = ToolCalls(trainer.args.tool_timeout), None
     if trainer.environment_factories is not None:
         kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
         environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
     end_id = trainer._tokenizer.eos_token_id
-    conversations = Conversations(
-        rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use_environments
-    )
+    use = partial(setattr, trainer, "environments")  # TRL passes them to reward functions
+    conversations = Conversations(rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use)
     if environments is not None:
         own = [kind for kind in kinds if owns_reward(kind)]
         first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards

@@ -169,7 +169,6 @@ class DASHTrainer(GRPOTrainer):
             self.reward_func_names,
             may_score_early=type(self)._calculate_rewards is DASHTrainer._calculate_rewards,  # not overridden
             prompts=len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None,
-            pool=self.vllm_generation if on_servers(self) else None,
             conversations=self._conversations,
         )
 
@@ -406,14 +405,14 @@ class DASHTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """Call all reward functions, as TRL does, and wait for their rewards.
 
-        TRL calls this method in an evaluation, and `GenerationBatch` calls it in training.
+        TRL calls this method in an evaluation, and `Rewards.of_batch` calls it in training.
 
         Returns:
             [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
             the row or, in an evaluation, if a tool or the environment of the row failed.
         """
         training, failed = self.model.training, None
-        if not training and self._conversations is not None:  # in training, `GenerationBatch` leaves these rows out
+        if not training and self._conversations is not None:  # in training, `Rewards.of_batch` leaves these rows out
             failed = torch.tensor(self._conversations.failed(len(inputs)))
         rows = inputs, prompts, completions, completion_ids_list
         return self._run.rewards.of_all(super()._calculate_rewards, *rows, training=training, failed=failed)

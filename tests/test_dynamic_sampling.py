@@ -219,7 +219,7 @@ def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
 
 
 def test_ahead_of_training_the_first_round_has_what_it_will_take():
-    dynamic = DynamicSampling(8, 1, most=4, ahead=True)
+    dynamic = DynamicSampling(8, 1, 4, ahead=True)
     assert dynamic.first() == 8
     for _ in range(50):
         dynamic.note([torch.arange(16).view(1, 16) % 2 == 0])

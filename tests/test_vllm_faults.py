@@ -23,6 +23,7 @@ from dash_trl.sampling import (
     Completion,
     FileWeights,
     PoolError,
+    ScaledLayers,
     ServerGeneration,
     ServerGone,
     ServerPool,
@@ -203,9 +204,15 @@ def model(tiny_model):
 def weight_sync(fakes: list[Fake], model, folder) -> WeightSync:
     for fake in fakes:
         fake.serve(model.name_or_path)
-    pool = ServerPool([fake.url for fake in fakes], server_timeout=60.0)
-    weights = FileWeights(folder, torch.float32)
-    return WeightSync(pool, Ranks(Accelerator(cpu=True)), weights, model, 300, model.named_parameters)
+    return WeightSync(
+        ServerPool([fake.url for fake in fakes], server_timeout=60.0),
+        Ranks(Accelerator(cpu=True)),
+        FileWeights(folder, torch.float32),
+        model,
+        300,
+        model.named_parameters,
+        ScaledLayers(model),
+    )
 
 
 def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_path, fakes, caplog):

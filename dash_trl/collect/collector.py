@@ -14,7 +14,7 @@ Letters: B rows of this rank, M of them in a part, R ranks, K groups of a rank.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -59,12 +59,13 @@ class Credited(NamedTuple):
     silent: Tensor
 
 
+@dataclass(eq=False)
 class Collector:
     """Collects the windows of a run: samples rows, waits for their rewards, computes advantages and filters rows.
 
     All ranks call `window` at the same point, and wait together for the parts of a window.
 
-    Args:
+    Attributes:
         host: the trainer.
         queue: hands out the prompts of later windows and, with dynamic sampling, of further rounds. `None`: no window
             is sampled ahead, and there is no dynamic sampling.
@@ -72,25 +73,22 @@ class Collector:
         rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
-
-    Attributes:
-        log_probs: as above.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        queue: PromptQueue | None,
-        sampler: Sampler,
-        rewards: Rewards,
-        log_probs: LogProbs,
-        dynamic: DynamicSampling | None = None,
-    ):
-        self._host, self._queue, self._sampler, self._rewards = host, queue, sampler, rewards
-        self.log_probs, self._dynamic, self._log = log_probs, dynamic, WindowLog(host, rewards.names)
-        self._args, self._ranks, self._recorder = host.args, host.ranks, host.recorder
-        self._pad_token_id = host._tokenizer.pad_token_id
-        self._ahead = RunAhead(windows_ahead(host))
+    host: Host
+    queue: PromptQueue | None
+    sampler: Sampler
+    rewards: Rewards
+    log_probs: LogProbs
+    dynamic: DynamicSampling | None
+
+    def __post_init__(self) -> None:
+        self._args = self.host.args
+        self._ranks = self.host.ranks
+        self._recorder = self.host.recorder
+        self._log = WindowLog(self.host, self.rewards.names)
+        self._pad_token_id = self.host._tokenizer.pad_token_id
+        self._ahead = RunAhead(windows_ahead(self.host))
         self._numbers = count()  # the numbers of generation batches
         self._announced: deque[Prompts] = deque()  # for each window that has not begun: the prompts of its first round
         self._empty_windows = EmptyWindows()
@@ -114,8 +112,8 @@ class Collector:
         Returns:
             The window. It is whole, unless its rewards are awaited group by group.
         """
-        global_step = self._host.state.global_step
-        windows = [examples, *([] if self._queue is None else self._queue.upcoming(micro_step))]
+        global_step = self.host.state.global_step
+        windows = [examples, *([] if self.queue is None else self.queue.upcoming(micro_step))]
         # `begin` gives the windows to announce, by index: this one (0) if it is new, and those to sample ahead.
         new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
         self._announced.extend(new)
@@ -136,29 +134,27 @@ class Collector:
 
     def start_rewards_of_sampled(self) -> None:
         """Start the rewards of rows that servers have sampled for later windows. Called after each pass."""
-        self._sampler.start_rewards_of_sampled()
+        self.sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
         """Cancel all rewards, and drop what was announced or sampled ahead: the run is over or interrupted."""
         self._announced.clear()
         self._empty_windows.end()
-        self._rewards.cancel()
-        self._sampler.forget()
+        self.rewards.cancel()
+        self.sampler.forget()
 
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Announce a generation batch to `Rewards`, and tokenize its prompts if the sampler needs that.
+        """Number the prompts of a generation batch, and tokenize them if the sampler needs that.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
         tokenized: tuple[Any, ...] = ()
-        if self._sampler.needs_token_ids:
+        if self.sampler.needs_token_ids:
             with self._recorder.timed("generate"):
-                tokenized = self._host._tokenize_prompts([example["prompt"] for example in examples])
-        prompts = Prompts(next(self._numbers), examples, tokenized)
-        self._rewards.announce(prompts)
-        return prompts
+                tokenized = self.host._tokenize_prompts([example["prompt"] for example in examples])
+        return Prompts(next(self._numbers), examples, tokenized)
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
         """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`.
@@ -168,7 +164,7 @@ class Collector:
             new: generation batches that the sampler does not know yet, see `Sampler.sample`.
             by_group: True = its rewards are awaited group by group.
         """
-        sampled = self._ranks.agree(self._sampler.sample, prompts, new)  # decoding may fail on one rank
+        sampled = self._ranks.agree(self.sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))  # not too old
         own = self._ranks.own(len(prompts.examples))
         rollouts = self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
@@ -181,21 +177,21 @@ class Collector:
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
         # Rewards first: in the background, they run while the sampler and the callbacks work.
-        batch = self._rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
-        self._ranks.agree(self._sampler.sample_ahead)
-        self._host.dispatch("on_rollouts_sampled", rollouts)
+        batch = self.rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
+        self._ranks.agree(self.sampler.sample_ahead)
+        self.host.dispatch("on_rollouts_sampled", rollouts)
         return batch
 
     def _truncated(self, sampled: Sampled) -> Tensor:
-        return is_truncated(sampled.completion_ids, {*self._host.eos_token_ids, self._pad_token_id})
+        return is_truncated(sampled.completion_ids, {*self.host.eos_token_ids, self._pad_token_id})
 
     def _log_sampled(self, batches: Sequence[GenerationBatch]) -> None:
-        if rows_come_early(self._host):
-            versions, now = torch.cat([one.rollouts.policy_version for one in batches]), self._host.state.global_step
+        if rows_come_early(self.host):
+            versions, now = torch.cat([one.rollouts.policy_version for one in batches]), self.host.state.global_step
             self._recorder.log(staleness_metrics(versions, now, self._ranks.gather))
         sampled = [batch.sampled for batch in batches]
         self._log.sampled(sampled, torch.cat([self._truncated(one) for one in sampled]))
-        self._sampler.log()
+        self.sampler.log()
 
     # ------------------------------------------------------------------ from rewards to parts
 
@@ -213,32 +209,32 @@ class Collector:
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
                 batches.append(self._sample(prompts, new))
-                credited.append(self._credited(batches[-1].scored()))
-                if self._dynamic is None:
+                credited.append(self._credited(self.rewards.scored(batches[-1])))
+                if self.dynamic is None:
                     break
                 # Callbacks may have logged columns. Fill up those that an earlier round lacks.
                 self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
                 groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
                 signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
-                if not (more := self._dynamic.next(signal)):
+                if not (more := self.dynamic.next(signal)):
                     break
-                assert self._queue is not None, "dynamic sampling has a queue"
-                prompts = self._announce(self._queue.take(more))
+                assert self.queue is not None, "dynamic sampling has a queue"
+                prompts = self._announce(self.queue.take(more))
                 new = [prompts]
         self._log_sampled(batches)
         whole = self._whole(credited)
         rollouts, keep = whole.rollouts, whole.filtered.keep
         num_items, order = rollouts.loss_mask.sum(), torch.arange(len(rollouts))
-        if self._dynamic is not None:
+        if self.dynamic is not None:
             # Rounds may sample more rows than a window has. `chosen`: the rows of the window, whose tokens the loss
             # divides by. `trained`: those of them whose group has a kept row.
             size = self._args.num_generations
-            chosen, trained = rows_of_window(signal, self._dynamic.room, self._ranks.rank, size)
+            chosen, trained = rows_of_window(signal, self.dynamic.room, self._ranks.rank, size)
             keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
             # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
-            rows = max(self._ranks.largest(int(keep.sum())), self._dynamic.groups * size)
+            rows = max(self._ranks.largest(int(keep.sum())), self.dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]
-            self._recorder.log(self._dynamic.note(signal))
+            self._recorder.log(self.dynamic.note(signal))
         order = order[shuffled(len(order))]
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
@@ -264,7 +260,7 @@ class Collector:
         """
         arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         by_group = len(shares) > 1
-        for rows, scored, ends_step in batch.scored_groups(groups_of_step):
+        for rows, scored, ends_step in self.rewards.scored_groups(batch, groups_of_step):
             arrived.append(rows)
             credited.append(self._credited(scored))
             rollouts, keep = credited[-1].rollouts, credited[-1].filtered.keep
@@ -285,14 +281,14 @@ class Collector:
 
     def _credited(self, rollouts: ScoredRollouts) -> Credited:
         """Call `on_rewards`, compute the advantages of rows, call `on_advantages`, and filter."""
-        self._host.dispatch("on_rewards", rollouts)
+        self.host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # after the callbacks, which may change rewards
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
-        advantages = self._host.compute_advantages(rewards)
-        advantages = checked_advantages(advantages, rewards, f"{type(self._host).__name__}.compute_advantages")
+        advantages = self.host.compute_advantages(rewards)
+        advantages = checked_advantages(advantages, rewards, f"{type(self.host).__name__}.compute_advantages")
         silent = (advantages.view(-1, self._args.num_generations) == 0).all(dim=1).cpu()
         credited = rollouts.with_advantages(advantages[self._ranks.own(len(rollouts))].cpu())
-        self._host.dispatch("on_advantages", credited)
+        self.host.dispatch("on_advantages", credited)
         tables = credited.advantages, credited.loss_mask, credited.scored
         return Credited(credited, filter_rows(*tables, self._args.gradient_filter_threshold), silent)
 
@@ -327,15 +323,17 @@ class Collector:
             survivors: the rows that are trained on.
         """
         # Order the rewards by rank, then by round, as the advantages are.
-        rewards = self._ranks.gather(torch.cat([one.rewards()[self._ranks.own(len(one.rollouts))] for one in batches]))
+        rewards = self._ranks.gather(
+            torch.cat([self.rewards.of_batch(one)[self._ranks.own(len(one.rollouts))] for one in batches])
+        )
         advantages = self._ranks.gather(credited.rollouts.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
         self._log.rewarded(prompts, completions, rewards, advantages, credited.silent)
         metrics = filter_metrics(credited.rollouts, credited.filtered, self._ranks.sum)
         self._recorder.log(metrics)
-        if self._dynamic is not None and self._queue is not None:
-            self._recorder.total("prompts/epoch", self._queue.epochs)
+        if self.dynamic is not None and self.queue is not None:
+            self._recorder.total("prompts/epoch", self.queue.epochs)
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics, self._args.gradient_filter_threshold)
         self.log_probs.log(survivors)

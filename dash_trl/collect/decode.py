@@ -42,23 +42,8 @@ class Prompts:
 
     @property
     def ids(self) -> list[list[int]]:
-        """B lists of token ids."""
-        return self.tokenized[0]
-
-
-@dataclass(frozen=True)
-class TurnCounts:
-    """Numbers of tool calls, and failures of tools and environments, in this rank's rows of a generation batch.
-
-    Attributes:
-        calls: [B, 2] int64, the numbers of tool calls and of failed tool calls of each row. `None`: there are no tools.
-        failed: [B] bool, True = a tool or the environment of the row hung or failed, so the row is unscored.
-        failure: description of one of these failures; empty if no row failed.
-    """
-
-    calls: Tensor | None
-    failed: Tensor
-    failure: str
+        """B lists of token ids; empty lists if the prompts are tokenized later."""
+        return self.tokenized[0] if self.tokenized else [[]] * len(self.examples)
 
 
 @dataclass(frozen=True)
@@ -77,7 +62,9 @@ class Sampled:
             wrote it. `None`: the policy wrote all tokens.
         columns: extra fields that a `rollout_func` returned: name → a list with one value per row, or one value for all
             rows.
-        turns: counts and failures of tools and environments. `None`: there are no tools and no environments.
+        calls: B pairs: the numbers of tool calls and of failed tool calls of a row. Empty: there are no tools.
+        failures: B texts: how a tool or the environment of a row hung or failed, so that the row is unscored; `None`:
+            neither did. Empty: there are no tools and no environments.
     """
 
     prompt_ids: list[list[int]]
@@ -89,7 +76,13 @@ class Sampled:
     log_probs: list[list[float | None]] | None = None
     own_tokens: list[list[int]] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
-    turns: TurnCounts | None = None
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    failures: list[str | None] = field(default_factory=list)
+
+    @property
+    def failed(self) -> Tensor | None:
+        """[B] bool: True = a tool or the environment of the row failed. `None`: there are none of both."""
+        return torch.tensor([one is not None for one in self.failures]) if self.failures else None
 
     def lengths(self) -> list[int]:
         """Return the number of tokens that the policy wrote in each row."""

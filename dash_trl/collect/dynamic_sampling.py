@@ -10,6 +10,7 @@ Letters: R ranks, K groups of a rank in a round.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
 
 
+@dataclass
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
@@ -25,28 +27,31 @@ class DynamicSampling:
     second round. A further round samples as many groups as will probably fill the window, but at most as many as a
     window has. Its size depends on the share of groups with signal in the earlier rounds.
 
-    Args:
+    Attributes:
         groups: number of groups of a window on a rank.
         ranks: R, the number of ranks.
         most: `max_num_gen_batches`: all rounds of a window together have at most this number times `groups` groups on a
             rank.
         ahead: True = windows are sampled ahead.
-    Attributes:
-        groups: as above.
-        room: number of groups of a window on all ranks.
         share: running average of the share of groups with signal. A checkpoint saves it.
     """
 
-    def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
-        self.room = groups * ranks  # groups of the window, on all ranks
-        self.groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
-        self.share = 1.0
+    groups: int
+    ranks: int
+    most: int
+    ahead: bool
+    share: float = 1.0
+
+    @property
+    def room(self) -> int:
+        """Number of groups of a window on all ranks."""
+        return self.groups * self.ranks
 
     def first(self) -> int:
         """Return the number of groups that each rank samples in the first round of the next window."""
-        if not self._ahead:
+        if not self.ahead:
             return self.groups
-        return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self._most)
+        return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self.most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
         """Return the number of groups that each rank samples in the next round; 0 if there is no further round.
@@ -59,8 +64,8 @@ class DynamicSampling:
         sampled, found = _counted(signal)
         missing = max(self.room - found, 0)
         share = (found + 1) / (sampled + 2)
-        allowed = self.groups * self._most - sampled // self._ranks
-        return min(math.ceil(missing / share / self._ranks), self.groups, allowed)
+        allowed = self.groups * self.most - sampled // self.ranks
+        return min(math.ceil(missing / share / self.ranks), self.groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> dict[str, float]:
         """Update the running average after a window is complete; return the window's figures for the log.

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from dash_trl.collect.decode import Sampled, TurnCounts
+from dash_trl.collect.decode import Sampled
 from dash_trl.host import Host
-from dash_trl.rollout import joined
 from dash_trl.update import weighted_rewards
 
 # The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
@@ -88,24 +87,28 @@ class WindowLog:
         self._host.state.num_input_tokens_seen += int(prompts.sum() + completions.sum())
         self._host.recorder.total("num_tokens", self._host.state.num_input_tokens_seen)
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
-        if turns := [batch.turns for batch in batches if batch.turns is not None]:
-            self._turns(joined(turns))
+        if failures := [failure for batch in batches for failure in batch.failures]:
+            self._turns(failures, [pair for batch in batches for pair in batch.calls])
 
-    def _turns(self, turns: TurnCounts) -> None:
+    def _turns(self, failures: list[str | None], calls: list[tuple[int, int]]) -> None:
         """Log the tool calls of a window, and raise an error if tools or environments fail on all rows."""
-        failed = self._ranks.gather(turns.failed)
+        failed = self._ranks.gather(torch.tensor([failure is not None for failure in failures]))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all() else 0
         if self._failed_in_a_row == BROKEN_AFTER:
             raise RuntimeError(
-                f"Tools or environments failed on every row of the last windows, most recently with {turns.failure}. "
+                f"Tools or environments failed on every row of the last windows, most recently with {failures[0]}. "
                 "Nothing can be learned from such rows. Correct the tool or environment. If a tool hangs, run it in a "
                 "process that can be killed (dash_trl.ProcessTool), or give it more time (tool_timeout)."
             )
         self._figures({"tools/failed_rows": failed.float().mean().item()})
-        if turns.calls is not None:
-            made, in_vain = self._ranks.gather(turns.calls).sum(dim=0).tolist()
-            failures = in_vain / made if made else 0.0
-            self._figures({"tools/call_frequency": made / len(failed), "tools/failure_frequency": failures})
+        if calls:
+            made, in_vain = self._ranks.gather(torch.tensor(calls)).sum(dim=0).tolist()
+            self._figures(
+                {
+                    "tools/call_frequency": made / len(failed),
+                    "tools/failure_frequency": in_vain / made if made else 0.0,
+                }
+            )
 
     def end_round(self, before: int, rows: int) -> None:
         """Complete the columns that reward functions and callbacks have logged in some rounds of a window only.

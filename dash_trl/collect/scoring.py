@@ -1,6 +1,6 @@
 """Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
-    announce: prompts ──► start: some rows are sampled ──► begin: all rows are sampled ──► GenerationBatch.scored
+    start: some rows are sampled ──► begin: all rows are sampled ──► scored
 
 A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
@@ -9,6 +9,7 @@ Letters: B rows of this rank, N rows of all ranks, F reward functions.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,90 +30,32 @@ from dash_trl.tools import EnvironmentReward
 from dash_trl.workers import Request
 
 
+@dataclass(eq=False)
 class GenerationBatch:
     """Rows that are sampled at once, and their rewards, which come in one or several parts.
 
-    A generation batch is a window or, with dynamic sampling, one round of a window. A part has the same number of
-    groups on every rank.
+    A generation batch is a window or, with dynamic sampling, one round of a window.
 
-    Args:
-        rewards: the rewards of the run.
-        sampled: the B rows, as they were sampled.
-        rollouts: the B rows.
-        request: the results of the reward functions. `None`: the functions are called when `scored` waits for them.
     Attributes:
-        sampled: as above.
-        rollouts: as above; a callback or the collector may add to them before the rewards are awaited.
+        sampled: the B rows, as they were sampled.
+        rollouts: the B rows; a callback or the collector may add to them before the rewards are awaited.
+        request: the results of the reward functions. `None`: the functions are called when `Rewards.of_batch` waits
+            for them.
+        rewards: [N, F], the rewards of all ranks' rows. `None`: they are not known yet.
     """
 
-    def __init__(
-        self,
-        rewards: "Rewards",
-        sampled: Sampled,
-        rollouts: RolloutBatch,
-        request: Request | None,
-    ):
-        self.sampled, self.rollouts = sampled, rollouts
-        self._rewards, self._request = rewards, request
-        self._failed = None if sampled.turns is None else sampled.turns.failed
-        self._known: Tensor | None = None
+    sampled: Sampled
+    rollouts: RolloutBatch
+    request: Request | None
+    rewards: Tensor | None = None
 
-    def scored(self) -> ScoredRollouts:
-        """Wait for all rewards, and return the rows."""
-        # A copy, because callbacks may change the rewards, and the log must show the original ones.
-        own = self.rewards()[self._rewards.host.ranks.own(len(self.rollouts))].to("cpu", copy=True)
-        return self.rollouts.with_rewards(own)
-
-    def scored_groups(self, groups_of_step: Callable[[], int]) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
-        """Wait for the rewards, and yield whole groups as their rewards come.
-
-        All ranks yield the same number of groups at a time, because they have to run the same collectives and model
-        passes. Before each yield, every rank waits until it has at least one complete group that it has not yielded.
-        The rank with the fewest such groups determines how many groups all ranks yield. Groups of different optimizer
-        steps (Mini) are not yielded together.
-
-        Args:
-            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-                from the window. It is called when the optimizer step begins. Its result is clipped to the range from 1
-                to the number of groups that are left.
-        Yields:
-            The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
-            of the window, else False (`Part.ends_step`).
-        """
-        rewards, request, timed = self._rewards, self._request, self._rewards.host.recorder.timed
-        assert request is not None, "`Rewards.begin` started the functions"
-        groups = len(self.rollouts) // rewards.host.args.num_generations
-        here: list[int] = []
-        while groups:
-            left = min(max(groups_of_step(), 1), groups)
-            groups -= left
-            while left:
-                with timed("reward"), timed("wait_for_rewards"):
-                    here += request.next_groups(wait=not here)
-                    with timed("wait_for_ranks"):
-                        count = min(-rewards.host.ranks.largest(-len(here)), left)
-                now, here = here[:count], here[count:]
-                left -= count
-                rows = torch.tensor([row for group in now for row in request.rows_of(group)])
-                own = rewards.team.rewards(request, rewards.functions, rows.tolist())
-                own = own if self._failed is None else unscored(own, self._failed[rows])
-                yield rows, self.rollouts.rows(rows).with_rewards(own), not left
-
-    def rewards(self) -> Tensor:
-        """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
-
-        A reward is NaN if the function does not apply to the row. If a function failed on a row, all rewards of the row
-        are NaN.
-        """
-        if self._known is None:
-            host, sampled = self._rewards.host, self.sampled
-            self._rewards.started = self._request
-            rows = self.rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
-            known = host._calculate_rewards(*rows)
-            self._known = known if self._failed is None else unscored(known, host.ranks.gather(self._failed))
-        return self._known
+    @property
+    def rows(self) -> tuple[Sequence[Any], ...]:
+        """The arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids."""
+        return self.rollouts.examples, self.sampled.prompts, self.sampled.completions, self.sampled.completion_ids
 
 
+@dataclass(eq=False)
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
@@ -120,7 +63,7 @@ class Rewards:
     `_calculate_rewards`. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see
     every window. If rewards are awaited by group, this call comes after the last group.
 
-    Args:
+    Attributes:
         host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         names: the names of the reward functions.
@@ -128,35 +71,27 @@ class Rewards:
             completion by itself. Rewards of environments do not count here, because they are known when a row ends. The
             functions start when all rows of a generation batch are sampled; if the sampler looks ahead, they start on
             rows as soon as these are sampled.
-
-    Attributes:
         run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
         start_early: whether they also start on rows as soon as these are sampled.
-        host: as above.
-        functions: as above.
-        names: as above.
         started: the request of the rows that `of_all` gets next. None = `of_all` starts the functions.
     """
 
-    def __init__(self, host: Host, functions: Sequence[Any], names: Sequence[str], *, in_background: bool):
-        self.host, self.functions, self.names = host, functions, names
-        self._ranks = host.ranks
-        self.team = RewardTeam([func for func in functions if isinstance(func, RunnerReward)], self._ranks.count)
-        others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
-        self.run_in_background = in_background and bool(others) and all(isinstance(one, RunnerReward) for one in others)
-        self.start_early = self.run_in_background and rows_come_early(host)
+    host: Host
+    functions: Sequence[Any]
+    names: Sequence[str]
+    in_background: bool
+
+    def __post_init__(self) -> None:
+        self._ranks = self.host.ranks
+        runner_rewards = [func for func in self.functions if isinstance(func, RunnerReward)]
+        self.team = RewardTeam(runner_rewards, self._ranks.count)
+        others = [func for func in self.functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
+        all_run = bool(others) and all(isinstance(one, RunnerReward) for one in others)
+        self.run_in_background = self.in_background and all_run
+        self.start_early = self.run_in_background and rows_come_early(self.host)
         self.started: Request | None = None
         self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
-        self._failures = FailureWatch(functions, names)
-
-    def announce(self, prompts: Prompts) -> None:
-        """Prepare the request of a generation batch that is going to be sampled, if rewards start early.
-
-        Args:
-            prompts: the prompts of the generation batch.
-        """
-        if self.start_early:
-            self._early[prompts.number] = self.team.begin(len(prompts.examples), self.host.args.num_generations)
+        self._failures = FailureWatch(self.functions, self.names)
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
         """Start the reward functions on adjacent rows that have been sampled.
@@ -168,16 +103,21 @@ class Rewards:
             first: index of the first row within the batch.
             sampled: the rows.
         """
-        if (request := self._early.get(prompts.number)) is not None:
-            own = prompts.examples[first : first + len(sampled.completions)]
-            completions = deepcopy(sampled.completions)
-            self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
+        if not self.start_early:
+            return
+        request = self._early.get(prompts.number)
+        if request is None:
+            request = self.team.begin(len(prompts.examples), self.host.args.num_generations)
+            self._early[prompts.number] = request
+        own = prompts.examples[first : first + len(sampled.completions)]
+        completions = deepcopy(sampled.completions)
+        self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
-        """Return the generation batch of rows that are all sampled. The batch, not this call, waits for their rewards.
+        """Return the generation batch of rows that are all sampled. This call does not wait for their rewards.
 
         All ranks call this method at the same point. If the functions were not started early, they start in this call
-        if the rewards are awaited by group or `run_in_background` is True, and otherwise in `GenerationBatch.scored`.
+        if the rewards are awaited by group or `run_in_background` is True, and otherwise in `of_batch`.
 
         Args:
             number: number of the generation batch; see `Prompts.number`.
@@ -185,11 +125,69 @@ class Rewards:
             rollouts: the B rows.
             by_group: True = the rewards are awaited group by group, False = together.
         """
-        request = self._early.pop(number, None)
-        if request is None and (self.run_in_background or by_group):
-            rows = rollouts.examples, sampled.prompts, sampled.completions, sampled.completion_ids
-            request = self._started(rows, self.host.args.num_generations)
-        return GenerationBatch(self, sampled, rollouts, request)
+        batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
+        if batch.request is None and (self.run_in_background or by_group):
+            batch.request = self._started(batch.rows, self.host.args.num_generations)
+        return batch
+
+    def scored(self, batch: GenerationBatch) -> ScoredRollouts:
+        """Wait for all rewards of a batch, and return its rows."""
+        # A copy, because callbacks may change the rewards, and the log must show the original ones.
+        own = self.of_batch(batch)[self._ranks.own(len(batch.rollouts))].to("cpu", copy=True)
+        return batch.rollouts.with_rewards(own)
+
+    def scored_groups(
+        self, batch: GenerationBatch, groups_of_step: Callable[[], int]
+    ) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
+        """Wait for the rewards of a batch, and yield whole groups as their rewards come.
+
+        All ranks yield the same number of groups at a time, because they have to run the same collectives and model
+        passes. Before each yield, every rank waits until it has at least one complete group that it has not yielded.
+        The rank with the fewest such groups determines how many groups all ranks yield. Groups of different optimizer
+        steps (Mini) are not yielded together.
+
+        Args:
+            batch: the batch. A part of it has the same number of groups on every rank.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+                from the window. It is called when the optimizer step begins. Its result is clipped to the range from 1
+                to the number of groups that are left.
+        Yields:
+            The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
+            of the window, else False (`Part.ends_step`).
+        """
+        request = batch.request
+        failed = batch.sampled.failed
+        timed = self.host.recorder.timed
+        assert request is not None, "`begin` started the functions"
+        groups = len(batch.rollouts) // self.host.args.num_generations
+        here: list[int] = []
+        while groups:
+            left = min(max(groups_of_step(), 1), groups)
+            groups -= left
+            while left:
+                with timed("reward"), timed("wait_for_rewards"):
+                    here += request.next_groups(wait=not here)
+                    with timed("wait_for_ranks"):
+                        count = min(-self._ranks.largest(-len(here)), left)
+                rows = torch.tensor([row for group in here[:count] for row in request.rows_of(group)])
+                here = here[count:]
+                left -= count
+                own = self.team.rewards(request, self.functions, rows.tolist())
+                own = own if failed is None else unscored(own, failed[rows])
+                yield rows, batch.rollouts.rows(rows).with_rewards(own), not left
+
+    def of_batch(self, batch: GenerationBatch) -> Tensor:
+        """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
+
+        A reward is NaN if the function does not apply to the row. If a function failed on a row, all rewards of the row
+        are NaN.
+        """
+        if batch.rewards is None:
+            failed = batch.sampled.failed
+            self.started = batch.request
+            known = self.host._calculate_rewards(*batch.rows)
+            batch.rewards = known if failed is None else unscored(known, self._ranks.gather(failed))
+        return batch.rewards
 
     def _started(self, rows: Sequence[Any], group_size: int) -> Request:
         """Start the functions on all rows of a batch; see `of_all` for `rows`."""
@@ -239,7 +237,7 @@ class Rewards:
         return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
-        """Cancel all rewards that were announced or have begun."""
+        """Cancel all rewards that have begun."""
         self.team.cancel()
         self._early.clear()
 

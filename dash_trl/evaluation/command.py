@@ -232,14 +232,14 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
     with Reward(arguments.reward()) as reward:
+        names = labels(models)
         found = [Checkpoint(model) for model in models]
-        jobs = dict(zip(labels(models), found, strict=True))
         problems = [arguments.problems(chat=one.tokenizer.chat_template is not None) for one in found]
         reward.check_columns(problems[0].column_names)
         # The user sees a wrong template here. In the figures it only looks like a weak model.
         print(f"first prompt: {str(problems[0][0]['prompt'])[:500]!r}")
         folder.mkdir(parents=True, exist_ok=True)
-        for (label, checkpoint), rows in zip(jobs.items(), problems, strict=True):
+        for label, checkpoint, rows in zip(names, found, problems, strict=True):
             samples = _sample(label, checkpoint, rows, reward, arguments)
             figures = {"model": checkpoint.name, **figures_of(samples, ks)}
             if not results:

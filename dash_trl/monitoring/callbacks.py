@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
@@ -101,9 +101,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self._count()
         return {"args": {"limit": self.limit}, "attributes": {"seconds": self.seconds}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
         self._counted_at, self.seconds = self._clock(), 0.0
         # If the run that wrote the checkpoint did not have this callback, the checkpoint has no entry for it.
         # Transformers would then fail at the next checkpoint, so the entry is added here.
@@ -111,7 +109,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         if state.global_step:
             self.seconds = saved["attributes"]["seconds"]
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control: TrainerControl, **kwargs) -> None:
         self._count()
         if self.limit is not None and broadcast_object_list([self.seconds >= self.limit])[0]:
             control.should_training_stop = True
@@ -122,9 +120,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self._count()
         logs["time/elapsed"] = self.seconds
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         self._count()
         self._counted_at = None
 

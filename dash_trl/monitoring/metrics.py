@@ -247,18 +247,22 @@ def packing_metrics(
         min_shared: see `plan_share`.
         width: number of tokens of each row of a padded pass. 0: as many as its longest prompt and completion have.
     """
-    prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
     real = processed = saved = largest = 0
     for micro_batch in micro_batches:
         for rank, rows in enumerate(micro_batch.rows):
-            prompts, completions = ([of[rank][row] for row in rows] for of in (prompt_of, completion_of))
-            tokens = sum(prompts) + sum(completions)
-            size = tokens if padding_free or not rows else len(rows) * (width or max(prompts) + max(completions))
+            of_pass = lengths[rank, list(rows)]
+            tokens = int(of_pass[:, :2].sum())
+            size = tokens
+            if not padding_free and rows:
+                size = len(rows) * (width or int(of_pass[:, :2].amax(dim=0).sum()))
             if min_shared is not None:
-                shared = Counter((prompt_of[rank][row], same[rank][row]) for row in rows)
+                shared = Counter(map(tuple, of_pass[:, [0, 3]].tolist()))
                 twice = sum((count - 1) * (prompt - 1) for (prompt, _), count in shared.items() if prompt > min_shared)
-                size, saved = size - twice, saved + twice
-            real, processed, largest = real + tokens, processed + size, max(largest, size)
+                size -= twice
+                saved += twice
+            real += tokens
+            processed += size
+            largest = max(largest, size)
     return {
         "packing/padding_free": float(padding_free),
         "packing/padding_share": (processed - real + saved) / max(processed, 1),

@@ -191,8 +191,8 @@ class FailureWatch:
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last counted batch's completions on which the function failed; only for functions that
-            have failed in such a batch.
+        failed: name → share of the last counted batch's completions on which the function failed; only for functions
+            that have failed in such a batch.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.rollout.ahead import RunAhead, StaleRollouts
-    from dash_trl.rollout.batch import LOG_PROB_FIELDS, SAMPLED_FIELDS, joined, widened
+    from dash_trl.rollout.batch import LOG_PROB_FIELDS, joined, widened
     from dash_trl.rollout.prompts import EpochOrder, new_queue, open_epoch
     from dash_trl.rollout.queue import PromptQueue
     from dash_trl.rollout.resume import SavedRun, Shapes, loading, one_run, why_a_new_window

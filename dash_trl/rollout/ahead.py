@@ -11,27 +11,29 @@ resumed. Weights are identified by the optimizer step that made them.
 """
 
 from collections import deque
+from dataclasses import dataclass
 
 
 class StaleRollouts(RuntimeError):
     """Raised if the current window has rows that were sampled by weights older than `async_level` allows."""
 
 
+@dataclass
 class RunAhead:
     """Decides which windows are submitted to the sampler, and checks that no window is too old to be trained on.
 
-    Args:
-        level: k, the number of windows that may be sampled ahead.
     Attributes:
+        level: k, the number of windows that may be sampled ahead.
         window: the window that is trained on; −1 before the first one.
         submitted: number of windows submitted for sampling so far.
     """
 
-    def __init__(self, level: int):
-        self.level = level
-        self.window = -1
-        self.submitted = 0
-        self._begun: deque[int] = deque(maxlen=level + 1)  # optimizer steps at which the last k + 1 windows began
+    level: int
+    window: int = -1
+    submitted: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun: deque[int] = deque(maxlen=self.level + 1)  # optimizer steps at which the last k + 1 windows began
 
     def begin(self, global_step: int, known: int) -> range:
         """Begin the next window.

@@ -93,12 +93,10 @@ class RolloutBatch:
         Args:
             rows: indices of the rows, in the order of the result.
         """
-        chosen = rows.tolist()
-        values: dict[str, Any] = {
-            name: value[rows] if isinstance(value, Tensor) else [value[row] for row in chosen] if value else value
-            for name, value in _fields(self).items()
-        }
-        return type(self)(**values)
+        chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
+        lists = {"examples": self.examples, "completions": self.completions}
+        chosen |= {name: [values[row] for row in rows.tolist()] for name, values in lists.items() if values}
+        return replace(self, **chosen)
 
     def with_log_probs(self, **known: Tensor) -> Self:
         """Return the same rows with log-prob fields, which model passes have computed.
@@ -106,7 +104,7 @@ class RolloutBatch:
         Args:
             known: the fields to set, such as `old_per_token_logps`.
         """
-        return type(self)(**{**_fields(self), **known})
+        return replace(self, **known)  # type: ignore[arg-type]  # they are fields of tensors
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
         """Return the same rows with their rewards.
@@ -275,25 +273,20 @@ class Survivors(CreditedRollouts):
             TRL's model inputs: each tensor field that is set, except `group`, `policy_version` and `rewards`. The first
             dimension is `size`.
         """
-        width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
-        prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
-        longest = int(self.completion_mask[chosen].sum(dim=1).max()) if rows else 0
-        if not trimmed:
-            prompt, longest = self.prompt_ids.shape[1], width
-        completion = max(longest, COMPLETION_COLUMNS)
+        chosen = torch.tensor(rows, dtype=torch.long)
+        prompt = self.prompt_ids.shape[1]
+        completion = self.completion_ids.shape[1]
+        if trimmed:
+            prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
+            completion = int(self.completion_mask[chosen].sum(dim=1).max()) if rows else 0
+        completion = max(completion, COMPLETION_COLUMNS)
         inputs = {}
         for name, value in self.tensors().items():
             if name in ("group", "policy_version", "rewards"):
                 continue
             # TRL's VESPO multiplies the ratios of all columns, without a mask.
             filler = pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
-            if name in ("prompt_ids", "prompt_mask"):
-                value = value[:, max(value.shape[1] - prompt, 0) :][chosen] if rows else value.new_zeros(0, prompt)
-            elif value.dim() == 2 and value.shape[1] == width:
-                value = value[:, :completion][chosen]
-                value = pad(value, (0, max(completion - width, 0)), value=filler)
-            else:
-                value = value[chosen]
+            value = _of_width(name, value[chosen], like=self, prompt=prompt, completion=completion, filler=filler)
             dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
             inputs[name] = torch.cat([value, dummies])
         if not rows:
@@ -323,16 +316,29 @@ def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
     completion = max(one.completion_ids.shape[1] for one in batches)
 
     def wide(rollouts: Rollouts) -> Rollouts:
-        values = _fields(rollouts)
-        for name, value in rollouts.tensors().items():
-            fill = pad_token_id if name.endswith("_ids") else 0
-            if name in ("prompt_ids", "prompt_mask"):
-                values[name] = pad(value, (prompt - value.shape[1], 0), value=fill)
-            elif value.shape[1:] == rollouts.completion_ids.shape[1:] and name not in ("policy_version", "rewards"):
-                values[name] = pad(value, (0, completion - value.shape[1]), value=fill)
-        return type(rollouts)(**values)
+        values: dict[str, Any] = {
+            name: _of_width(
+                name,
+                value,
+                like=rollouts,
+                prompt=prompt,
+                completion=completion,
+                filler=pad_token_id if name.endswith("_ids") else 0,
+            )
+            for name, value in rollouts.tensors().items()
+        }
+        return replace(rollouts, **values)
 
     return [wide(one) for one in batches]
+
+
+def _of_width(name: str, value: Tensor, *, like: RolloutBatch, prompt: int, completion: int, filler: int) -> Tensor:
+    """Pad or trim a field of some rows of `like` to so many columns of prompt and completion tokens."""
+    if name in ("prompt_ids", "prompt_mask"):
+        return pad(value, (prompt - value.shape[1], 0), value=filler)
+    if value.shape[1:] == like.completion_ids.shape[1:] and name not in ("policy_version", "rewards"):
+        return pad(value, (0, completion - value.shape[1]), value=filler)
+    return value
 
 
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -349,9 +355,8 @@ Table = TypeVar("Table")  # a dataclass
 def joined(parts: Sequence[Table]) -> Table:
     """Concatenate the rows of several instances of one dataclass. A single instance is returned as it is.
 
-    Tensors and lists are concatenated. Other fields are taken from the first part.
-    If tensors have different numbers of columns, the narrower tensors are padded: floats with NaN, integers with −1. If
-    some parts have advantages per token, the advantages per row of the other parts are repeated in every column.
+    Tensors and lists are concatenated. Other fields are taken from the first part. If some parts have advantages per
+    token, the advantages per row of the other parts are repeated in every column.
 
     Args:
         parts: the instances, at least one.
@@ -364,7 +369,7 @@ def joined(parts: Sequence[Table]) -> Table:
         if name == "advantages":
             values = _of_tokens(values)
         if isinstance(value, Tensor):
-            found[name] = _stacked(values)
+            found[name] = torch.cat(values)
         elif isinstance(value, list):
             found[name] = [row for rows in values for row in rows]
     return replace(parts[0], **found)  # type: ignore[type-var]
@@ -373,13 +378,6 @@ def joined(parts: Sequence[Table]) -> Table:
 def _of_tokens(advantages: list[Tensor]) -> list[Tensor]:
     most = max((one.shape[1] for one in advantages if one.dim() == 2), default=0)
     return [one.unsqueeze(1).expand(-1, most) if most and one.dim() == 1 else one for one in advantages]
-
-
-def _stacked(tables: Sequence[Tensor]) -> Tensor:
-    if all(table.dim() == 2 for table in tables):
-        most, padding = max(table.shape[1] for table in tables), torch.nan if tables[0].is_floating_point() else -1
-        tables = [pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
-    return torch.cat(list(tables))
 
 
 def _fields(table: Any) -> dict[str, Any]:

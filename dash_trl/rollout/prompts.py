@@ -1,6 +1,7 @@
 """`EpochOrder` reproduces the order of the prompts in any epoch. `new_queue` builds the queue that reads them so."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +14,20 @@ from dash_trl.rollout.queue import PromptQueue
 Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item of the rank's dataloader
 
 
+@dataclass(eq=False)
 class EpochOrder(Sampler):
     """Sampler in the order of TRL's `RepeatSampler`, but it can begin with any epoch.
 
     TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
     epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler therefore draws the e earlier permutations.
 
-    Args:
+    Attributes:
         sampler: TRL's sampler.
         epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
     """
 
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
-        self.sampler = sampler
-        self.epoch = epoch
+    sampler: RepeatSampler
+    epoch: Callable[[], int]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.

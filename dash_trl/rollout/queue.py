@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -34,6 +35,7 @@ class QueuedRows(list[dict[str, Any]]):
         self.places = places
 
 
+@dataclass(eq=False, kw_only=True)
 class PromptQueue:
     """Hands out every prompt of an epoch once, then the prompts of the next epoch.
 
@@ -44,7 +46,7 @@ class PromptQueue:
     Without dynamic sampling, the groups of a generation batch are handed out together and count as one prompt, because
     a group may have rows on two ranks.
 
-    Args:
+    Attributes:
         rows: G, see above.
         prompts: number of this rank's prompts in a generation batch.
         window_batches: number of micro-steps of a window.
@@ -53,25 +55,19 @@ class PromptQueue:
         first: function that returns the number of this rank's prompts with which the next window begins.
         open_epoch: function that takes an epoch and a number k of generation batches. It returns an iterator over the
             epoch without its first k generation batches, which yields each generation batch `window_batches` times.
-    Attributes:
         place: place of the next prompt, see `Place`.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: int,
-        prompts: int,
-        window_batches: int,
-        accumulation: int,
-        ahead: int,
-        first: Callable[[], int],
-        open_epoch: Callable[[int, int], Iterator[Rows]],
-    ):
+    rows: int
+    prompts: int
+    window_batches: int
+    accumulation: int
+    ahead: int
+    first: Callable[[], int]
+    open_epoch: Callable[[int, int], Iterator[Rows]]
+
+    def __post_init__(self) -> None:
         self.place: Place = (0, 0)
-        self._rows, self._prompts = rows, prompts
-        self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
-        self._first, self._open_epoch = first, open_epoch
         self._windows: dict[int, QueuedRows] = {}  # window → its first rows, from the window in use on
         self._to_read_again: dict[int, list[Place]] = {}  # window of a checkpoint → places of its prompts
         self._source: Iterator[Rows] | None = None
@@ -87,19 +83,19 @@ class PromptQueue:
         """
         if self._to_read_again:
             self._read_again()
-        now, last = micro_step // self._window_batches, (micro_step + count - 1) // self._window_batches
-        later = (state.max_steps - state.global_step - 1) * self._accumulation  # micro-steps of later optimizer steps
-        end = (micro_step + count + later - 1) // self._window_batches
+        now, last = micro_step // self.window_batches, (micro_step + count - 1) // self.window_batches
+        later = (state.max_steps - state.global_step - 1) * self.accumulation  # micro-steps of later optimizer steps
+        end = (micro_step + count + later - 1) // self.window_batches
         self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
-        for window in range(now, max(last, min(last + self._ahead, end)) + 1):
+        for window in range(now, max(last, min(last + self.ahead, end)) + 1):
             if window not in self._windows:
-                self._windows[window] = self.take(self._first())
-        return iter([self._windows[one // self._window_batches] for one in range(micro_step, micro_step + count)])
+                self._windows[window] = self.take(self.first())
+        return iter([self._windows[one // self.window_batches] for one in range(micro_step, micro_step + count)])
 
     def upcoming(self, micro_step: int) -> list[QueuedRows]:
         """Return the first rows of each window that may be sampled ahead, at a micro-step of the last `read`."""
-        now = micro_step // self._window_batches
-        return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
+        now = micro_step // self.window_batches
+        return [self._windows[one] for one in range(now + 1, now + 1 + self.ahead) if one in self._windows]
 
     def take(self, prompts: int) -> QueuedRows:
         """Take the next prompts, for a new window or for another round of a window.
@@ -137,7 +133,7 @@ class PromptQueue:
             epoch: number of completed epochs.
             batches: number of micro-batches that a rank has taken from the epoch after these.
         """
-        self.place = epoch, batches // self._window_batches * self._prompts
+        self.place = epoch, batches // self.window_batches * self.prompts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint.
@@ -160,17 +156,17 @@ class PromptQueue:
         Args:
             micro_step: the micro-step at which the run continues.
         """
-        if micro_step % self._window_batches:
-            self._windows[micro_step // self._window_batches] = QueuedRows([], [])
+        if micro_step % self.window_batches:
+            self._windows[micro_step // self.window_batches] = QueuedRows([], [])
 
     def _read_again(self) -> None:
         """Read the prompts of a checkpoint's windows from the dataset again."""
         windows, self._to_read_again = self._to_read_again, {}
         wanted, end = {place for places in windows.values() for place in places}, self.place
         self.place = epoch, number = min(wanted | {end})
-        batches, others = divmod(number, self._prompts)
-        self._source = self._open_epoch(epoch, batches)
-        self.place = epoch, batches * self._prompts
+        batches, others = divmod(number, self.prompts)
+        self._source = self.open_epoch(epoch, batches)
+        self.place = epoch, batches * self.prompts
         self.take(others)
         found: dict[Place, Rows] = {}
         while self.place < end:
@@ -184,12 +180,12 @@ class PromptQueue:
         opened = 0
         while not self._read:
             if self._source is None:
-                self._source = self._open_epoch(self.place[0], self.place[1] // self._prompts)
+                self._source = self.open_epoch(self.place[0], self.place[1] // self.prompts)
             batch = next(self._source, None)
             if batch is not None:
                 # Skip the repetitions of the same rows.
-                next(islice(self._source, self._window_batches - 1, self._window_batches - 1), None)
-                size = self._rows
+                next(islice(self._source, self.window_batches - 1, self.window_batches - 1), None)
+                size = self.rows
                 self._read.extend(batch[first : first + size] for first in range(0, len(batch), size))
             elif opened:
                 raise ValueError(

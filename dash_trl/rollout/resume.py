@@ -20,10 +20,24 @@ from dash_trl.rollout.window import Part
 
 # Options on which the rows of a window depend.
 OF_ROWS = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
-    *("max_completion_length", "mask_truncated_completions", "bf16", "fp16", "cast_lm_head_to_fp32"),
-    *("reward_weights", "scale_rewards", "multi_objective_aggregation", "advantage_estimator"),
-    *("gradient_filter_threshold", "filter_denominator"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "max_completion_length",
+    "mask_truncated_completions",
+    "bf16",
+    "fp16",
+    "cast_lm_head_to_fp32",
+    "reward_weights",
+    "scale_rewards",
+    "multi_objective_aggregation",
+    "advantage_estimator",
+    "gradient_filter_threshold",
+    "filter_denominator",
 )
 
 

@@ -11,10 +11,10 @@ model has to equal the checksum of the trainer's.
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -73,19 +73,19 @@ def obstacle(model: Any, most: int) -> str | None:
     return None
 
 
+@dataclass(eq=False)
 class AdapterWeights(FileWeights):
     """Sends only a LoRA adapter, by file.
 
-    Args:
+    Attributes:
         directory: see `FileWeights`.
         dtype: see `FileWeights`.
         adapter: PEFT's configuration of the adapter.
         base: checksum of the base model's weights, in `dtype`.
     """
 
-    def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
-        super().__init__(directory, dtype)
-        self.adapter, self.base = adapter, base
+    adapter: Any
+    base: int
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         rank = self.adapter.r

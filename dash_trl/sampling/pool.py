@@ -150,13 +150,12 @@ class ServerPool:
         Raises:
             PoolError: if a server does not answer within `server_timeout`.
         """
-
-        def missing_servers() -> list[str]:
-            self.ask_all(self._check, self.fleet.urls_of(State.DEAD))
-            return self.fleet.urls_of(State.DEAD)
-
         deadline = time.monotonic() + self.server_timeout
-        while missing := missing_servers():
+        while True:
+            self.ask_all(self._check, self.fleet.urls_of(State.DEAD))
+            missing = self.fleet.urls_of(State.DEAD)
+            if not missing:
+                return
             if time.monotonic() >= deadline:
                 raise PoolError(
                     self.message(

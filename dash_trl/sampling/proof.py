@@ -8,6 +8,7 @@ matrices instead, because these matrices are zero in a new adapter, so a factor 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +26,17 @@ SHIFT = 0.25  # added to the B matrices of an adapter
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
+@dataclass(frozen=True)
 class ScaledLayers:
     """The perturbation of full weights: parameters of linear layers and embeddings are scaled by `PERTURBATION`.
 
-    Args:
+    Attributes:
         model: the trainer's model.
         plain_name: maps a name in `model.named_parameters()` to the name that servers know.
     """
 
-    def __init__(self, model: nn.Module, plain_name: Callable[[str], str] = str):
-        self.model = model
-        self.plain_name = plain_name
+    model: nn.Module
+    plain_name: Callable[[str], str] = str
 
     def parameters(self, parameters: NamedTensors) -> NamedTensors:
         """Yield the parameters of a weight sync as they are after the change.

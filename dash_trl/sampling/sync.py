@@ -12,7 +12,7 @@ An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
         PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
-    models = pool.ask_all(lambda server: server.describe())
+    models = pool.ask_all(VLLMServer.describe)
     own = model_shape(config)
     for url, model in models.items():
         different = {key: (model.shape.get(key), value) for key, value in own.items() if model.shape.get(key) != value}
@@ -63,6 +63,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     return replace(every[0], **{name: min(getattr(model, name) for model in every) for name in least})
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
@@ -70,7 +71,7 @@ class WeightSync:
     comparing log-probs), before any other collective, the ranks agree on whether the stage worked. So a failure on one
     rank raises the same error on all ranks.
 
-    Args:
+    Attributes:
         pool: this rank's pool. The pool also gives the weights to a server that comes back later.
         ranks: the ranks of the run.
         weights: object that sends the weights.
@@ -78,34 +79,26 @@ class WeightSync:
         vocabulary: number of token ids of the tokenizer.
         gather: function that returns (name on the servers, value) of each parameter of the model, or of its adapter.
             All ranks call this function once for each weight version.
-        perturbation: change of the weights with which the first weight sync is checked. None: `ScaledLayers`. In this
-            case `gather` has to return the model's own names.
+        perturbation: change of the weights with which the first weight sync is checked.
         mixed_precision: accelerate's name of the dtype in which the model computes; "no": the dtype of its weights.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        ranks: Ranks,
-        weights: FileWeights,
-        model: nn.Module,
-        vocabulary: int,
-        gather: Callable[[], NamedTensors],
-        perturbation: ScaledLayers | None = None,
-        mixed_precision: str = "no",
-    ):
-        self.pool = pool
-        self.ranks = ranks
-        self.weights = weights
-        self.model = model
-        self.gather = gather
-        self.perturbation = perturbation or ScaledLayers(model)
-        self.dtypes = {weights.dtype, MIXED.get(mixed_precision, next(model.parameters()).dtype)}
-        most = min(model.config.get_text_config().vocab_size, vocabulary)  # type: ignore[union-attr, operator]
+    pool: ServerPool
+    ranks: Ranks
+    weights: FileWeights
+    model: nn.Module
+    vocabulary: int
+    gather: Callable[[], NamedTensors]
+    perturbation: ScaledLayers
+    mixed_precision: str = "no"
+
+    def __post_init__(self) -> None:
+        self.dtypes = {self.weights.dtype, MIXED.get(self.mixed_precision, next(self.model.parameters()).dtype)}
+        most = min(self.model.config.get_text_config().vocab_size, self.vocabulary)  # type: ignore[union-attr, operator]
         self.probe = [(7919 * (i + 1)) % most for i in range(PROBE_TOKENS)]  # spread over the vocabulary
         self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
         self._snapshot: Snapshot | None = None  # the current version
-        pool.refit = self._refit
+        self.pool.refit = self._refit
 
     def send(self) -> None:
         """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
@@ -188,9 +181,10 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         PoolError: if a server did not load the weights.
     """
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
-    sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, model.named_parameters)
+    gather = model.named_parameters
+    sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, gather, ScaledLayers(model))
     held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    if any(one != held.checksum for one in pool.ask_all(lambda server: server.weight_checksum()).values()):
+    if any(one != held.checksum for one in pool.ask_all(VLLMServer.weight_checksum).values()):
         sync.send()
         return
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -24,27 +25,25 @@ CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as 
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
+@dataclass(eq=False)
 class VLLMServer:
     """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
 
     All methods raise `ServerError` or `ValueError`.
 
-    Args:
+    Attributes:
         url: address of the server.
         session: HTTP session of the event loop that awaits these methods.
         timeout: seconds for one answer, unless a method has its own timeout.
-
-    Attributes:
         uses_adapter: True = requests use the LoRA adapter that the server was given, and not the model itself.
         given: the version tag that this client set last; None: it has given the server no weights.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
-        self.url = url
-        self.timeout = timeout
-        self._session = session
-        self.uses_adapter = False
-        self.given: str | None = None
+    url: str
+    session: aiohttp.ClientSession
+    timeout: float
+    uses_adapter: bool = False
+    given: str | None = None
 
     # --------------------------------------------------------------------------------------- sampling and scoring
 
@@ -192,7 +191,7 @@ class VLLMServer:
         headers = key_header(self.url)  # read again, because a server that starts may create the key
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session.request(
+            async with self.session.request(
                 method, self.url + path, timeout=limit, headers=headers, allow_redirects=False, **kwargs
             ) as response:
                 text = await response.text(errors="replace")

@@ -72,6 +72,7 @@ class Snapshot:
             )
 
 
+@dataclass(eq=False)
 class FileWeights:
     """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
@@ -81,18 +82,17 @@ class FileWeights:
     If a run is killed, the next run in the same directory and on the same machine removes the killed run's files. A
     run's folder has its process id in its name, so that no run removes the files of a live run.
 
-    Args:
+    Attributes:
         directory: folder that trainer and servers see under the same path; several runs may share it.
         dtype: dtype of the servers' weights; weights are converted to it before they are sent.
-
-    Attributes:
         run: folder of this run.
     """
 
-    def __init__(self, directory: str | Path, dtype: torch.dtype):
-        self.directory = Path(directory).absolute()
-        self.dtype = dtype
-        self.run = self.directory / f"{HERE}-{os.getpid()}-{secrets.token_hex(4)}"
+    directory: str | Path
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.run = Path(self.directory).absolute() / f"{HERE}-{os.getpid()}-{secrets.token_hex(4)}"
 
     def send(
         self, parameters: NamedTensors, version: int, pool: ServerPool, urls: Sequence[str]
@@ -156,7 +156,7 @@ class FileWeights:
 
     def _begin(self) -> None:
         """Remove the folders of killed runs, and create this run's folder."""
-        for other in self.directory.glob(f"{HERE}-*-*"):
+        for other in self.run.parent.glob(f"{HERE}-*-*"):
             if not psutil.pid_exists(int(other.name.split("-")[-2])):
                 shutil.rmtree(other, ignore_errors=True)
         self.run.mkdir(parents=True)

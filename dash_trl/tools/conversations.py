@@ -8,9 +8,10 @@ The work between two turns of a row is a coroutine, so many rows wait for their 
 import logging
 import math
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
@@ -23,16 +24,17 @@ ASK = object()  # value of `Conversation.reward` until `get_reward` is called
 NOTHING_SAID = {"role": "assistant", "content": ""}  # message of a row that has no turn
 
 
+@dataclass(eq=False)
 class Conversation:
     """One row of several turns, with its environment, tools and reward.
 
-    Args:
-        example: the row's example of the dataset: column → value.
     Attributes:
+        example: the row's example of the dataset: column → value.
+        prompt_ids: token ids of the prompt; empty = they are not known yet.
         prompt: the messages before the first turn.
+        turns: the turns so far, from `Conversations.begin` on.
         name: name of the row's environment. None = environments have no names, or there are none.
         environment: the instance of the environment. None = there are no environments.
-        turns: the turns so far; None before the row has begun.
         tools: the row's tools by name, including methods of the environment.
         failure: text that describes the call that failed, so that the row is unscored; None = no call has failed.
         reward: return value of the environment's `get_reward`; NaN = a call for this row failed, `ASK` = `get_reward`
@@ -43,24 +45,29 @@ class Conversation:
         failed_calls: number of tool calls that failed.
     """
 
-    def __init__(self, example: Mapping[str, Any]):
-        self.example = example
-        self.prompt: Any = example["prompt"] if "prompt" in example else deepcopy(NO_PROMPT)
-        self.name: str | None = None
-        self.environment: Any = None
-        self.turns: Turns | None = None
-        self.tools: dict[str, Callable[..., Any]] = {}
-        self.failure: str | None = None
-        self.reward: Any = ASK
-        self.in_use = True
-        self.began = False
-        self.calls = self.failed_calls = 0
+    example: Mapping[str, Any]
+    prompt_ids: list[int]
+    prompt: Any = field(init=False)
+    turns: Turns = field(init=False)
+    name: str | None = None
+    environment: Any = None
+    tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    failure: str | None = None
+    reward: Any = ASK
+    in_use: bool = True
+    began: bool = False
+    calls: int = 0
+    failed_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt = self.example["prompt"] if "prompt" in self.example else deepcopy(NO_PROMPT)
 
 
+@dataclass(eq=False)
 class Conversations:
     """Runs rows of several turns: environments, tool calls and rewards.
 
-    Args:
+    Attributes:
         rules: function that returns the current limits of rows.
         calls: object that calls tools and the methods of environments.
         tools: the tools that are not methods of an environment.
@@ -68,33 +75,21 @@ class Conversations:
         tokenize: function: a prompt, and the tools to list in it → token ids.
         end_id: id of the only token in a completion if the environment failed before the first turn.
         use_environments: function that passes the environments of rows to reward functions.
-    Attributes:
-        environments: as above.
     """
 
-    def __init__(
-        self,
-        rules: Callable[[], TurnRules],
-        calls: ToolCalls,
-        tools: Sequence[Callable[..., Any]],
-        environments: Environments | None,
-        tokenize: Callable[[Any, Sequence[Any]], list[int]],
-        end_id: int,
-        use_environments: Callable[[list[Any]], None],
-    ):
-        self._rules, self._calls, self._tools, self.environments = rules, calls, tools, environments
-        self._use_environments = use_environments
-        self._tokenize, self._end_id = tokenize, end_id
-        self._scored: Sequence[Conversation] = ()  # the rows that reward functions score next
+    rules: Callable[[], TurnRules]
+    calls: ToolCalls
+    tools: Sequence[Callable[..., Any]]
+    environments: Environments | None
+    tokenize: Callable[[Any, Sequence[Any]], list[int]]
+    end_id: int
+    use_environments: Callable[[list[Any]], None]
+    _scored: Sequence[Conversation] = ()  # the rows that reward functions score next
 
     @property
     def has_tools(self) -> bool:
         """Whether there are any tools, including methods of environments."""
-        return bool(self._tools) or self.environments is not None and any(self.environments.tools.values())
-
-    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Runs coroutines concurrently and returns their results; the main thread waits for all of them."""
-        return self._calls.run(coroutines)
+        return bool(self.tools) or self.environments is not None and any(self.environments.tools.values())
 
     def lent(self) -> AbstractContextManager[None]:
         """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
@@ -111,23 +106,22 @@ class Conversations:
             environments: the environment of each row, if there are environments.
             names: the name of each row's environment, if there are environments.
         """
-        rows = []
-        for i, ids in enumerate(prompt_ids):
-            row = Conversation({})
+        rows = [Conversation({}, ids) for ids in prompt_ids]
+        for i, row in enumerate(rows):
             if environments and names:
-                row.name, row.environment = names[i], environments[i]
-            self._set_up(row, ids)
-            rows.append(row)
+                row.name = names[i]
+                row.environment = environments[i]
+            self._set_up(row)
         self._scored = rows
         return rows
 
-    async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
+    async def begin(self, row: Conversation) -> bool:
         """Prepares a row for its first turn: leases and resets its environment, and tokenizes its prompt.
+
+        With environments, the prompt is tokenized in any case, because the observation of `reset` changes it.
 
         Args:
             row: the row.
-            prompt_ids: token ids of the row's prompt. None = they are not known yet. With environments, the prompt is
-                tokenized anyway, because the observation of `reset` changes it.
         Returns:
             Whether there is a turn to sample. False if the environment failed.
         """
@@ -136,29 +130,31 @@ class Conversations:
             row.name = environments.name_of(row.example)
             row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
-                row.environment = await self._calls.call(environments.factories[row.name], {})
+                row.environment = await self.calls.call(environments.factories[row.name], {})
             given = row.prompt
             try:
                 arguments = environments.reset_arguments(row.example)
-                row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
-                prompt_ids = self._tokenize(row.prompt, self._listed(row))
+                row.prompt = observed(row.prompt, await self.calls.call(row.environment.reset, arguments))
+                row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
             except Exception as error:
                 self._fail(row, error, "reset")
                 row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
-        self._set_up(row, self._tokenize(row.prompt, self._listed(row)) if prompt_ids is None else prompt_ids)
-        if row.failure is not None and row.turns is not None:
-            row.turns.never_began(self._end_id, dict(NOTHING_SAID))
+        if not row.prompt_ids:
+            row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
+        self._set_up(row)
+        if row.failure is not None:
+            row.turns.never_began(self.end_id, dict(NOTHING_SAID))
         return row.failure is None
 
     def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
         """Return the tools that are listed in the prompt of a row, whose environment has been chosen."""
-        return self._tools if self.environments is None else self.environments.tools[row.name]
+        return self.tools if self.environments is None else self.environments.tools[row.name]
 
-    def _set_up(self, row: Conversation, prompt_ids: list[int]) -> None:
+    def _set_up(self, row: Conversation) -> None:
         """Give a row its tools and its turns."""
         methods = [] if row.environment is None else methods_of(row.environment)
-        row.tools = {tool.__name__: tool for tool in [*self._tools, *methods]}
-        row.turns = Turns(self._rules(), prompt_ids, self._listed(row))
+        row.tools = {tool.__name__: tool for tool in [*self.tools, *methods]}
+        row.turns = Turns(self.rules(), row.prompt_ids, self._listed(row))
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
         """Adds a turn of the policy to a row and runs the tools that the turn calls.
@@ -173,12 +169,11 @@ class Conversations:
         Returns:
             Whether there is another turn to sample.
         """
-        assert row.turns is not None, "the row has begun"
         calls = row.turns.sampled(ids, log_probs)
         if calls:
             row.calls += len(calls)
             try:
-                messages, failed = await self._calls.answer(calls, row.tools)
+                messages, failed = await self.calls.answer(calls, row.tools)
             except HANGS as error:
                 self._fail(row, error, " and ".join(str(one.get("function", one).get("name")) for one in calls))
             else:
@@ -187,7 +182,7 @@ class Conversations:
                     return True
         if row.failure is None and row.began and owns_reward(type(row.environment)):
             try:
-                row.reward = await self._calls.call(row.environment.get_reward, {})
+                row.reward = await self.calls.call(row.environment.get_reward, {})
             except Exception as error:
                 self._fail(row, error, "get_reward")
         row.in_use = row.failure is not None
@@ -197,7 +192,7 @@ class Conversations:
         """Sets the rows that reward functions score next, and passes them the environments of these rows."""
         self._scored = rows
         if self.environments is not None:
-            self._use_environments([row.environment for row in rows])
+            self.use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
         """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
@@ -211,7 +206,7 @@ class Conversations:
         """Return the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
-        values = self.run([self._reward(one) for one in missing])
+        values = self.calls.run([self._reward(one) for one in missing])
         found |= zip(map(id, missing), values, strict=True)
         return [found[id(one)] for one in instances]
 
@@ -224,7 +219,7 @@ class Conversations:
     async def _reward(self, instance: Any) -> Any:
         """Calls `get_reward` for a row that TRL has begun; NaN if it fails."""
         try:
-            return await self._calls.call(instance.get_reward, {})
+            return await self.calls.call(instance.get_reward, {})
         except Exception as error:
             logger.warning(f"get_reward of a {type(instance).__name__} failed, so its row is unscored: {error!r}")
             error.__traceback__ = None  # see `_fail`

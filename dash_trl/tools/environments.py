@@ -7,32 +7,32 @@ Each instance goes through these steps::
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 NO_PROMPT = [{"role": "user", "content": ""}]  # as in TRL, if the environment's observation is the whole prompt
 
 
+@dataclass(eq=False)
 class Environments:
     """A pool of environments by name. If there is a single environment without a name, its name is None.
 
-    Args:
+    Attributes:
         factories: for each name, the function that makes an instance.
         tools: for each name, the tools that are listed in prompts with this environment.
-        pool: for each name, the list of TRL's idle instances. TRL uses them in evaluations.
+        pool: for each name, the list of idle instances. It is TRL's: TRL uses the instances in evaluations.
     """
 
-    def __init__(
-        self,
-        factories: Mapping[str | None, Callable[[], Any]],
-        tools: Mapping[str | None, Sequence[Any]],
-        pool: MutableMapping[str | None, list[Any]],
-    ):
-        self.tools = tools
-        self.factories, self._pool = factories, pool
-        self._idle: dict[str | None, list[Any]] = {name: [] for name in factories}
-        self._take_back()
+    factories: Mapping[str | None, Callable[[], Any]]
+    tools: Mapping[str | None, Sequence[Any]]
+    pool: Mapping[str | None, list[Any]]
+
+    def __post_init__(self) -> None:
+        self._lock = Lock()  # rows begin on another thread than evaluations
+        self._is_lent = False
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
         """Return the name of an example's environment: the column `environment`; None if environments have no names.
@@ -49,36 +49,28 @@ class Environments:
         return name
 
     def lease(self, name: str | None) -> Any:
-        """Takes an idle instance out of the pool and returns it; None if no instance is idle."""
-        try:
-            return self._idle[name].pop()
-        except IndexError:
-            return None
+        """Take an idle instance out of the pool and return it; None if no instance is idle, or TRL uses them."""
+        with self._lock:
+            return self.pool[name].pop() if self.pool[name] and not self._is_lent else None
 
     def give_back(self, name: str | None, instance: Any) -> None:
         """Puts an instance back into the pool."""
-        self._idle[name].append(instance)
+        self.pool[name].append(instance)
 
     def retire(self, instance: Any) -> None:
         """Removes an instance from TRL's idle instances, so that TRL does not use it again."""
-        for pool in self._pool.values():
+        for pool in self.pool.values():
             pool[:] = [one for one in pool if one is not instance]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context manager for an evaluation: gives TRL the idle instances, and takes them back at the end."""
-        for name, pool in self._pool.items():
-            while (instance := self.lease(name)) is not None:  # another thread may lease some at the same time
-                pool.append(instance)
+        """Context manager for an evaluation: within it, TRL has the idle instances."""
+        with self._lock:
+            self._is_lent = True
         try:
             yield
         finally:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        for name, pool in self._pool.items():
-            self._idle[name] += pool
-            pool.clear()
+            self._is_lent = False
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""

@@ -7,7 +7,7 @@ This is a pure state machine on token ids: text that the policy sampled is never
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
@@ -37,14 +37,14 @@ class TurnRules:
     encode: Callable[[list[Message]], list[int]]
 
 
+@dataclass(eq=False)
 class Turns:
     """The turns of one row so far: the token ids and messages after its prompt.
 
-    Args:
+    Attributes:
         rules: the limits of the row, and the functions that convert token ids and messages.
         prompt_ids: token ids of the prompt.
         tools: the tools that are listed in the prompt.
-    Attributes:
         completion_ids: list of the completion's token ids so far.
         own: list with one entry per token id, 1 = the policy sampled the token, 0 = it belongs to a tool's answer.
         log_probs: list of the sampler's log-probs, one per token id; 0 for tokens of a tool's answer. None if the
@@ -53,13 +53,14 @@ class Turns:
         rounds: number of rounds of tool calls that were answered.
     """
 
-    def __init__(self, rules: TurnRules, prompt_ids: list[int], tools: Sequence[Any]):
-        self._rules, self.prompt_ids, self._tools = rules, prompt_ids, tools
-        self.completion_ids: list[int] = []
-        self.own: list[int] = []
-        self.log_probs: list[float | None] | None = []
-        self.messages: list[Message] = []
-        self.rounds = 0
+    rules: TurnRules
+    prompt_ids: list[int]
+    tools: Sequence[Any]
+    completion_ids: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    log_probs: list[float | None] | None = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    rounds: int = 0
 
     @property
     def context(self) -> list[int]:
@@ -69,8 +70,8 @@ class Turns:
     @property
     def room(self) -> int:
         """The largest number of tokens in the next turn."""
-        room = self._rules.most_tokens - len(self.completion_ids)
-        return room if self._rules.context is None else min(room, self._rules.context - len(self.context))
+        room = self.rules.most_tokens - len(self.completion_ids)
+        return room if self.rules.context is None else min(room, self.rules.context - len(self.context))
 
     def sampled(self, ids: list[int], log_probs: list[float | None] | None) -> list[Mapping[str, Any]]:
         """Appends a turn of the policy, cut so that the completion has at most `most_tokens` tokens.
@@ -82,14 +83,14 @@ class Turns:
             The tool calls that need an answer. An empty list means that the row has ended: the turn has no calls, or
             the row has had `most_rounds` rounds.
         """
-        ids = ids[: self._rules.most_tokens - len(self.completion_ids)]
+        ids = ids[: self.rules.most_tokens - len(self.completion_ids)]
         calls: list[Mapping[str, Any]] = []
         if ids or not self.messages:
-            message = self._rules.parse(ids, self.context, self._tools)
+            message = self.rules.parse(ids, self.context, self.tools)
             self.messages.append(message)
             calls = message.get("tool_calls") or []
         self._append(ids, 1, None if log_probs is None else log_probs[: len(ids)])
-        return calls if self._rules.most_rounds is None or self.rounds < self._rules.most_rounds else []
+        return calls if self.rules.most_rounds is None or self.rounds < self.rules.most_rounds else []
 
     def never_began(self, token: int, message: Message) -> None:
         """Sets a completion of one token, for a row in which the environment failed before the first turn.
@@ -111,11 +112,11 @@ class Turns:
         Returns:
             Whether the policy has another turn.
         """
-        if sum(len(str(one["content"])) for one in messages) > MOST_CHARACTERS * self._rules.most_tokens:
+        if sum(len(str(one["content"])) for one in messages) > MOST_CHARACTERS * self.rules.most_tokens:
             return False
-        ids = self._rules.encode(messages)
-        context = self._rules.context
-        too_long = len(self.completion_ids) + len(ids) > self._rules.most_tokens
+        ids = self.rules.encode(messages)
+        context = self.rules.context
+        too_long = len(self.completion_ids) + len(ids) > self.rules.most_tokens
         if too_long or context is not None and len(self.context) + len(ids) >= context:
             return False
         self.messages += messages

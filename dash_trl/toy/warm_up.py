@@ -5,13 +5,12 @@ model learns the sums (greedy accuracy near 1), but also to make slips (sampled 
 learning can remove the slips within a minute.
 """
 
-import fcntl
 import hashlib
 import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -131,14 +131,12 @@ def _row(
 
 def _batch(rows: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Return the rows of a batch (see `_row`), padded on the right."""
-
-    def padded(rows: Iterable[list[int]], value: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
-
+    ids = [torch.tensor(row) for row, _ in rows]
+    labels = [torch.tensor(row) for _, row in rows]
     return {
-        "input_ids": padded((ids for ids, _ in rows), pad_token_id),
-        "attention_mask": padded(([1] * len(ids) for ids, _ in rows), 0),
-        "labels": padded((labels for _, labels in rows), -100),
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
     }
 
 
@@ -234,8 +232,7 @@ def cached_model(
     if final.is_dir():  # the cache may be read-only
         return str(final)
     folder.mkdir(parents=True, exist_ok=True)
-    with final.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
+    with FileLock(final.with_suffix(".lock")):
         if not final.is_dir():
             unfinished = final.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
