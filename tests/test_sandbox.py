@@ -63,7 +63,7 @@ def places(tmp_path_factory):
 
 
 def check_all(check, rows) -> None:
-    """Calls a check with each row, in two threads; raises the first failure."""
+    """Call a check with each row, in two threads; raise the first failure."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda row: check(*row), rows))
 

@@ -1,8 +1,7 @@
 """Distinguishes "this reward function does not apply" from "this reward function failed".
 
-TRL turns a returned `None` (does not apply) into NaN, so it cannot be distinguished from a NaN that the function
-computed (failed). A watched function therefore records on which rows it failed (exception, time-out, NaN, ±inf). These
-rows are left out of training: they do not count as 0, and their rewards by other functions are not used either.
+TRL turns both into NaN. A watched function therefore records the rows on which it failed (exception, time-out, NaN,
+±inf). Training leaves these rows out: they do not count as 0, and their rewards by other functions are not used either.
 """
 
 import logging
@@ -30,12 +29,11 @@ def number(outcome: Outcome) -> float:
 
 
 def has_failed(outcome: Outcome) -> bool:
-    """Return whether an outcome is an exception, NaN or ±inf."""
     return outcome is not None and math.isnan(number(outcome))
 
 
 def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
-    """Describe the failures among outcomes for a message, after "it"; also return the exception of the first of them.
+    """Describe the failures among outcomes, to follow "it" in a message; also return the first failure's exception.
 
     Without a failure, the function failed on another rank.
     """
@@ -51,14 +49,14 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Sets all rewards of a row to NaN if any function, a tool or the environment failed on the row.
+    """Set all rewards of a row to NaN if a function, a tool or the environment failed on the row.
 
     Args:
         rewards: [N, F], N rows and F reward functions.
-        failed: [N, F] or [N] bool on any device, True = a function, or what the row needs, failed on the row.
+        failed: [N, F] or [N] bool, True = failed.
 
     Returns:
-        [N, F], the new rewards.
+        [N, F].
     """
     on_row = failed.to(rewards.device).unsqueeze(-1).flatten(1).any(dim=1, keepdim=True)
     return rewards.masked_fill(on_row, torch.nan)
@@ -69,16 +67,15 @@ class Mistake(ValueError):
 
 
 class WatchedReward:
-    """Calls a reward function, and keeps the outcomes of the last call.
+    """Calls a reward function of TRL's form, and keeps the outcomes of the last call.
 
     Args:
-        func: a reward function of TRL's form.
-        name: the function's name in TRL's metrics.
+        func: the function.
+        name: its name in TRL's metrics.
 
     Attributes:
-        outcomes: one per row of the last call; an exception = the function raised it. A `Mistake` ends the run, but
-            later, when all ranks can stop together: if one rank raised it within TRL's method, the other ranks would
-            wait for that rank in the next collective.
+        outcomes: one per row of the last call. A `Mistake` among them ends the run after TRL's method, within which the
+            other ranks would wait in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -87,14 +84,7 @@ class WatchedReward:
         self.outcomes: list[Outcome] = []
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
-        """Call the function with a batch.
-
-        Args:
-            kwargs: the batch as TRL passes it, with `completions`.
-
-        Returns:
-            A list with one reward per row; None = the function does not apply, or has failed.
-        """
+        """Call the function with a batch of TRL's; return one reward per row, None = not applicable or failed."""
         try:
             output = self.func(**kwargs)
         except Exception as error:  # a user's function may raise anything
@@ -137,24 +127,12 @@ class WatchedAsyncReward(WatchedReward):
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Return the names with a number after a name that occurs again: f, f#2, f#3.
-
-    TRL would log functions with the same name (lambdas, partials of one function) as one.
-    """
+    """Number the names that occur again: f, f#2, f#3. TRL would log functions with the same name as one."""
     return [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
 
 
 def watch(func: Any, name: str) -> Any:
-    """Wraps a reward function in a `WatchedReward`, which records its failures.
-
-    Args:
-        func: a reward function of TRL's form, or a reward model.
-        name: the function's name in TRL's metrics.
-
-    Returns:
-        The watched function. A `WatchedReward` only gets the name. A reward model is returned unchanged: it cannot
-        return None, so a NaN of the model always means that it failed.
-    """
+    """Wrap a reward function in a `WatchedReward`; but not a model: it cannot return None, so its NaN is a failure."""
     from trl.trainer.utils import is_async_callable  # imported here, because importing trl takes seconds
 
     if isinstance(func, WatchedReward):
@@ -165,14 +143,7 @@ def watch(func: Any, name: str) -> Any:
 
 
 def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raises the first `Mistake` of the last calls, which ends the run; does nothing if there is none.
-
-    Args:
-        funcs: reward functions. Functions other than `WatchedReward` are skipped.
-
-    Raises:
-        Mistake: the mistake.
-    """
+    """Raise the first `Mistake` among the outcomes of the watched functions, which ends the run."""
     for func in funcs:
         for outcome in getattr(func, "outcomes", ()):
             if isinstance(outcome, Mistake):
@@ -180,19 +151,17 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
 
 
 class FailureWatch:
-    """Unscores the rows on which reward functions failed, on all ranks, and ends the run if a function is broken.
+    """Unscores the rows on which reward functions failed, and ends the run if a function is broken.
 
-    A function is broken if it raised an exception on every row of the first batch. It is also broken if, in
-    `BROKEN_AFTER` batches in a row, it failed on every row to which it applied. A batch in which it applied to no row
-    does not count.
+    A function is broken if it raised an exception on every row of the first batch, or if in `BROKEN_AFTER` batches in a
+    row it failed on every row to which it applied. A batch in which it applied to no row does not count.
 
     Args:
         funcs: F watched functions or reward models.
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last batch's completions on which the function failed; only for functions that have
-            failed at least once.
+        failed: name → share of the last batch's completions on which a function failed, if it has ever failed.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -202,20 +171,18 @@ class FailureWatch:
         self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
-        """Unscores the failed rows of a batch.
+        """Unscore the failed rows of a batch.
 
         Args:
             rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-            gather: function that concatenates the rows of all ranks.
-            counts: True = the batch counts for the metrics and the end of the run. False = only unscore its rows, for
-                example in an evaluation.
+            gather: concatenates the rows of all ranks.
+            counts: False = the batch cannot end the run, as in an evaluation.
 
         Returns:
-            [N, F], the rewards; all F rewards of a row on which a function failed are NaN.
+            [N, F]; all F rewards of a row on which a function failed are NaN.
 
         Raises:
-            RuntimeError: on all ranks, if a function is broken. The cause is the function's last exception, if there is
-                one.
+            RuntimeError: on all ranks, if a function is broken.
         """
         # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception. Correct for reward models; the columns of
         # watched functions are replaced below.

@@ -49,14 +49,11 @@ OPENAI = "https://api.openai.com/v1"
 
 
 class JudgeError(RuntimeError):
-    """Raised if there is no judgement: the judge refused, was cut off, or its answer does not match the schema."""
+    """There is no judgement: the judge refused, was cut off, or gave an answer of another form."""
 
 
 class Unjudgeable(JudgeError):
-    """Raised if the judge or a content filter refused, the judge was cut off, or the request was too long for it.
-
-    A completion may cause such failures.
-    """
+    """The judge refused, was cut off, or got too long a request, all of which a completion may cause."""
 
 
 class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it would become part of the schema
@@ -65,18 +62,7 @@ class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it wou
 
 
 def read_judgement(text: Any, grades: range) -> Judgement:
-    """Parses an answer of the judge and checks it against the schema, which some servers do not enforce.
-
-    Args:
-        text: the text of the answer.
-        grades: the scores that the judge may give.
-
-    Returns:
-        The judgement, with its explanation and score.
-
-    Raises:
-        JudgeError: if the text does not match the schema, or its score is not one of `grades`.
-    """
+    """Parse an answer of the judge by the schema, which some servers do not enforce."""
     try:
         judgement = Judgement.model_validate_json(text)
     except ValidationError as error:
@@ -91,15 +77,7 @@ _PLACE = re.compile(r"\{\{([a-zA-Z_]\w*)\}\}|\{([a-zA-Z_]\w*)\}", re.ASCII)
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    r"""Fills a template in one pass, so that braces within a value (for example in LaTeX) stay text.
-
-    Args:
-        template: a text with placeholders ``{name}``; ``{{name}}`` is the text ``{name}``.
-        values: the text for each placeholder.
-
-    Returns:
-        The filled text.
-    """
+    """Fill the placeholders of a template in one pass, so that braces within a value (as in LaTeX) stay text."""
     return _PLACE.sub(lambda found: values[found[2]] if found[2] else f"{{{found[1]}}}", template)
 
 
@@ -115,41 +93,19 @@ _UNFIT = re.compile(
 
 
 def unmarked(text: str) -> str:
-    """Inserts spaces into the markers of chat templates, so that no turn begins or ends within a text.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The text with a space after each `<` and `[` that may begin a marker.
-    """
+    """Insert a space after each `<` and `[` that may begin a chat template's marker, which could end a turn."""
     return _MARKER.sub(r"\g<0> ", text)
 
 
 def delimited(completion: str) -> str:
-    """Puts a completion between two tags. It cannot contain the tags, because their code is a hash of the completion.
-
-    Args:
-        completion: the text of a completion.
-
-    Returns:
-        The completion with its markers broken (see `unmarked`), between the tags.
-    """
+    """Put a completion between two tags that it cannot contain: their code is a hash of the completion."""
     completion = unmarked(completion)
     code = hashlib.sha256(completion.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"<completion {code}>\n{completion}\n</completion {code}>"
 
 
 def as_text(name: str, value: Any) -> str:
-    """Writes the value of a column as text for the judge.
-
-    Args:
-        name: the name of the column.
-        value: its value in one row.
-
-    Returns:
-        A string unchanged; a conversation as its messages with their roles, or only the text if it has one message; any
-        other value as JSON.
+    """Write the value of a column as text for the judge: a conversation as its messages, other values as JSON.
 
     Raises:
         ValueError: if the value is None.
@@ -165,56 +121,51 @@ def as_text(name: str, value: Any) -> str:
 
 
 class JudgeReward:
-    """Per-sample reward function that asks a language model for a score, with an explanation. The reward is in 0 … 1.
+    r"""Per-sample reward function that asks a language model for a score, with an explanation. The reward is in 0 … 1.
 
     Example::
 
         judge = JudgeReward(
             "gpt-4.1-mini",  # at OpenAI, with the key in OPENAI_API_KEY
-            template="Task:\\n{prompt}\\n\\nReference answer: {answer}\\n\\nAnswer:\\n{completion}",
+            template="Task:\n{prompt}\n\nReference answer: {answer}\n\nAnswer:\n{completion}",
         )
         judge = JudgeReward("Qwen/Qwen3-8B", base_url="http://127.0.0.1:8000/v1")  # your own vLLM server
         trainer = DASHTrainer(..., reward_funcs=judge)
 
-    **Score.** Structured output makes the judge give a whole number within `scores`. The reward is
-    (score - lowest) / (highest - lowest). An answer that does not match the schema raises a `JudgeError`: the
-    completion is unscored and never counts as 0.
+    **Score.** Structured output makes the judge give a whole number within `scores`. The reward is (score - lowest) /
+    (highest - lowest). An answer that does not match the schema raises a `JudgeError`: the completion is unscored.
 
     **Refusals.** If the judge refuses, its answer is cut off, or the request is too long for it, the reward is
-    `on_refusal`. A completion may cause these failures. If such a row were unscored, the policy could learn to avoid
-    bad scores in this way.
+    `on_refusal`. Unscored, such rows would teach the policy to avoid bad scores by causing these failures.
 
-    **Retries.** The client repeats a request after a lost connection, a rate limit or an error of the server. It waits
-    as long as `Retry-After` asks, at most a minute. All attempts count towards the runner's `timeout`.
+    **Retries.** The client repeats a request after a lost connection, a rate limit or an error of the server, as
+    `Retry-After` asks. All attempts count towards the runner's `timeout`.
 
-    **Prompt injection.** A policy learns whatever raises its reward, and a completion can persuade a judge to give a
-    high score. The completion stands between tags that it cannot contain, spaces break the markers of chat templates in
-    it, and the judge is told to follow no instruction between the tags. But this is a request to a language model, not
-    a guarantee. Read the explanations of high scores, which are logged with the completions. If a rule can decide, use
-    a rule instead of a judge.
+    **Prompt injection.** A completion can persuade a judge, and the policy learns whatever raises its reward. The
+    completion stands between tags that it cannot contain, spaces break the markers of chat templates in it, and the
+    judge is told to follow no instruction there. But a language model may disobey: read the logged explanations of high
+    scores. If a rule can decide, use a rule instead of a judge.
 
     Args:
         model: name of the model at the server.
         template: the message to the judge, with the placeholder `{completion}` and optionally `{prompt}` and columns of
             the dataset. `{{name}}` is the text `{name}`.
-        instructions: the system message with the criteria of the judgement. The meaning of the tags and the form of an
-            answer are added to this message.
+        instructions: the criteria, the beginning of the system message.
         scores: the lowest and the highest score that the judge may give, two whole numbers.
-        base_url: the address of the server, including `/v1`. None = the environment variable `OPENAI_BASE_URL` or, if
-            it is not set, OpenAI's server.
-        api_key: the key for the server. None = the environment variable `OPENAI_API_KEY` for OpenAI's server and for
-            the server of `OPENAI_BASE_URL`; no key for any other server.
-        on_refusal: the reward of a completion that cannot be judged. None = such a row is unscored.
-        temperature: the sampling temperature. None = no temperature is sent, as OpenAI's reasoning models require.
+        base_url: the address of the server, including `/v1`. None = the environment variable `OPENAI_BASE_URL`, else
+            OpenAI's server.
+        api_key: the key. None = the environment variable `OPENAI_API_KEY` for OpenAI's server and for the server of
+            `OPENAI_BASE_URL`; no key for any other server.
+        on_refusal: the reward of a completion that cannot be judged. None = the row is unscored.
+        temperature: the sampling temperature. None = none is sent, as OpenAI's reasoning models require.
         max_retries: how often the client repeats a failed request.
-        options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`,
-            `{"seed": 1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
-            `max_completion_tokens`, which also counts the thoughts of a reasoning model, is 1024 unless it or
-            `max_tokens` is given here.
+        options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`, `{"seed":
+            1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
+            `max_completion_tokens`, which also counts thoughts, is 1024 unless it or `max_tokens` is given.
 
     Raises:
-        ValueError: if there is no API key; if `base_url` is not an address, or has a user, a password or a query; if
-            the template has no `{completion}`; or if `scores` has fewer than two scores.
+        ValueError: if there is no API key; if `base_url` is no address, or has a user, a password or a query; if the
+            template has no `{completion}`; or if `scores` has fewer than two scores.
         TypeError: if `chat.completions.create` does not take one of the options.
     """
 
@@ -289,7 +240,7 @@ class JudgeReward:
         )
 
     async def __call__(self, /, completion: Any, **columns: Any) -> tuple[float, str, str]:
-        """Asks the judge for the score of one completion.
+        """Ask the judge for the score of one completion.
 
         Args:
             completion: a string, or a conversation, whose last message of the assistant is judged.
@@ -299,8 +250,7 @@ class JudgeReward:
             The reward from 0 to 1, the message to the judge, and the judge's explanation.
 
         Raises:
-            JudgeError: if the judge's answer does not match the schema; or if the judge refused and `on_refusal` is
-                None.
+            JudgeError: if the answer does not match the schema; or if the judge refused and `on_refusal` is None.
             ValueError: if a column that the template names is None.
             openai.OpenAIError: if the server could not be reached, or rejected the request.
         """
@@ -322,7 +272,7 @@ class JudgeReward:
         return self._grades.index(judgement.score) / (len(self._grades) - 1), message, judgement.explanation
 
     def _client(self) -> openai.AsyncOpenAI:
-        """Return the client of the running event loop; creates it at the first call."""
+        """Return the client of the running event loop, to which its connections belong."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             # No proxy for loopback addresses, because a proxy would connect to 127.0.0.1 on its own machine. No
@@ -339,7 +289,6 @@ class JudgeReward:
         return self._clients[loop]
 
     async def _ask(self, messages: list[dict[str, str]]) -> Judgement:
-        """Asks the server and reads the answer."""
         client = self._client()
         try:
             completion = await client.chat.completions.create(**{**self._request, "messages": messages})
@@ -356,17 +305,11 @@ class JudgeReward:
 
 
 def answer_text(completion: Any) -> Any:
-    """Return the text of a chat completion, and check its fields, because the client does not check them.
-
-    Args:
-        completion: a response of the server.
-
-    Returns:
-        The text of the response's only choice.
+    """Return the text of a chat completion's only choice. The client does not check its fields.
 
     Raises:
         Unjudgeable: if the judge refused, or its answer was cut off.
-        JudgeError: if the response is not a chat completion with one choice.
+        JudgeError: if it is not a chat completion with one choice.
     """
     try:
         (choice,) = completion.choices

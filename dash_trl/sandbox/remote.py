@@ -1,13 +1,13 @@
 """`SandboxFusion` runs programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), over HTTP.
 
-Request and answer::
+::
 
     run(program, tests) ──► POST /run_code: the source of `checker.py`; program and tests are its standard input
                         ◄── the checker's output: one line before the program runs, and one line with the verdict
 
-On the server, program and tests run in two processes, as in `Sandbox`. But both processes have the same user, and this
-package does not confine them. The two lines of output begin with a random number. To forge a verdict, the program would
-have to find this number in the memory of the tests' process.
+On the server, program and tests run in two processes, as in `Sandbox`, but with the same user and unconfined by this
+package. To forge a verdict, the program would have to find the random number that begins each line in the memory of the
+tests' process.
 """
 
 import json
@@ -36,8 +36,8 @@ CODE = Path(checker.__file__).read_text(encoding="utf-8")
 class SandboxFusion:
     """Runs programs against tests on a server of ByteDance's SandboxFusion, which verl uses, too.
 
-    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. This class limits only the
-    time of a program (`seconds`). All other limits are the server's own.
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. Only `seconds` is limited
+    here; all other limits are the server's own.
 
     Example::
 
@@ -45,7 +45,7 @@ class SandboxFusion:
 
     Args:
         url: address of the server, with or without the path `/run_code`.
-        seconds: limit of wall time on the server for a program with all its tests, in seconds.
+        seconds: limit of wall time on the server for a program with all its tests.
         count: largest number of requests at once.
         options: more fields of each request's JSON body, such as `{"memory_limit_MB": 2048}`.
         headers: HTTP headers for each request, such as `{"Authorization": "Bearer …"}`.
@@ -74,15 +74,7 @@ class SandboxFusion:
         self.options, self.headers = dict(options or {}), dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Run a program against tests. A program that takes too long gets a verdict: it has failed.
-
-        Args:
-            program: see `ProgramSandbox.run`.
-            tests: see `ProgramSandbox.run`.
-            entry_point: see `ProgramSandbox.run`.
-
-        Returns:
-            The verdict.
+        """Run a program against tests, see `ProgramSandbox.run`. A program that takes too long has failed.
 
         Raises:
             UnfitTests: if the tests are wrong, or too large to be sent.
@@ -113,7 +105,6 @@ class SandboxFusion:
         reraise=True,
     )
     def _ask(self, body: bytes) -> dict[str, Any]:
-        """Send a request, and return the result of the program's run."""
         request = Request(self.url, body, {"Content-Type": "application/json"})
         for name, value in self.headers.items():
             request.add_unredirected_header(name, value)  # it may be a key, and another server must not get it

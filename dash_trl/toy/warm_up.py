@@ -1,8 +1,7 @@
 """Trains the toy model by a supervised warm-up, caches it on disk, and defines the settings of the default run.
 
-The warm-up trains the model on step-by-step solutions in which some lines are wrong; these are called slips. So the
-model learns the sums (greedy accuracy near 1), but also to make slips (sampled accuracy near 0.4). Reinforcement
-learning can remove the slips within a minute.
+The model learns step-by-step solutions in which some lines are wrong (slips): it knows the sums (greedy accuracy near
+1), but also makes slips (sampled accuracy near 0.4), which reinforcement learning can remove within a minute.
 """
 
 import fcntl
@@ -32,21 +31,20 @@ FORMAT_VERSION = 3  # part of the cached model's name: increase it when a change
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Settings of the warm-up of the toy model. The hash of all fields is part of the cached model's name.
+    """Settings of the warm-up of the toy model. Their hash is part of the cached model's name.
 
     Args:
         steps: number of AdamW steps. The learning rate has a short linear warm-up and a linear decay.
-        batch_size: number of solutions per AdamW step.
+        batch_size: number of solutions per step.
         learning_rate: the peak learning rate.
-        clean_share: share of the AdamW steps, at the beginning, in which solutions have neither slips nor corrections.
-            So the model learns the sums before the slips, which halves the training time.
-        slip_rate: probability that an operation of a solution has a wrong result, which is not corrected. It determines
-            the sampled accuracy.
+        clean_share: share of the steps, at the beginning, without slips and corrections. Learning the sums first halves
+            the time.
+        slip_rate: probability that an operation has a wrong result.
         wait_rate: probability that an operation has a wrong result, which the next line ("Wait, ...") corrects.
-        hidden_size: hidden size of the Qwen2 model. `hidden_size / num_heads` is the size of an attention head; vLLM's
-            attention kernels need 32, 64, 96, …
-        num_layers: number of layers of the Qwen2 model.
-        num_heads: number of attention heads of the Qwen2 model.
+        hidden_size: hidden size of the Qwen2 model. vLLM's attention kernels need `hidden_size / num_heads` = 32, 64,
+            96, …
+        num_layers: number of layers.
+        num_heads: number of attention heads.
         seed: seed of the weights and the solutions.
     """
 
@@ -69,7 +67,7 @@ ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """Return a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
+    """Return a solution with one operation per line. The rates are those of `WarmUp`.
 
     A slip is any wrong number: uniform noise on every sum, which reinforcement learning can reduce for all at once.
     """
@@ -96,10 +94,10 @@ class Lessons:
 
     Args:
         name: the beginning of the cached model's name.
-        tokenizer: function that makes the model's tokenizer.
-        problems: function of a random generator, which yields problems of the training split without end.
-        solution: function of a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. It returns the
-            text of the solution, or a list of messages of the assistant and of tools.
+        tokenizer: makes the model's tokenizer.
+        problems: yields problems of the training split without end.
+        solution: takes a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`; returns a text, or
+            messages of the assistant and of tools.
         tools: JSON schemas of the tools that these messages call.
     """
 
@@ -143,7 +141,7 @@ def _batch(rows: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> di
 
 
 def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons) -> Qwen2ForCausalLM:
-    """Trains a model on solutions with slips; leaves torch's global random state unchanged."""
+    """Train a model on solutions with slips; torch's global random state stays unchanged."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = lessons.problems(generator)
@@ -218,14 +216,12 @@ def cached_model(
 ) -> str:
     """Return the directory of a model that is made once and then cached.
 
-    The model is written to a temporary directory, which is then renamed. So an interrupted call leaves no incomplete
-    model, and the next call deletes the temporary directory. If several processes call it at once, one makes the model
-    and the others wait.
+    An interrupted call leaves no incomplete model. Of several processes, one makes the model and the others wait.
 
     Args:
-        name: name of the model, the beginning of the directory's name.
-        settings: settings of the model, which JSON can represent. Their hash is the end of the directory's name.
-        make: function that writes the model into a given directory.
+        name: the beginning of the directory's name.
+        settings: settings of the model, as JSON can hold them. Their hash ends the directory's name.
+        make: writes the model into a given directory.
         cache_dir: see `toy_model`.
     """
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
@@ -248,8 +244,8 @@ def cached_model(
 def toy_defaults() -> dict[str, Any]:
     """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
 
-    The run uses float32, on the GPU if the machine has one. The learning rate decays: near the end of a run with a
-    constant rate, the model would forget one sum while it learns another. A rate of 3e-4 also makes it forget.
+    The run uses float32, on the GPU if there is one. With a constant learning rate, or one of 3e-4, the model would
+    forget one sum while it learns another.
     """
     return {
         "output_dir": "outputs/toy",
