@@ -10,7 +10,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -113,35 +112,29 @@ ARITHMETIC = Lessons("arithmetic", arithmetic_tokenizer, partial(problems_of, "t
 
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
-) -> tuple[list[int], list[int]]:
+) -> dict[str, list[int]]:
     """Return token ids of a prompt with its solution, and labels: -100 for tokens that the model does not write."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
             prompt + solution, tools=list(tools), return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, written = rendered["input_ids"], rendered["assistant_masks"]
-        return ids, [token if own else -100 for token, own in zip(ids, written, strict=True)]
+        ids = rendered["input_ids"]
+        written = rendered["assistant_masks"]
+        return {
+            "input_ids": ids,
+            "labels": [token if own else -100 for token, own in zip(ids, written, strict=True)],
+        }
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     prompt_ids, trace_ids = tokenizer([text, solution + END_OF_TURN], add_special_tokens=False)["input_ids"]
-    return prompt_ids + trace_ids, [-100] * len(prompt_ids) + trace_ids
-
-
-def _batch(rows: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return the rows of a batch (see `_row`), padded on the right."""
-
-    def padded(rows: Iterable[list[int]], value: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
-
-    return {
-        "input_ids": padded((ids for ids, _ in rows), pad_token_id),
-        "attention_mask": padded(([1] * len(ids) for ids, _ in rows), 0),
-        "labels": padded((labels for _, labels in rows), -100),
-    }
+    return {"input_ids": prompt_ids + trace_ids, "labels": [-100] * len(prompt_ids) + trace_ids}
 
 
 def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons) -> Qwen2ForCausalLM:
     """Train a model on solutions with slips; torch's global random state stays unchanged."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # here, because importing it takes seconds
+
+    collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = lessons.problems(generator)
@@ -176,8 +169,7 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lesson
                 _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
                 for problem in islice(problems, settings.batch_size)
             ]
-            batch = _batch(rows, tokenizer.pad_token_id)
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = model(**{name: tensor.to(device) for name, tensor in collate(rows).items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
