@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from dash_trl import DASHTrainer
-from dash_trl.rewards import FailureWatch, failure_of, raise_mistakes, watch
+from dash_trl.rewards import FailureWatch, failure_of, raise_reward_error, watch
 from tests.tiny import refused, run
 
 NAN = float("nan")
@@ -28,7 +28,7 @@ def test_a_function_that_breaks_its_contract_stops_the_run():
     for returned, said in (([1.0, 2.0], "2 rewards for 4"), (None, "None"), (["a"] * 4, "'a'")):
         watched = watch(lambda completions, returned=returned, **kwargs: returned, "wrong")
         assert call(watched) == [None] * 4, returned
-        refused(said, raise_mistakes, [watched])
+        refused(said, raise_reward_error, [watched])
 
 
 def test_a_failure_outweighs_another_functions_number():

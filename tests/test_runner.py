@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import RewardTeam, Score, failure_of, raise_mistakes, unpack, watch
+from dash_trl.rewards import RewardTeam, Score, failure_of, raise_reward_error, unpack, watch
 from dash_trl.workers import ThreadCalls
 from tests.tiny import refusal, refused, run
 
@@ -318,7 +318,7 @@ def test_an_error_without_a_text_stays_within_the_call():
     for reward in (*RewardRunner(mute).rewards, watch(odd, "odd")):
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
         assert "raised Mute: <exception str() failed>" in failure_of(reward.outcomes)[0]
-        raise_mistakes([reward])
+        raise_reward_error([reward])
 
 
 def test_close_ends_what_functions_hold_once():

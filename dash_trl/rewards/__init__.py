@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         WatchedReward,
         distinct,
         failure_of,
-        raise_mistakes,
+        raise_reward_error,
         unscored,
         watch,
     )

@@ -62,8 +62,8 @@ def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
     return rewards.masked_fill(on_row, torch.nan)
 
 
-class Mistake(ValueError):
-    """A reward function did not return a list with one reward per row. `raise_mistakes` ends the run with it."""
+class RewardError(ValueError):
+    """A reward function did not return a list with one reward per row."""
 
 
 class WatchedReward:
@@ -74,8 +74,8 @@ class WatchedReward:
         name: its name in TRL's metrics.
 
     Attributes:
-        outcomes: one per row of the last call. A `Mistake` among them ends the run after TRL's method, within which the
-            other ranks would wait in the next collective.
+        outcomes: one per row of the last call. A `RewardError` among them ends the run after TRL's method, within which
+            the other ranks would wait in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -85,30 +85,24 @@ class WatchedReward:
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
         """Call the function with a batch of TRL's; return one reward per row, None = not applicable or failed."""
+        rows = len(kwargs["completions"])
         try:
-            output = self.func(**kwargs)
-        except Exception as error:  # a user's function may raise anything
-            output = error
-        return self._read(output, len(kwargs["completions"]))
-
-    def _read(self, output: Any, rows: int) -> list[float | None]:
-        """Read what the function returned, or the exception that it raised."""
-        outcomes: list[Outcome] = [output] * rows
-        if not isinstance(output, Exception):
-            try:
-                outcomes = [None if value is None else float(value) for value in output]
-                if len(outcomes) != rows:
-                    raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
-            except (TypeError, ValueError, OverflowError) as error:
-                mistake = Mistake(
-                    f"The reward function '{self.name}' returned {output!r:.200}, but it has to return exactly one "
-                    f"float (or None for 'not applicable') per completion: {error}."
-                )
-                mistake.__cause__ = error
-                outcomes = [mistake] * rows
-            except Exception as error:  # a generator, or the `__float__` of a value, may raise anything
-                outcomes = [error] * rows
+            outcomes = self._read(self.func(**kwargs), rows)
+        except Exception as error:  # a user's function, and what it returns, may raise anything
+            outcomes = [error] * rows
         return self._keep(outcomes)
+
+    def _read(self, output: Any, rows: int) -> list[Outcome]:
+        try:
+            outcomes: list[Outcome] = [None if value is None else float(value) for value in output]
+            if len(outcomes) != rows:
+                raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(
+                f"The reward function '{self.name}' returned {output!r:.200}, but it has to return exactly one "
+                f"float (or None for 'not applicable') per completion: {error}."
+            ) from error
+        return outcomes
 
     def _keep(self, outcomes: list[Outcome]) -> list[float | None]:
         self.outcomes = outcomes
@@ -119,11 +113,12 @@ class WatchedAsyncReward(WatchedReward):
     """`WatchedReward` for a coroutine function, which TRL runs concurrently with other coroutine functions."""
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        rows = len(kwargs["completions"])
         try:
-            output = await self.func(**kwargs)
+            outcomes = self._read(await self.func(**kwargs), rows)
         except Exception as error:
-            output = error
-        return self._read(output, len(kwargs["completions"]))
+            outcomes = [error] * rows
+        return self._keep(outcomes)
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -142,11 +137,11 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
-def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raise the first `Mistake` among the outcomes of the watched functions, which ends the run."""
+def raise_reward_error(funcs: Sequence[Any]) -> None:
+    """Raise the first `RewardError` among the outcomes of the watched functions, which ends the run."""
     for func in funcs:
         for outcome in getattr(func, "outcomes", ()):
-            if isinstance(outcome, Mistake):
+            if isinstance(outcome, RewardError):
                 raise outcome
 
 
