@@ -2,8 +2,8 @@
 
 ::
 
-    prompt, completion, columns ──► openai's client, with its retries ──► read_judgement ──► score
-                                                                         └─ JudgeError: unscored
+    prompt, completion, columns ──► openai's client, with its retries ──► read_answer ──► score
+                                                                      └─ JudgeError: unscored
 """
 
 import asyncio
@@ -59,17 +59,6 @@ class Unjudgeable(JudgeError):
 class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it would become part of the schema
     explanation: str  # comes first, so that the judge explains before it gives a score
     score: int
-
-
-def read_judgement(text: Any, grades: range) -> Judgement:
-    """Parse an answer of the judge by the schema, which some servers do not enforce."""
-    try:
-        judgement = Judgement.model_validate_json(text)
-    except ValidationError as error:
-        raise JudgeError(f"The judge's answer {text!r:.200} does not match the schema. {error}") from error
-    if judgement.score not in grades:
-        raise JudgeError(f"The judge's score {judgement.score} is not between {grades[0]} and {grades[-1]}.")
-    return judgement
 
 
 # {name} is a placeholder; {{name}} is the text {name}.
@@ -301,19 +290,21 @@ class JudgeReward:
                     f"The request is too long for the judge, or its content filter rejected it. {error}"
                 ) from error
             raise
-        return read_judgement(answer_text(completion), self._grades)
+        return read_answer(completion, self._grades)
 
 
-def answer_text(completion: Any) -> Any:
-    """Return the text of a chat completion's only choice. The client does not check its fields.
+def read_answer(completion: Any, grades: range) -> Judgement:
+    """Read the judgement in a chat completion, whose fields the client does not check, and some servers neither.
 
     Raises:
         Unjudgeable: if the judge refused, or its answer was cut off.
-        JudgeError: if it is not a chat completion with one choice.
+        JudgeError: if it is not a chat completion with one choice, or its text does not match the schema or the grades.
     """
     try:
         (choice,) = completion.choices
-        content, refusal, reason = choice.message.content, choice.message.refusal, choice.finish_reason
+        content = choice.message.content
+        refusal = choice.message.refusal
+        reason = choice.finish_reason
     except (AttributeError, TypeError, ValueError) as error:
         raise JudgeError(
             f"The judge's server did not answer with a chat completion that has one choice: {completion!r:.200}"
@@ -325,4 +316,10 @@ def answer_text(completion: Any) -> Any:
             f"The judge's answer was cut off: {content!r:.200}. Allow more tokens with "
             "options={'max_completion_tokens': ...}; the thoughts of a reasoning model count, too."
         )
-    return content
+    try:
+        judgement = Judgement.model_validate_json(content)
+    except ValidationError as error:
+        raise JudgeError(f"The judge's answer {content!r:.200} does not match the schema. {error}") from error
+    if judgement.score not in grades:
+        raise JudgeError(f"The judge's score {judgement.score} is not between {grades[0]} and {grades[-1]}.")
+    return judgement
