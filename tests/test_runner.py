@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import RewardTeam, Score, failure_of, raise_reward_error, unpack, watch
+from dash_trl.rewards import Score, failure_of, raise_reward_error, unpack, watch
 from dash_trl.workers import ThreadCalls
 from tests.tiny import refusal, refused, run
 
@@ -261,26 +261,16 @@ def test_a_call_outside_of_a_trainer_starts_only_its_function():
     assert called == [2] * 4
 
 
-def test_a_team_calls_a_function_that_is_listed_twice_once():
-    """And within `answering`, no function is called again."""
+def test_a_function_that_is_listed_twice_is_called_once(tiny_model, tmp_path):
     called = []
 
-    def first(completion):
+    def score(completion):
         called.append(completion)
         return 1.0
 
-    with RewardRunner([first, lambda completion: 2.0]) as runner:
-        one, other = runner.rewards
-        team = RewardTeam([one, other, one], 1)
-        request = team.begin(2, 1)
-        team.start(request, 0, rows(2))
-        texts = {"prompts": ["p"] * 2, "completions": ["0", "1"], "completion_ids": [[0], [1]]}
-        with team.answering(request):
-            assert [reward(**texts) for reward in (one, other, one)] == [[1.0] * 2, [2.0] * 2, [1.0] * 2]
-        assert team.rewards(request, [one, other, one], [1]).tolist() == [[1.0, 2.0, 1.0]]
-        assert sorted(called) == ["0", "1"]
-        one(**texts)
-    assert len(called) == 4
+    twice = RewardRunner(score).rewards * 2
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[*twice, RewardRunner(lambda completion: 2.0)])
+    assert trainer.state.log_history[0]["reward"] == 4.0 and len(called) == 16
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
@@ -360,7 +350,6 @@ def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tm
     misspelt = "asks for 'anwser', but it can get only"
     for reward, message in (
         (lambda completion, anwser: 1.0, misspelt),
-        (lambda completions, anwser, **columns: [1.0], misspelt),
         (lambda text: 1.0, "none of the forms"),
     ):
         refused(
