@@ -4,7 +4,6 @@ import functools
 import math
 import re
 
-import numpy
 import torch
 
 from dash_trl.rewards import RewardRunner, Score, form_of, read_score, unpack
@@ -140,7 +139,6 @@ def test_what_a_function_may_return():
         (1, Score(1.0)),
         (True, Score(1.0)),
         (None, Score(None)),
-        (numpy.float32(0.5), Score(0.5)),
         (torch.tensor(0.5), Score(0.5)),
         (math.inf, Score(math.inf)),
         ((0.5, {"length": 3}), Score(0.5, {"length": 3.0})),
