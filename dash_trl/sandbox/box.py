@@ -32,7 +32,7 @@ from pathlib import Path
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
-from dash_trl.sandbox.protocol import SandboxError, Verdict, read_verdict
+from dash_trl.sandbox.protocol import SandboxError, Verdict, job_of, read_verdict
 from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,13 @@ AF_UNIX = 1  # the memory of all TCP sockets of the machine has one limit; AF_VS
 def call_filter(machine: str) -> bytes:
     """Return the filter for the system calls of a machine of `MACHINES`, a program of the kernel's classic BPF."""
     architecture, column, clone, new_socket = MACHINES[machine]
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    end = 0x06
+    allow = (end, 0, 0, 0x7FFF0000)
+    refuse = (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0), (at_least, 0, 1, X32), refuse]
     for numbers in REFUSED.values():
         lines += [(equal, 0, 1, numbers[column]), refuse]
@@ -214,7 +219,9 @@ class Sandbox:
         if not wall_seconds > cpu_seconds > 0:
             raise ValueError(f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds!r}.")
         self.kind = isolation
-        self.wall_seconds, self.disk, self.count = wall_seconds, disk, count or default_workers()
+        self.wall_seconds = wall_seconds
+        self.disk = disk
+        self.count = count or default_workers()
         self.limits = {
             "RLIMIT_CPU": cpu_seconds,
             "RLIMIT_AS": memory,
@@ -242,12 +249,12 @@ class Sandbox:
                 only slept, it has failed.
             SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """
-        nonce, killed = secrets.token_hex(16), oom_kills()
-        job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+        nonce, job = job_of(program, tests, entry_point)
+        killed = oom_kills()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as process:
             try:
                 process.stdout.readline()  # type: ignore[union-attr]  # "ready": the start does not count as wall time
-                given: bytes | None = json.dumps(job).encode()
+                given: bytes | None = job.encode()
                 seen = family(process.pid)
                 end = time.monotonic() + self.wall_seconds
                 while (left := end - time.monotonic()) > 0:

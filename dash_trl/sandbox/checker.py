@@ -43,7 +43,8 @@ from typing import Any
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
 
 MAX_ANSWER = 8 << 20  # limit of a value or an output of the program, in bytes of JSON
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 
 
 class Unfit(BaseException):
@@ -178,7 +179,9 @@ class Solution:
     """
 
     def __init__(self, process: int, source: Any, sink: Any):
-        self.process, self.source, self.sink = process, source, sink
+        self.process = process
+        self.source = source
+        self.sink = sink
         self.objects: dict[int, Object] = {}
         self.ended: str | None = None
         self.cpu_seconds = math.nan
@@ -259,7 +262,9 @@ class Names(dict[str, Any]):
 
     def __init__(self, solution: Solution | None, entry_point: str | None):
         super().__init__(__name__="tests")
-        self.solution, self.entry_point, self.reached = solution, entry_point, False
+        self.solution = solution
+        self.entry_point = entry_point
+        self.reached = False
 
     def __missing__(self, name: str) -> Any:
         if name != self.entry_point:
@@ -312,14 +317,11 @@ def same_word(found: str, expected: str) -> bool:
     return found == expected
 
 
-# functions of numpy that `compare_shapes` replaces if the tests name them → their module
-COMPARE = {
-    **dict.fromkeys(("allclose", "isclose", "array_equiv"), "numpy"),
-    **dict.fromkeys(
-        ("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
-        "numpy.testing",
-    ),
-}
+# Functions that `compare_shapes` replaces if the tests name them: of numpy, and those with assert_ of numpy.testing.
+COMPARE = (
+    *("allclose", "isclose", "array_equiv"),
+    *("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
+)
 
 
 def compare_shapes(module: Any, name: str) -> None:
@@ -327,7 +329,8 @@ def compare_shapes(module: Any, name: str) -> None:
 
     numpy broadcasts the values, and an empty array is close to any number, so a program that returns `[]` would pass.
     """
-    numpy, plain = importlib.import_module("numpy"), getattr(module, name)
+    numpy = importlib.import_module("numpy")
+    plain = getattr(module, name)
 
     def fit(a: Any, b: Any, *_: Any) -> Any:
         return numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a)
@@ -341,7 +344,8 @@ def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any
     The output gets the nonce before the program runs: if this process ends before that, the program cannot be the
     cause.
     """
-    passed, unfit = 0, None
+    passed = 0
+    unfit = None
     reason: BaseException | None = None
     try:
         tests = prepared(job["tests"])
@@ -411,7 +415,8 @@ def prepared(tests: list[Any]) -> list[Any]:
     """Compile the scripts among the tests, or raise `Unfit`."""
     for name in filter(str(tests).__contains__, COMPARE):
         with suppress(ImportError):
-            compare_shapes(importlib.import_module(COMPARE[name]), name)
+            module = "numpy.testing" if name.startswith("assert_") else "numpy"
+            compare_shapes(importlib.import_module(module), name)
     try:
         # `str.__str__` raises an error for what is no text.
         return [compiled(one) if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
@@ -441,10 +446,13 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
         resource.setrlimit(getattr(resource, name), (value, value + 1))
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # a process of the same user cannot read the memory or the files of this one
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    source, output, null = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+    source = os.fdopen(os.dup(0))
+    output = os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):  # what the program and the tests print is not part of the protocol
         os.dup2(null, standard)
-    (requests, to_solution), (answers, from_solution) = os.pipe(), os.pipe()
+    requests, to_solution = os.pipe()
+    answers, from_solution = os.pipe()
     child = os.fork()  # before the tests are read, so that the child's memory does not contain them
     if child == 0:
         os.setresuid(*[os.getuid()] * 3)

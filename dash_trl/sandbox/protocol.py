@@ -1,6 +1,7 @@
 """Interface of a sandbox for `CodeReward`: what it is given, what it answers, and how the checker's answer is read."""
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,13 @@ class ProgramSandbox(Protocol):
                 functions and modules, such as `sum` or `code`.
         """
         ...
+
+
+def job_of(program: str, tests: Sequence[Test], entry_point: str | None) -> tuple[str, str]:
+    """Return a nonce, and the job with it that the checker reads."""
+    nonce = secrets.token_hex(16)
+    job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+    return nonce, json.dumps(job)
 
 
 def read_verdict(output: str, nonce: str, count: int) -> Verdict | None:

@@ -12,7 +12,6 @@ tests' process.
 
 import json
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wai
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
-from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, read_verdict
+from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, job_of, read_verdict
 
 MOST_SENT = 32 << 20  # limit of a request, in bytes
 MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
@@ -70,8 +69,10 @@ class SandboxFusion:
                 "password or a query, which would appear in logs. Pass a key by headers={'Authorization': ...}."
             )
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.seconds, self.count = seconds, count
-        self.options, self.headers = dict(options or {}), dict(headers or {})
+        self.seconds = seconds
+        self.count = count
+        self.options = dict(options or {})
+        self.headers = dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
         """Run a program against tests, see `ProgramSandbox.run`. A program that takes too long has failed.
@@ -80,10 +81,9 @@ class SandboxFusion:
             UnfitTests: if the tests are wrong, or too large to be sent.
             SandboxError: if the server cannot be reached, fails, or cannot run the checker.
         """
-        nonce = secrets.token_hex(16)
-        job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+        nonce, job = job_of(program, tests, entry_point)
         request = {"code": CODE, "language": "python", "run_timeout": self.seconds, **self.options}
-        body = json.dumps({**request, "stdin": json.dumps(job)}).encode()
+        body = json.dumps({**request, "stdin": job}).encode()
         if len(body) > MOST_SENT:
             raise UnfitTests(f"the tests make a request of {len(body):,} bytes, and the limit is {MOST_SENT:,}")
         try:
