@@ -109,7 +109,8 @@ def find_answer(completion: str) -> str:
         return ""
     formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
     for run in _runs(rest, formulas):
-        start, end = run[0][0], run[-1][1]
+        start = run[0][0]
+        end = run[-1][1]
         if start == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[end:]):
             around = _END.split(rest[:start])[-1] + _CLAUSE.sub("", f"5{_END.split(rest[end:])[0]}")[1:]
             return "" if _CHANGES.search(around) or announced and re.search(r"\d", around) else _as_list(run)

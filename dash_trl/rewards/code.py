@@ -162,10 +162,13 @@ def _split(text: str) -> tuple[str, str, list[str]]:
                 blocks.clear()
             elif not blocks:
                 first = info
-            fence, lines, quotes = mark, [], 0
+            fence = mark
+            lines = []
+            quotes = 0
             blocks.append((info, lines))
         elif mark.startswith(fence) and not info and quotes % 2 == 0:
-            fence, lines = None, []
+            fence = None
+            lines = []
         else:
             lines.append(line)
     return "\n".join(before), first, ["\n".join(body) for info, body in blocks if info in _PYTHON]

@@ -41,10 +41,11 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
     if not failures:
         return "failed on another rank", None
     first = failures[0]
-    if isinstance(first, BaseException):  # its own `__str__` may fail
-        error, why = first, f"raised {type(first).__name__}: {traceback.TracebackException.from_exception(first)}"
-    else:
-        error, why = None, f"returned {first}"
+    error = first if isinstance(first, BaseException) else None
+    if error is None:
+        why = f"returned {first}"
+    else:  # its own `__str__` may fail
+        why = f"raised {type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
     return f"failed on {len(failures)} of {len(outcomes)} completions; on the first of them it {why}", error
 
 
@@ -160,7 +161,8 @@ class FailureWatch:
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
-        self._funcs, self._names = list(funcs), list(names)
+        self._funcs = list(funcs)
+        self._names = list(names)
         self.failed: dict[str, float] = {}
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
@@ -188,7 +190,8 @@ class FailureWatch:
             local = [[has_failed(one) + isinstance(one, BaseException) for one in column] for column in columns]
             kinds[:, watched] = gather(torch.tensor(local).T.contiguous().to(rewards.device))
         failed = kinds > 0
-        scores, only_raised = rewards.isfinite().any(dim=0).tolist(), (kinds == 2).all(dim=0).tolist()
+        scores = rewards.isfinite().any(dim=0).tolist()
+        only_raised = (kinds == 2).all(dim=0).tolist()
         shares = failed.cpu().double().mean(dim=0).tolist()
         for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
             said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))

@@ -58,7 +58,8 @@ def score_answer(completion: str, gold: str) -> float:
     text = find_answer(completion)
     if text == bare and any(map(str.isalnum, bare)):
         return 1.0
-    label, chosen = LABEL.match(bare), LABEL.match(text)
+    label = LABEL.match(bare)
+    chosen = LABEL.match(text)
     if label and chosen:
         return float(label[1] == chosen[1])
     if label:
@@ -138,7 +139,8 @@ def _read(answer: str) -> list[Any]:
 
 
 # A fraction, and at least six digits of it.
-_FRACTION, _DIGITS = r"-?(?:\\frac\{\d+\}\{\d+\}|\d+/\d+)", r"-?\d*\.(?=\d{6})\d{0,2}[1-9]\d+"
+_FRACTION = r"-?(?:\\frac\{\d+\}\{\d+\}|\d+/\d+)"
+_DIGITS = r"-?\d*\.(?=\d{6})\d{0,2}[1-9]\d+"
 _ROUNDED = re.compile(f"{_FRACTION} {_DIGITS}|{_DIGITS} {_FRACTION}")
 _INTEGER = re.compile(r"-?\d{1,15}")  # is compared without math-verify, which takes a millisecond
 # All but the last member of a chain; the whole of an equation such as x^2 = 10, which is no value.

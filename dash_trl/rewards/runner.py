@@ -83,8 +83,10 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
         _check(backend, timeout, max_concurrency, rate_limit)
-        self.backend, self.timeout = backend, timeout
-        self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
+        self.backend = backend
+        self.timeout = timeout
+        self._max_concurrency = max_concurrency
+        self._rate_limit = rate_limit
         self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
         self.rewards: list[Any] = [
             one if is_reward_model(one) else RunnerReward(form_of(one), self) for one in functions

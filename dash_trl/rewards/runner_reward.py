@@ -26,7 +26,8 @@ class RunnerReward(WatchedReward):
 
     def __init__(self, form: RewardForm, runner: Any):
         super().__init__(form.function, form.name)
-        self.form, self.runner = form, runner
+        self.form = form
+        self.runner = runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         self.known: tuple[Request, int] | None = None
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
@@ -68,7 +69,8 @@ class RunnerReward(WatchedReward):
                 self._post_process(request, index, group)
 
     def _post_process(self, request: Request, index: int, group: int) -> None:
-        rows, column = request.rows_of(group), request.outcomes[index]
+        rows = request.rows_of(group)
+        column = request.outcomes[index]
 
         def ended(call: Call) -> None:
             column[rows.start : rows.stop] = call.value or [call.error] * len(rows)
@@ -91,7 +93,8 @@ class RunnerReward(WatchedReward):
     def _begun(self, batch: Mapping[str, Any]) -> tuple[Request, int]:
         count = len(batch["completions"])
         columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
-        columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
+        columns["completion"] = columns.pop("completions")
+        columns["prompt"] = columns.pop("prompts")
         request = Request(1, count, count)
         self.start(request, 0, 0, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
         return request, 0
