@@ -20,7 +20,8 @@ OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
-TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
+TEST_PROBLEMS = 256
+TRAIN_PROBLEMS = 4096
 DRAWS = 30  # if this many draws per problem yield too few problems, all problems of the split count as drawn
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
-END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+PADDING = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
 
 # Qwen2.5's ChatML without the system prompt, which would double the length of the prompts.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qwen2Tokenizer:

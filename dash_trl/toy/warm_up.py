@@ -71,9 +71,11 @@ def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: 
     A slip is any wrong number: uniform noise on every sum, which reinforcement learning can reduce for all at once.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
-    total, lines = int(first), []
+    total = int(first)
+    lines = []
     for operation in operations:
-        left, right = f"{total}{operation}=", total + int(operation)
+        left = f"{total}{operation}="
+        right = total + int(operation)
         wrong = generator.choice([number for number in range(LARGEST_TOTAL + 1) if number != right])
         fate = generator.random()
         total = wrong if fate < slip_rate else right
