@@ -65,10 +65,7 @@ def test_what_a_per_sample_function_is_called_with():
         (lambda answer, completion, completion_ids: 0, {**one, "answer": 3, "completion_ids": [7]}),
         (lambda completion, level=1: 0, one),
         (lambda completion_ids: 0, {"completion_ids": [7]}),
-        (lambda completion_ids, answer: 0, {"completion_ids": [7], "answer": 3}),
-        (lambda prompt, completion_ids: 0, {"prompt": "1 + 2 = ", "completion_ids": [7]}),
         (lambda prompt, **columns: 0, ROW),
-        (lambda completion, **columns: 0, ROW),
         (Judge, {**one, "answer": 3}),
         (Judge(), {**one, "answer": 3}),
         (Everything, ROW),
@@ -103,7 +100,6 @@ def test_what_has_no_form():
         (lambda completion, /, answer: 0, "none of the forms"),
         (max, "none of the forms|no signature found"),
         (3, "3 is not a reward function"),
-        (NoMethod, "is not a reward function"),
         (NoMethod(), "is not a reward function"),
         (type("Blind", (), {"compute_score": lambda self, answer: 0}), r"Blind\(answer\) has none of the forms"),
     ):

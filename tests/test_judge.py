@@ -221,7 +221,6 @@ FAULTS = {
     "a proxy's error": ((503, "<html>busy</html>"), openai.InternalServerError),
     "a lost connection": ("hangs up", openai.APIConnectionError),
     "a wrong key": ((401, {"error": {"message": "who?"}}), openai.AuthenticationError),
-    "an address without /v1": ((404, "<html>no such page</html>"), openai.NotFoundError),
     "a request refused": ((400, {"error": {"message": "too long"}}), openai.BadRequestError),
 }
 PASSING = [*FAULTS][:3]
