@@ -29,7 +29,7 @@ def final_text(completion: str) -> str:
 
     `</think>` alone is enough, because a chat template may open the thought in the prompt. Not recognised are such a
     thought that never ends, tags that decoding skips as special tokens (Gemma 4, Magistral), and thoughts of Granite
-    3.2, which begin with words that an answer may have.
+    3.2.
 
     Args:
         completion: the text of a completion.
@@ -46,14 +46,11 @@ def ground_truth(value: Any) -> Any:
 
 
 def plain_answer(value: Any) -> str:
-    """Return a gold answer as text.
+    """Return a gold answer as text: 42 for 42.0, since a column with an empty cell has floats; "1, 2" for a list.
 
     Args:
-        value: a text, a number, a list of these, None or NaN (no answer), or a value of verl's column `reward_model`.
-
-    Returns:
-        The text, stripped: 42 for 42.0, since a column with an empty cell has floats; "1, 2" for a list; empty for no
-        answer.
+        value: a text, a number, a list of these, None or NaN (no answer: ""), or a value of verl's column
+            `reward_model`.
 
     Raises:
         ValueError: if the value is something else, such as a dict or a date.
@@ -81,13 +78,12 @@ def find_answer(completion: str) -> str:
     4. a formula at the end;
     5. the last sentence with a number, or a last line of one or two words; between tags, the last line.
 
-    If the completion has a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts.
-    Clauses such as "when n = 5" do not count. Of a sentence with other words, the answer is its only number; several
-    numbers, or a word that changes numbers, such as "half", make it no answer.
+    If there is a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts. Clauses such as
+    "when n = 5" do not count. Of a sentence with other words, the answer is its only number; several numbers, or a word
+    that changes numbers, such as "half", make it no answer.
 
-    Boxes, formulas or numbers with only "or" or the like between them count as a list, so that two answers do not earn
-    the reward of the right one. A box that is never closed, without a complete one, is no answer, because it was cut
-    off.
+    Boxes, formulas or numbers with only "or" or the like between them are a list, so that two answers do not earn the
+    reward of the right one. A box that is never closed, without a complete one, is no answer.
 
     Args:
         completion: the text of a completion.

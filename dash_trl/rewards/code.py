@@ -4,12 +4,9 @@
 
     completion ──► find_program ──► sandbox: one process for the program, one for its tests ──► 1.0 | 0.0, share passed
 
-A test is a script with asserts that calls functions of the program; or, for a program that reads standard input, a pair
-of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP.
-
-A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds the limits of
-CPU time or memory, or sleeps until its wall time is over. If the program is not the cause (a busy machine, tests that
-cannot be run, no sandbox), the reward function raises an exception and the row is unscored.
+A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds its limits, or
+sleeps until its wall time is over. If the program is not the cause (a busy machine, tests that cannot be run, no
+sandbox), the reward function raises an exception and the row is unscored.
 """
 
 import re
@@ -26,7 +23,7 @@ from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 class CodeReward(AbstractContextManager["CodeReward"]):
     """Per-sample reward function: 1.0 if the program in a completion passes all of its unit tests, else 0.0.
 
-    The share of tests that pass is logged as the metric `rewards/code/passed`. Many threads may call it at once.
+    The metric `rewards/code/passed` is the share of tests that pass. Many threads may call it at once.
 
     Example::
 
@@ -56,7 +53,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
         Args:
             completion: a string, or a conversation whose last message has the program.
-            tests: one test script, or a list of test scripts.
+            tests: a script with asserts, or a list of scripts; `load_code_dataset` makes them from the columns of MBPP.
             entry_point: the name of the function that the tests call.
             inputs: standard inputs of the program, for further tests.
             outputs: the expected standard output for each of the inputs.
@@ -115,8 +112,8 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
     - The program is the last fenced block of Python that defines the entry point, because a block that only calls it
       often follows; else the last one of Python.
     - An earlier block that defines what the program uses comes before it.
-    - Text without fences counts as a block if it has a statement such as `def` or `import`; so does text before a fence
-      without a language, which may close a block that the prompt opened.
+    - Text without fences counts as a block if it has a statement such as `def`; so does text before a fence without a
+      language, which may close a block that the prompt opened.
     - Thoughts do not count.
 
     Args:

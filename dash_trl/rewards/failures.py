@@ -1,7 +1,7 @@
-"""Distinguishes "this reward function does not apply" from "this reward function failed".
+"""Distinguishes "this reward function does not apply" from "this reward function failed", which are both NaN for TRL.
 
-TRL turns both into NaN. A watched function therefore records the rows on which it failed (exception, time-out, NaN,
-±inf). Training leaves these rows out: they do not count as 0, and their rewards by other functions are not used either.
+Training leaves out the rows on which a function failed (exception, time-out, NaN, ±inf): they do not count as 0, and
+their rewards by other functions are not used either.
 """
 
 import logging
@@ -75,8 +75,8 @@ class WatchedReward:
         name: its name in TRL's metrics.
 
     Attributes:
-        outcomes: one per row of the last call. A `RewardError` among them ends the run after TRL's method, within which
-            the other ranks would wait in the next collective.
+        outcomes: one per row. A `RewardError` among them ends the run after TRL's method, in which the other ranks
+            would wait for this one.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -157,7 +157,7 @@ class FailureWatch:
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last batch's completions on which a function failed, if it has ever failed.
+        failed: name → share of the last batch on which a function failed, if it has ever failed.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -176,7 +176,7 @@ class FailureWatch:
             counts: False = the batch cannot end the run, as in an evaluation.
 
         Returns:
-            [N, F]; all F rewards of a row on which a function failed are NaN.
+            [N, F]; all F rewards of a failed row are NaN.
 
         Raises:
             RuntimeError: on all ranks, if a function is broken.

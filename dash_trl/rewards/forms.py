@@ -56,12 +56,10 @@ class Score:
 def read_score(returned: Any) -> Score:
     """Read the return value of a per-sample function.
 
-    - A number, or None if the function does not apply.
+    - A number (NaN and ±inf unscore the row later), or None if the function does not apply.
     - A tuple (score, notes) with a dict of notes.
     - A tuple (score, prompt, explanation) of a judge, optionally with a dict of notes at the end.
     - A dict with the score as `score`, as in verl; its other items are the notes.
-
-    NaN and ±inf are read, too; later, they unscore the row.
 
     Raises:
         ValueError: if the return value has another form.
@@ -125,9 +123,9 @@ class RewardForm:
         asynchronous: whether it is a coroutine function.
         names: arguments that a per-sample function takes. None = all.
         required: the names without a default.
-        post_process: the object's method `post_process_scores`.
-        close: the object's method `close`.
-        max_concurrency: the object's limit of calls at a time in this process.
+        post_process: the object's `post_process_scores`.
+        close: the object's `close`.
+        max_concurrency: the object's limit of calls at a time, in this process.
     """
 
     name: str
@@ -141,11 +139,7 @@ class RewardForm:
     max_concurrency: int | None = None
 
     def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Select the arguments for one call.
-
-        Args:
-            known: `prompt`, `completion`, `completion_ids` and the columns of a row.
-            group: entries for verl's `extra_info`, if that is a dict.
+        """Select the arguments for one call; `group` has entries for verl's `extra_info`, if that is a dict.
 
         Raises:
             ValueError: if the row lacks a column that the function requires.

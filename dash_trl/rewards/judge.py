@@ -122,18 +122,15 @@ class JudgeReward:
         trainer = DASHTrainer(..., reward_funcs=judge)
 
     **Score.** Structured output makes the judge give a whole number within `scores`. The reward is (score - lowest) /
-    (highest - lowest). An answer that does not match the schema raises a `JudgeError`: the completion is unscored.
+    (highest - lowest). Any other answer raises a `JudgeError`: the completion is unscored.
 
-    **Refusals.** If the judge refuses, its answer is cut off, or the request is too long for it, the reward is
-    `on_refusal`. Unscored, such rows would teach the policy to avoid bad scores by causing these failures.
-
-    **Retries.** The client repeats a request after a lost connection, a rate limit or an error of the server, as
-    `Retry-After` asks. All attempts count towards the runner's `timeout`.
+    **Refusals.** If the judge refuses, its answer is cut off, or the request is too long, the reward is `on_refusal`.
+    Unscored, such rows would teach the policy to avoid bad scores by causing these failures.
 
     **Prompt injection.** A completion can persuade a judge, and the policy learns whatever raises its reward. The
     completion stands between tags that it cannot contain, spaces break the markers of chat templates in it, and the
-    judge is told to follow no instruction there. But a language model may disobey: read the logged explanations of high
-    scores. If a rule can decide, use a rule instead of a judge.
+    judge is told to follow no instruction there. It may do so all the same: read the logged explanations of high
+    scores, and use a rule instead if one can decide.
 
     Args:
         model: name of the model at the server.
@@ -147,10 +144,11 @@ class JudgeReward:
             `OPENAI_BASE_URL`; no key for any other server.
         on_refusal: the reward of a completion that cannot be judged. None = the row is unscored.
         temperature: the sampling temperature. None = none is sent, as OpenAI's reasoning models require.
-        max_retries: how often the client repeats a failed request.
-        options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`, `{"seed":
-            1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
-            `max_completion_tokens`, which also counts thoughts, is 1024 unless it or `max_tokens` is given.
+        max_retries: how often the client repeats a request after a lost connection, a rate limit or an error of the
+            server, within the runner's `timeout`.
+        options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`, or
+            `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM. `max_completion_tokens`,
+            which also counts thoughts, is 1024 unless it or `max_tokens` is given.
 
     Raises:
         ValueError: if there is no API key; if `base_url` is no address, or has a user, a password or a query; if the
@@ -240,7 +238,7 @@ class JudgeReward:
             The reward from 0 to 1, the message to the judge, and the judge's explanation.
 
         Raises:
-            JudgeError: if the answer does not match the schema; or if the judge refused and `on_refusal` is None.
+            JudgeError: if there is no judgement.
             ValueError: if a column that the template names is None.
             openai.OpenAIError: if the server could not be reached, or rejected the request.
         """
@@ -295,11 +293,11 @@ class JudgeReward:
 
 
 def read_answer(completion: Any, grades: range) -> Judgement:
-    """Read the judgement in a chat completion, whose fields the client does not check, and some servers neither.
+    """Read the judgement in a chat completion. The client does not check its fields, nor do some servers its schema.
 
     Raises:
         Unjudgeable: if the judge refused, or its answer was cut off.
-        JudgeError: if it is not a chat completion with one choice, or its text does not match the schema or the grades.
+        JudgeError: if it has another form.
     """
     try:
         (choice,) = completion.choices

@@ -5,13 +5,10 @@
     completion ──► find_answer ──► same text? ──► same words? ──► math-verify ──► 1.0 | 0.0 | NaN
     gold ────────► gold_text ─────► read_gold (cached) ──────────────┘
 
-`answers.py` finds the answer, `spelling.py` rewrites it in LaTeX, and math-verify
-(https://github.com/huggingface/Math-Verify) compares it with the gold answer. `docs/results/rewards.md` lists the
-verdicts that differ from plain math-verify's.
-
-As there, the last member of a chain of equations counts, lists have no order, and units are ignored. Deviations: equal
-numbers are equal exactly, but a decimal with six or more digits may round a fraction; brackets around several members,
-primes and the bases of numbers must be the same; words that are left make an answer no number.
+As in math-verify (https://github.com/huggingface/Math-Verify), the last member of a chain of equations counts, lists
+have no order, and units are ignored. Deviations, whose verdicts `docs/results/rewards.md` lists: equal numbers are
+equal exactly, but a decimal with six or more digits may round a fraction; brackets around several members, primes and
+the bases of numbers must be the same; words that are left make an answer no number.
 
 Rows are scored in worker processes, because math-verify's time-outs use SIGALRM, which needs a process's main thread.
 Some operations (those of gmpy2) ignore signals, so a second time-out kills the worker.
@@ -189,10 +186,10 @@ class MathAccuracyReward:
     72`` or ``\boxed{72}``. `find_answer` describes what the answer of a completion is.
 
     Args:
-        timeout: seconds by the clock for one row; then its worker is killed and its reward is NaN. math-verify gives up
-            after 5 s of reading or comparing an answer, which is then wrong.
+        timeout: seconds by the clock for one row; then its worker is killed and its reward is NaN. What takes
+            math-verify more than 5 s is wrong.
         workers: number of worker processes. None = this process's share of the CPUs, at most 8. Rewards with the same
-            number share one pool, from the first call (about 1 s) until `close()` of one of them, or exit.
+            number share one pool, until `close()` of one of them, or exit.
     """
 
     __name__ = "math_accuracy"  # TRL's metrics get this name

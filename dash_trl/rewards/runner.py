@@ -7,8 +7,7 @@
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
 
-Each call ends with a score, or with the exception that explains why there is none. Only TRL's logs are written on the
-main thread.
+Each call ends with a score, or with the exception that explains why there is none.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         ]
 
     Args:
-        functions: one reward function or a list, of any form but TRL's. TRL calls reward models (modules, or their
-            names) among them without the runner.
+        functions: one reward function or a list, of any form but TRL's. Reward models (modules, or their names) may be
+            among them.
         backend: "thread" and "asyncio" suit functions that wait, for example for a server; "process" suits functions
             that compute, and kills a worker whose call takes too long; "ray" uses a cluster. None = asyncio for
             coroutine functions, threads for others.
@@ -58,7 +57,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         max_concurrency: largest number of calls at a time in the whole run, per backend. A rank has at most 8 worker
             processes, and no more than its share of the CPUs.
         rate_limit: calls that may start per second in the whole run. None = no limit.
-        retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
+        retry_on: exceptions after which a call is made again.
         retries: number of further attempts, after random pauses that grow exponentially.
 
     Attributes:
@@ -117,7 +116,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             group_size: number of adjacent rows that are completions of one prompt.
 
         Returns:
-            The request that gets the outcomes; its `wait()` waits for all of them.
+            The request that gets the outcomes, with a method `wait`.
         """
         request = Request(len(self.own), len(rows), group_size)
         for index, one in enumerate(self.own):
@@ -158,7 +157,7 @@ class RewardTeam:
     A group is complete when every function has scored, or failed on, all of its rows.
 
     Args:
-        functions: the functions; a function that is listed twice is called once.
+        functions: the functions; one that is listed twice is called once.
         ranks: number of processes of the run.
     """
 
@@ -185,7 +184,7 @@ class RewardTeam:
             one.start(request, index, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
-        """Read the rewards of rows whose groups are complete.
+        """Return the rewards of rows whose groups are complete.
 
         Args:
             request: the request of these rows.
@@ -213,12 +212,7 @@ class RewardTeam:
 
 
 def unpack(reward_funcs: Any, **settings: Any) -> Any:
-    """Turn `reward_funcs` into the list of reward functions that TRL takes; None stays None.
-
-    Args:
-        reward_funcs: a reward function of any form, a reward model, a `RewardRunner`, or a list of these.
-        settings: settings of the runners of functions that are not of TRL's form.
-    """
+    """Turn `reward_funcs` into TRL's list: runners become their functions; functions of other forms get a runner."""
     if reward_funcs is None:
         return None
     found: list[Any] = []

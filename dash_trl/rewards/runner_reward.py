@@ -13,15 +13,12 @@ Result = Score | BaseException  # of a call
 
 
 class RunnerReward(WatchedReward):
-    """A function of a `RewardRunner`, in the form in which TRL calls it.
-
-    A call waits for the outcomes of the batch. Outside of a trainer, it starts this function alone, with the batch as
-    one group.
+    """A function of a `RewardRunner`, in the form in which TRL calls it: a call waits for the outcomes of the batch.
 
     Attributes:
         score: what the runner calls for one row.
         known: the request with the outcomes of the next batch, and this function's index in it. None = a call starts
-            the function.
+            this function alone, with the batch as one group.
     """
 
     def __init__(self, form: RewardForm, runner: Any):

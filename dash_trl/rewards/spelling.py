@@ -13,7 +13,7 @@ def normalize_answer(answer: str) -> str:
     - Unicode becomes LaTeX (see `_to_latex`), and so do pi, sqrt(2), 2 sin x, 6.02 x 10^23 and 1e3.
     - Dollars, styles such as bold print, an "=" at the start and a full stop at the end are removed.
     - 12 345, ``12\,345`` and 12,345 become 12345, 5 million ``5 \times 10^{6}``, and 2 1/2 ``(2+\frac{1}{2})``.
-    - A unit at the end is removed, from a list or a plural word: "72 apples" becomes 72.
+    - A unit at the end (of a list, or a plural) is removed: "72 apples" becomes 72.
     - "negative 5" becomes -5. A column of a matrix becomes a tuple.
     """
     if answer.isascii() and answer.isdecimal():
@@ -44,10 +44,9 @@ def as_words(text: str) -> str:
 
 
 def is_words(gold: str) -> bool:
-    """Return whether a normalized gold answer consists of words, so that it must be compared as text.
+    """Return whether a normalized gold answer must be compared as text: Evelyn, No solution, Yes, ACB or C.
 
-    True for Evelyn, No solution, Yes, ACB and C. False for 5, and for up to three letters such as xy, which may be a
-    product.
+    Up to three letters such as xy may be a product.
     """
     is_long = re.search(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4}|[A-Z]{2}|(?i:yes|no)$)|[^\W\d_a-zA-Zα-ω]", gold)
     return bool(is_long and re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", as_words(gold)))

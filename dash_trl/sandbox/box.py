@@ -6,10 +6,10 @@
                         ◄── Verdict ──┘ compares ◄──────────── values ────────────┘
 
 bubblewrap (`bwrap`) gives the two processes of `checker.py` namespaces for processes, files, network, IPC, the host
-name and, if the trainer is not root, users. The root folder is read-only, and contains Python, its packages and the
-system's libraries. Only /tmp (also /dev/shm) is writable; it is in memory and has a limited size. If the trainer is
-root, the processes have the id of a user that does not exist, and no capabilities. When the thread that called `run`
-ends, even by SIGKILL, the kernel kills all of these processes.
+name and, if the trainer is not root, users. The root folder is read-only, with Python, its packages and the system's
+libraries. Only /tmp (also /dev/shm) is writable, in memory and of limited size. If the trainer is root, the processes
+have the id of a user that does not exist, and no capabilities. When the thread that called `run` ends, even by SIGKILL,
+the kernel kills them.
 """
 
 import json
@@ -187,14 +187,14 @@ class Sandbox:
 
     Args:
         cpu_seconds: limit of CPU time for each process of a program. The slowest correct solution of MBPP+ takes 0.3 s.
-        wall_seconds: limit of wall time for a program with all its tests: many times the CPU time, because on a busy
-            machine a program waits.
+        wall_seconds: limit of wall time for a program with all its tests: many times the CPU time, as a busy machine
+            lets it wait.
         memory: limit of address space for each process of a program, in bytes.
         processes: limit of a program's threads and child processes, not counting its first thread.
         disk: limit of a program's files, which are in memory, in bytes.
         count: number of programs that `CodeReward` runs at once; None: this process's share of the CPUs.
-        isolation: "namespaces": a program has only its own files and processes, and no network. "rlimits", for programs
-            that you trust: only CPU time, memory, wall time, and the size and number of open files are limited.
+        isolation: "namespaces": a program has only its own files and processes, and no network. "rlimits", for trusted
+            programs: only CPU time, memory, wall time, and the size and number of open files are limited.
 
     Attributes:
         kind: the kind of isolation.
@@ -245,7 +245,7 @@ class Sandbox:
         Raises:
             UnfitTests: if a script is not valid Python, passes the program a value that cannot be sent, or never calls
                 it.
-            TimeoutError: if the program took longer than `wall_seconds`, and a busy machine may be the cause. If it
+            TimeoutError: if the program took longer than `wall_seconds`, perhaps because the machine is busy. If it
                 only slept, it has failed.
             SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """

@@ -6,16 +6,12 @@ The *solution* is the program's process, the *checker* the tests' process. How a
     assert f([1, 2]) == 3: f is an `Object` ──► ["call", {"object": 4}, [[1, 2]], {}] ──► object 4 is f: f([1, 2])
     compares 3 == 3                         ◄────────── ["value", 3] ◄─────────────────── returns 3
 
-The program never sees its tests or the expected results. Values of `KINDS` and of numpy are rebuilt in the checker. Any
-other value (a function, an instance of the program's class) stays in the solution; the checker gets an `Object` for it,
-which equals only itself. So no `__eq__` of the program can decide a test.
-
-For a test that is a pair (input, expected output), the solution starts the program with this standard input, and the
-checker compares the outputs.
+The program never sees its tests or the expected results. Values of `KINDS` and of numpy are rebuilt in the checker. For
+any other value (a function, an instance), which stays in the solution, it gets an `Object` that equals only itself. So
+no `__eq__` of the program can decide a test.
 
 The checker reads the job from standard input, and writes the line "ready", a line with the job's nonce just before the
-program first runs, and a line with the nonce and the verdict. The program cannot read the nonce in the checker's memory
-or files.
+program first runs, and a line with the nonce and the verdict. The program cannot read the nonce.
 
 This module imports nothing from this package: `box.py` starts it in the sandbox, and `remote.py` sends its source.
 """
@@ -191,8 +187,8 @@ class Solution:
 
         Raises:
             Exception: the exception of the program, or its nearest built-in base class.
-            SolutionError: if the solution has ended; or for what is no `Exception` (such as SystemExit), or a
-                StopIteration, after which `all(map(f, inputs))` would be true.
+            SolutionError: if the solution has ended; or for what is no `Exception`, or a StopIteration, after which
+                `all(map(f, inputs))` would be true.
             Unfit: if an argument cannot be sent.
         """
         try:
@@ -252,12 +248,9 @@ def number_of(value: Any) -> int:
 class Names(dict[str, Any]):
     """Global names of a test script. The entry point is the program's; if it is not known, all other names are.
 
-    Names of built-in functions and of modules are Python's own, unless the entry point has such a name. Otherwise the
-    program could forge `all`, `isinstance` or `math.isclose`.
-
-    Attributes:
-        solution: the link to the solution; None: the script ends at the first name of the program.
-        reached: whether the script has used a name of the program.
+    Names of built-in functions and of modules are Python's own, unless the entry point has such a name: the program
+    could forge `all`. Without a `solution`, the script ends at the first name of the program; `reached` tells that it
+    used one.
     """
 
     def __init__(self, solution: Solution | None, entry_point: str | None):
@@ -300,8 +293,7 @@ TOLERANCE = 1e-6  # absolute or relative, used if the expected number has a deci
 def same_output(found: str, expected: str) -> bool:
     """Return whether two outputs are equal line by line, except for white space and the last digits of numbers.
 
-    A number with a decimal point or an exponent may differ by 1e-6, absolutely or relatively. Integers must be equal,
-    because an answer modulo 10^9 + 7 is close to many wrong ones.
+    A number with a decimal point or an exponent may differ by 1e-6, absolutely or relatively; integers must be equal.
     """
     lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (found, expected))
     return [*map(len, lines)] == [*map(len, wanted)] and all(
@@ -310,7 +302,6 @@ def same_output(found: str, expected: str) -> bool:
 
 
 def same_word(found: str, expected: str) -> bool:
-    """Compare two words, as numbers if the expected one has a decimal point or an exponent."""
     with suppress(ValueError):  # a word is no number
         if any(mark in expected for mark in ".eE"):
             return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -325,9 +316,9 @@ COMPARE = (
 
 
 def compare_shapes(module: Any, name: str) -> None:
-    """Replace a function of numpy, so that values of different shapes are never close, except an array and a number.
+    """Let a function of numpy find values of different shapes not close, except an array and a number.
 
-    numpy broadcasts the values, and an empty array is close to any number, so a program that returns `[]` would pass.
+    By broadcasting, an empty array is close to any number, so a program that returns `[]` would pass.
     """
     numpy = importlib.import_module("numpy")
     plain = getattr(module, name)
@@ -341,8 +332,7 @@ def compare_shapes(module: Any, name: str) -> None:
 def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any]:
     """Run tests on the program; return the fields of a `Verdict`, and `unfit`, why the tests cannot score any program.
 
-    The output gets the nonce before the program runs: if this process ends before that, the program cannot be the
-    cause.
+    The output gets the nonce first: if this process ends before that, the program cannot be the cause.
     """
     passed = 0
     unfit = None
@@ -432,7 +422,7 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
 
     Args:
         limits: names of the module `resource` → limits; {} on a server with limits of its own.
-        user: id of the user who runs the program if the trainer is root, whose processes the kernel does not count.
+        user: id for the program if the trainer is root, whose processes the kernel does not count.
     """
     # On a server this is also the folder of the program, whose `numpy.py` the tests must not import.
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.getcwd()]

@@ -1,4 +1,4 @@
-"""Interface of a sandbox for `CodeReward`: what it is given, what it answers, and how the checker's answer is read."""
+"""What a sandbox for `CodeReward` is given, what it answers, and how the checker's answer is read."""
 
 import json
 import secrets
@@ -54,10 +54,9 @@ class ProgramSandbox(Protocol):
 
         Args:
             program: Python source code.
-            tests: scripts, or pairs of an input and the expected output, which `same_output` compares with the
-                program's.
-            entry_point: the only name of the program that the scripts use. None: any, except those of Python's own
-                functions and modules, such as `sum` or `code`.
+            tests: scripts, or pairs of an input and the expected output, see `same_output`.
+            entry_point: the only name of the program that the scripts use. None: any but those of Python's functions
+                and modules.
         """
         ...
 

@@ -3,11 +3,10 @@
 ::
 
     run(program, tests) ──► POST /run_code: the source of `checker.py`; program and tests are its standard input
-                        ◄── the checker's output: one line before the program runs, and one line with the verdict
+                        ◄── the checker's output
 
-On the server, program and tests run in two processes, as in `Sandbox`, but with the same user and unconfined by this
-package. To forge a verdict, the program would have to find the random number that begins each line in the memory of the
-tests' process.
+Only the server confines the two processes, which have the same user. To forge a verdict, the program would have to find
+the job's nonce in the memory of the tests' process.
 """
 
 import json
@@ -35,8 +34,8 @@ CODE = Path(checker.__file__).read_text(encoding="utf-8")
 class SandboxFusion:
     """Runs programs against tests on a server of ByteDance's SandboxFusion, which verl uses, too.
 
-    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. Only `seconds` is limited
-    here; all other limits are the server's own.
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. All limits but `seconds`
+    are the server's own.
 
     Example::
 
@@ -50,7 +49,7 @@ class SandboxFusion:
         headers: HTTP headers for each request, such as `{"Authorization": "Bearer …"}`.
 
     Raises:
-        ValueError: if `url` is not the address of a server, or has a user, a password or a query.
+        ValueError: if `url` is no address, or has a user, a password or a query.
     """
 
     def __init__(

@@ -32,15 +32,12 @@ def split_of(problem: str) -> str:
 
 
 def problems_of(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
-    """Yield problems of a split without end; every running total is within 0 … LARGEST_TOTAL.
+    """Yield problems of a split without end, such as `7+5-3+8`; every running total is within 0 … LARGEST_TOTAL.
 
     Args:
         split: "train" or "test".
         generator: the source of random numbers.
         operands: how many numbers a problem may have.
-
-    Yields:
-        Chains like `7+5-3+8`.
     """
     while True:
         total = generator.randint(1, LARGEST_OPERAND)

@@ -1,7 +1,7 @@
 """Trains the toy model by a supervised warm-up, caches it on disk, and defines the settings of the default run.
 
-The model learns step-by-step solutions in which some lines are wrong (slips): it knows the sums (greedy accuracy near
-1), but also makes slips (sampled accuracy near 0.4), which reinforcement learning can remove within a minute.
+The model learns step-by-step solutions with some wrong lines (slips): it knows the sums (greedy accuracy near 1), but
+slips (sampled accuracy near 0.4), which reinforcement learning can cure within a minute.
 """
 
 import fcntl
@@ -36,10 +36,9 @@ class WarmUp:
         steps: number of AdamW steps. The learning rate has a short linear warm-up and a linear decay.
         batch_size: number of solutions per step.
         learning_rate: the peak learning rate.
-        clean_share: share of the steps, at the beginning, without slips and corrections. Learning the sums first halves
-            the time.
+        clean_share: share of the steps, at the beginning, without slips; learning the sums first halves the time.
         slip_rate: probability that an operation has a wrong result.
-        wait_rate: probability that an operation has a wrong result, which the next line ("Wait, ...") corrects.
+        wait_rate: probability of a wrong result that the next line ("Wait, ...") corrects.
         hidden_size: hidden size of the Qwen2 model. vLLM's attention kernels need `hidden_size / num_heads` = 32, 64,
             96, …
         num_layers: number of layers.
@@ -99,7 +98,7 @@ class Lessons:
         problems: yields problems of the training split without end.
         solution: takes a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`; returns a text, or
             messages of the assistant and of tools.
-        tools: JSON schemas of the tools that these messages call.
+        tools: their JSON schemas.
     """
 
     name: str
@@ -192,7 +191,7 @@ def toy_model(
 
     Args:
         cache_dir: directory of the cache. None = `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
-        settings: settings of the warm-up. Each set of settings has its own model in the cache.
+        settings: settings of the warm-up; each has its own model in the cache.
         progress: whether to show a progress bar.
         lessons: the task that the model learns.
     """
@@ -236,10 +235,9 @@ def cached_model(
 
 
 def toy_defaults() -> dict[str, Any]:
-    """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
+    """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 16 problems with 8 rows each.
 
-    The run uses float32, on the GPU if there is one. With a constant learning rate, or one of 3e-4, the model would
-    forget one sum while it learns another.
+    With a constant learning rate, or one of 3e-4, the model would forget one sum while it learns another.
     """
     return {
         "output_dir": "outputs/toy",
