@@ -1,7 +1,7 @@
 """Compares one optimizer step of TRL's `GRPOTrainer` and of `DASHTrainer` on scripted completions and rewards.
 
-`dash_trl doctor MODEL --update` uses it. The trainers get the same weights, rows and rewards, so their gradients have to
-be equal up to rounding. A third step, TRL's in float32, tells how much rounding changes.
+`dash_trl doctor MODEL --update` uses it. The trainers get the same weights, rows and rewards, so their gradients have
+to be equal up to rounding. A third step, TRL's in float32, tells how much rounding changes.
 """
 
 import gc

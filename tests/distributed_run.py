@@ -564,7 +564,7 @@ ALONE: dict[str, tuple[dict[str, Any], str]] = {
     "advantages": ({"callbacks": [noting("on_advantages", fail_on_rank_1)]}, OF_RANK_1),
     "too few rewards": (
         {"reward": lambda prompts, **kwargs: [1.0] * (len(prompts) - RANK)},
-        "Mistake: The reward function",
+        "RewardError: The reward function",
     ),
     "rollout_func": ({"rollouts": lambda *arguments: fail_on_rank_1() or ScriptedRollouts()(*arguments)}, OF_RANK_1),
     "generation": ({"in_process": True, "prepare": generating}, OF_RANK_1),

@@ -10,7 +10,7 @@ from toy_judge import ToyJudge
 
 
 def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
-    """Returns the body of a chat completion."""
+    """Return the body of a chat completion."""
     message = {"role": "assistant", "content": content, "refusal": refusal}
     return {
         "id": "1",

@@ -237,4 +237,3 @@ def test_the_reward_of_a_program_that_reads():
         assert "['1', '2'] and outputs ['1'] are not lists of the same number" in refusal(
             score, ADD, inputs=["1", "2"], outputs=["1"]
         )
-        assert "this row has no tests" in refusal(score, ADD, inputs=[], outputs=[])

@@ -64,8 +64,6 @@ def test_verdicts_of_a_server(server):
         (RIGHT, TESTS, 2, 0, None),
         ("def f(x): return 2", TESTS, 1, 1, "AssertionError: "),
         ("def f(x) return 2", TESTS, 0, 2, "SyntaxError: expected ':' (solution.py, line 1)"),
-        ("import math\ndef f(x): return math.inf", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
-        ("def f(x): return []", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
         ("print(int(input()) + 1)", [("1\n", "2\n"), ("5", "6.0"), ("1", "3")], 2, 1, ""),
     ]:
         verdict = SandboxFusion(server.url, seconds=600).run(program, tests, "f")
@@ -173,7 +171,6 @@ def test_a_server_that_is_gone_is_no_verdict(server):
 def test_tests_that_score_no_program_are_an_error_of_theirs(server):
     for tests, message in [
         (["assert f(1) =="], "SyntaxError"),
-        (["assert 1 == 1"], "never call anything of the program"),
         ([("x" * (7 << 20), "")] * 5, "a request of .* bytes, and the limit is 33,554,432"),
     ]:
         with pytest.raises(UnfitTests, match=message):

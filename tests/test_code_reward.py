@@ -17,7 +17,7 @@ RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"
 
 @pytest.fixture(scope="module")
 def reward():
-    with CodeReward(Sandbox(cpu_seconds=2)) as one:
+    with pickle.loads(pickle.dumps(CodeReward(Sandbox(cpu_seconds=2)))) as one:
         yield one
 
 
@@ -424,14 +424,6 @@ def test_a_set_has_the_same_order_in_every_sandbox():
     program += "def g(x): raise ValueError(x)"
     reasons = {Sandbox().run(program, ["y = g(f())"]).reason for _ in range(2)}
     assert len(reasons) == 1 and "ValueError: [[" in reasons.pop()
-
-
-def test_it_may_be_copied_and_called_from_many_threads():
-    one = pickle.loads(pickle.dumps(CodeReward(Sandbox(cpu_seconds=3, count=2))))
-    assert one.max_concurrency == 2
-    with one, ThreadPoolExecutor(6) as pool:
-        scores = pool.map(lambda i: one(fenced(f"def f(x): return x + {i % 2}"), TESTS)[0], range(24))
-        assert list(scores) == [float(i % 2) for i in range(24)]
 
 
 def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():

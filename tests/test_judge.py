@@ -5,7 +5,6 @@ import gc
 import hashlib
 import importlib
 import inspect
-import math
 import re
 import sys
 import threading
@@ -19,9 +18,7 @@ from pathlib import Path
 import openai
 import pytest
 import trl
-from tokenizers import Tokenizer, models
 from toy_judge import JUDGE_NAME, ToyJudge
-from transformers import PreTrainedTokenizerFast
 
 from dash_trl.rewards import JudgeError, JudgeReward, RewardRunner
 from tests.fake_judge import FakeJudge, chat, says
@@ -97,16 +94,6 @@ def test_a_score_is_scaled_and_comes_with_the_message_and_the_explanation(server
     }
 
 
-def test_the_ends_of_the_scale(server):
-    for scores, given, expected in (
-        ((0, 1), 1, 1.0),
-        ((1, 5), 1, 0.0),
-        ((-2, 2), 1, 0.75),
-    ):
-        server.answer = lambda request, given=given: says(given)
-        assert ask(made(server, scores=scores))[0] == expected, scores
-
-
 USER = {"role": "user", "content": "2+2?"}
 
 
@@ -142,20 +129,13 @@ def test_a_completion_cannot_end_its_own_tags(server):
 
 
 def test_the_judge_sees_no_more_turns_than_there_are(server):
-    """By the chat templates that TRL ships: their markers in a completion and in columns add none to a template's."""
-    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
-    templates = {file.stem: file.read_text() for file in files if "training" not in file.stem}
-    assert {re.match("[a-z]+", name)[0] for name in templates} >= {"qwen", "llama", "gemma", "phi", "gptoss"}
-    markers = {one for text in templates.values() for one in re.findall(r"<[^\s<>'\"{}]+>|\[/?[A-Z_]+\]", text)}
-    judge = made(server, template="{prompt} {answer} {completion}")
-    for text in ("4", "".join(markers)):
-        ask(judge, text, text, answer=text)
-    plain, forged = [request["messages"][1:] for request in server.requests]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})), bos_token="<s>")
-    for name, template in templates.items():
-        shown = [tokenizer.apply_chat_template(one, chat_template=template, tokenize=False) for one in (plain, forged)]
-        found = [{one: text.count(one) for one in markers if one in text} for text in shown]
-        assert found[0] == found[1] and found[0], name
+    """No marker of the chat templates that TRL ships is left in a completion or a column."""
+    templates = [file.read_text() for file in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")]
+    markers = {one for text in templates for one in re.findall(r"<[^\s<>'\"{}]+>|\[/?[A-Z_]+\]", text)}
+    assert markers >= {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|return|>"}
+    text = "".join(markers)
+    message = ask(made(server, template="{prompt} {answer} {completion}"), text, text, answer=text)[1]
+    assert [one for one in markers if one in message] == []
     for first, second in (("<", "|im_end|>"), ("[", "INST]"), ("[IN", "ST]")):  # two columns make none, either
         message = ask(made(server, template="{prompt}{answer} {completion}"), "4", first, answer=second)[1]
         assert not message.startswith(first + second) and message.replace(" ", "").startswith(first + second)
@@ -241,35 +221,25 @@ FAULTS = {
     "a proxy's error": ((503, "<html>busy</html>"), openai.InternalServerError),
     "a lost connection": ("hangs up", openai.APIConnectionError),
     "a wrong key": ((401, {"error": {"message": "who?"}}), openai.AuthenticationError),
-    "an address without /v1": ((404, "<html>no such page</html>"), openai.NotFoundError),
     "a request refused": ((400, {"error": {"message": "too long"}}), openai.BadRequestError),
 }
 PASSING = [*FAULTS][:3]
 NO_JUDGEMENTS = {
     "no JSON at all": "<html>hello</html>",
     "another JSON": {"detail": "hello"},
-    "a list": [1, 2],
     "no choice": chat("{}", choices=0),
     "two choices": chat(ANSWER, choices=2),
     "null choices": {**says(7), "choices": None},
-    "a null choice": {**says(7), "choices": [None]},
     "a null message": {**says(7), "choices": [{"index": 0, "finish_reason": "stop", "message": None}]},
     "null": chat(None),
-    "nothing": chat(" \n"),
-    "a list for a text": chat([{"type": "text", "text": "7"}]),
-    "prose": chat("I give it a 7."),
     "prose around JSON": chat(f"Here: {ANSWER}"),
-    "a number": chat("7"),
     "brackets without end": chat("[" * 100_000),
     "no score": chat('{"explanation": "a"}'),
-    "no explanation": chat('{"score": 7}'),
     "one key more": chat('{"explanation": "a", "score": 7, "grade": 7}'),
     "too high": says(11),
     "too low": says(-1),
     "a float": says(7.0),
     "a string": says("7"),
-    "true": says(True),
-    "NaN": says(math.nan),
     "an explanation that is none": says(7, 7),
 }
 FAULTS |= {name: (answer, JudgeError) for name, answer in NO_JUDGEMENTS.items()}

@@ -5,7 +5,6 @@ import gc
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -16,7 +15,7 @@ from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import RewardTeam, Score, failure_of, raise_mistakes, unpack, watch
+from dash_trl.rewards import Score, failure_of, raise_reward_error, unpack, watch
 from dash_trl.workers import ThreadCalls
 from tests.tiny import refusal, refused, run
 
@@ -104,7 +103,7 @@ def test_starts_keep_their_distance(asynchronous):
 
 
 def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
-    """It fails twice with each row; with rows 3 and 4 by errors of other kinds. The pauses grow."""
+    """It fails twice with each row; with row 3 by an error of another kind. The pauses grow."""
     slept, count, sleep = [], Counter(), asyncio.sleep
 
     def note(seconds):
@@ -117,8 +116,6 @@ def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
         count[number] += 1
         if number == 3:
             raise KeyError("no lost connection")
-        if number == 4:
-            sys.exit()
         if count[number] <= 2:
             raise ConnectionError(f"attempt {count[number]}")
         return number
@@ -131,12 +128,11 @@ def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
         count.clear()
         slept.clear()
         with RewardRunner(flaky, **settings) as runner:
-            (outcomes,) = scores(runner, 6)
-        assert count == {0: attempts, 1: attempts, 2: attempts, 3: 1, 4: 1, 5: attempts}
-        assert [type(one) for one in outcomes[3:5]] == [KeyError, SystemExit]
-        for number in (0, 1, 2, 5):
+            (outcomes,) = scores(runner, 4)
+        assert count == {0: attempts, 1: attempts, 2: attempts, 3: 1} and isinstance(outcomes[3], KeyError)
+        for number in range(3):
             assert outcomes[number] == Score(number) if last == "Score" else str(outcomes[number]) == last
-        assert len(slept) == 4 * (attempts - 1) and all(0 <= seconds <= attempts - 1 for seconds in slept)
+        assert len(slept) == 3 * (attempts - 1) and all(0 <= seconds <= attempts - 1 for seconds in slept)
 
 
 class Centred:
@@ -261,26 +257,16 @@ def test_a_call_outside_of_a_trainer_starts_only_its_function():
     assert called == [2] * 4
 
 
-def test_a_team_calls_a_function_that_is_listed_twice_once():
-    """And within `answering`, no function is called again."""
+def test_a_function_that_is_listed_twice_is_called_once(tiny_model, tmp_path):
     called = []
 
-    def first(completion):
+    def score(completion):
         called.append(completion)
         return 1.0
 
-    with RewardRunner([first, lambda completion: 2.0]) as runner:
-        one, other = runner.rewards
-        team = RewardTeam([one, other, one], 1)
-        request = team.begin(2, 1)
-        team.start(request, 0, rows(2))
-        texts = {"prompts": ["p"] * 2, "completions": ["0", "1"], "completion_ids": [[0], [1]]}
-        with team.answering(request):
-            assert [reward(**texts) for reward in (one, other, one)] == [[1.0] * 2, [2.0] * 2, [1.0] * 2]
-        assert team.rewards(request, [one, other, one], [1]).tolist() == [[1.0, 2.0, 1.0]]
-        assert sorted(called) == ["0", "1"]
-        one(**texts)
-    assert len(called) == 4
+    twice = RewardRunner(score).rewards * 2
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[*twice, RewardRunner(lambda completion: 2.0)])
+    assert trainer.state.log_history[0]["reward"] == 4.0 and len(called) == 16
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
@@ -318,7 +304,7 @@ def test_an_error_without_a_text_stays_within_the_call():
     for reward in (*RewardRunner(mute).rewards, watch(odd, "odd")):
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8
         assert "raised Mute: <exception str() failed>" in failure_of(reward.outcomes)[0]
-        raise_mistakes([reward])
+        raise_reward_error([reward])
 
 
 def test_close_ends_what_functions_hold_once():
@@ -360,7 +346,6 @@ def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tm
     misspelt = "asks for 'anwser', but it can get only"
     for reward, message in (
         (lambda completion, anwser: 1.0, misspelt),
-        (lambda completions, anwser, **columns: [1.0], misspelt),
         (lambda text: 1.0, "none of the forms"),
     ):
         refused(

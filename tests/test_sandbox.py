@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dash_trl.sandbox import Sandbox, SandboxError
@@ -63,7 +64,7 @@ def places(tmp_path_factory):
 
 
 def check_all(check, rows) -> None:
-    """Calls a check with each row, in two threads; raises the first failure."""
+    """Call a check with each row, in two threads; raise the first failure."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda row: check(*row), rows))
 
@@ -221,15 +222,7 @@ def test_settings_that_cannot_be():
 
 def below(process: int) -> set[int]:
     """The processes that this one has started, and those that they have."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found, new = set(), {process}
-    while new:
-        found |= new
-        new = {child for child, parent in parents.items() if parent in new} - found
-    return found - {process}
+    return {one.pid for one in psutil.Process(process).children(recursive=True)}
 
 
 TRAINER = """

@@ -22,7 +22,7 @@ from dash_trl.rewards import (
     FailureWatch,
     RewardTeam,
     RunnerReward,
-    raise_mistakes,
+    raise_reward_error,
     unscored,
 )
 from dash_trl.rollout import RolloutBatch, ScoredRollouts
@@ -219,7 +219,7 @@ class Rewards:
             [N, F]. If a function failed on a row, all F rewards of the row are NaN.
         Raises:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
-                function that returns no list of rewards, raises a `Mistake` instead.
+                function that returns no list of rewards, raises a `RewardError` instead.
         """
         args = self.host.args
         size = group_size or (not training and args.num_generations_eval) or args.num_generations
@@ -228,7 +228,7 @@ class Rewards:
             request = request or self._started(rows, size)
             with self.team.answering(request):
                 rewards = call_functions(*rows)
-        self._ranks.agree(raise_mistakes, self.functions)
+        self._ranks.agree(raise_reward_error, self.functions)
         rewards = self._failures.unscore(
             rewards, lambda rows: self._ranks.gather(rows).to(rows.device), counts=training
         )

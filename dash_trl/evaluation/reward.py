@@ -19,7 +19,7 @@ from dash_trl.rewards import (
     RewardRunner,
     RunnerReward,
     is_reward_model,
-    raise_mistakes,
+    raise_reward_error,
     unpack,
     watch,
 )
@@ -78,7 +78,7 @@ class Reward(AbstractContextManager["Reward"]):
         )
         # An async function of TRL's form returns a coroutine.
         rewards = self._loop.run(rewards) if asyncio.iscoroutine(rewards) else rewards
-        raise_mistakes([self._function])
+        raise_reward_error([self._function])
         self._failures.unscore(  # warns of failures
             torch.tensor([[math.nan if one is None else one] for one in rewards]), torch.clone, counts=False
         )

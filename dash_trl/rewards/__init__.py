@@ -16,14 +16,13 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
     from dash_trl.rewards.answers import ANSWER_BEGINS, plain_answer
     from dash_trl.rewards.failures import (
         FailureWatch,
-        WatchedReward,
         distinct,
         failure_of,
-        raise_mistakes,
+        raise_reward_error,
         unscored,
         watch,
     )
-    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, RewardForm, Score, form_of, read_score
+    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, Score, form_of, read_score
     from dash_trl.rewards.runner import RewardTeam, is_reward_model, unpack
     from dash_trl.rewards.runner_reward import RunnerReward
 

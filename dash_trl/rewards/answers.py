@@ -1,11 +1,11 @@
-r"""Finds the final answer in the text of a completion. It compares no answers; `math.py` does that.
+"""Finds the final answer in the text of a completion. It compares no answers; `math.py` does that.
 
 ::
 
     completion ──► final_text ──► find_answer ──► Answer
                    (no thoughts)  `<answer>`; there boxes, else "#### ...", else "answer is ...", else a formula, prose
 
-Every function takes time linear in the length of the text, also for a degenerate completion that repeats itself.
+Every function takes linear time, also for a degenerate completion that repeats itself.
 """
 
 import re
@@ -25,44 +25,35 @@ Span = tuple[int, int, str]  # start, end, content
 
 
 def final_text(completion: str) -> str:
-    """Removes the thoughts from a completion, as open models mark them: with `<think>…</think>` and the like.
+    """Remove the thoughts from a completion, as open models mark them: with `<think>…</think>` and the like.
 
-    If the chat template opens the thought in the prompt, the completion has `</think>` without `<think>`. If such a
-    thought never ends, the completion has neither tag, so the thought is read as if it were part of the answer. So is a
-    thought whose tags are special tokens (Gemma 4, Magistral) if these are skipped when the completion is decoded, and
-    a thought of Granite 3.2, which begins with words that an answer may have, too ("Here is my thought process:"). Of
-    gpt-oss, the names of the channels are left then ("analysis…assistantfinal…"), which are known.
+    `</think>` alone is enough, because a chat template may open the thought in the prompt. Not recognised are such a
+    thought that never ends, tags that decoding skips as special tokens (Gemma 4, Magistral), and thoughts of Granite
+    3.2.
 
     Args:
         completion: the text of a completion.
 
     Returns:
-        The text after the last thought, without a thought that is never closed. The whole text if no tag is known.
+        The text after the last thought, without a thought that is never closed.
     """
     return _THOUGHT.split(_END_OF_THOUGHT.split(completion)[-1])[0]
 
 
 def ground_truth(value: Any) -> Any:
-    """Returns the gold answer in a value of verl's column `reward_model`, and any other value as it is.
-
-    Args:
-        value: the value of a column.
-    """
+    """Return the gold answer in a value of verl's column `reward_model`, and any other value as it is."""
     return value["ground_truth"] if isinstance(value, Mapping) and "ground_truth" in value else value
 
 
 def plain_answer(value: Any) -> str:
-    """Returns a gold answer as text.
+    """Return a gold answer as text: 42 for 42.0, since a column with an empty cell has floats; "1, 2" for a list.
 
     Args:
-        value: a text, a number, a list of these, None or NaN (no answer), or a value of verl's column `reward_model`.
-
-    Returns:
-        The text, stripped; 42 for 42.0, because a table with an empty cell has floats in this column; "1, 2" for a
-        list; empty if there is no answer.
+        value: a text, a number, a list of these, None or NaN (no answer: ""), or a value of verl's column
+            `reward_model`.
 
     Raises:
-        ValueError: if the value is something else, such as a dict or a date, whose text is no answer.
+        ValueError: if the value is something else, such as a dict or a date.
     """
     value = ground_truth(value)
     if isinstance(value, (list, tuple)):
@@ -77,9 +68,9 @@ def plain_answer(value: Any) -> str:
 
 
 def find_answer(completion: str) -> str:
-    r"""Finds the final answer in a completion, without its thoughts.
+    r"""Find the final answer in a completion, without its thoughts.
 
-    The answer is the first of the following that the completion has:
+    It is the first of the following that the completion has:
 
     1. the last box that is not empty, ``\boxed{...}``;
     2. the last line ``#### ...`` that is no heading;
@@ -87,21 +78,18 @@ def find_answer(completion: str) -> str:
     4. a formula at the end;
     5. the last sentence with a number, or a last line of one or two words; between tags, the last line.
 
-    If the completion has a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts.
+    If there is a tag `<answer>` (or `<response>`, `<SOLUTION>`), only the text in the last one counts. Clauses such as
+    "when n = 5" do not count. Of a sentence with other words, the answer is its only number; several numbers, or a word
+    that changes numbers, such as "half", make it no answer.
 
-    Clauses such as "when n = 5" do not count. Of a sentence with other words, the answer is its only number; a word
-    that changes numbers, such as "half", or several numbers make it no answer.
-
-    Boxes or formulas with only "and", "or", commas or spaces between them count together as a list, and so do numbers
-    with "or" between them. So a completion cannot give two answers and get a reward for the right one. If the
-    completion has a box that is never closed, and no complete box, the answer was cut off, and the completion has no
-    answer.
+    Boxes, formulas or numbers with only "or" or the like between them are a list, so that two answers do not earn the
+    reward of the right one. A box that is never closed, without a complete one, is no answer.
 
     Args:
         completion: the text of a completion.
 
     Returns:
-        The answer in the spelling of `normalize_answer`; empty if the completion has none for sure.
+        The answer in the spelling of `normalize_answer`; empty if no answer is sure.
     """
     *before, opened = _TAG.split(final_text(completion))
     text = _END_OF_TAG.split(opened)[0]
@@ -117,7 +105,8 @@ def find_answer(completion: str) -> str:
         return ""
     formulas = [(one.start(), one.end(), "".join(filter(None, one.groups()))) for one in _FORMULA.finditer(rest)]
     for run in _runs(rest, formulas):
-        start, end = run[0][0], run[-1][1]
+        start = run[0][0]
+        end = run[-1][1]
         if start == 0 if announced else re.fullmatch(r"\s*[a-z]*", rest[end:]):
             around = _END.split(rest[:start])[-1] + _CLAUSE.sub("", f"5{_END.split(rest[end:])[0]}")[1:]
             return "" if _CHANGES.search(around) or announced and re.search(r"\d", around) else _as_list(run)
@@ -132,48 +121,29 @@ def find_answer(completion: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}``.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The content without the box, or None if no box is complete and has content.
-    """
+    r"""Return the content of the last ``\boxed{...}`` that is complete and not empty, or None."""
     boxes = _scan_boxes(text)[0]
     return boxes[-1][2] if boxes else None
 
 
 def last_hashes(text: str) -> str | None:
-    """Returns the text after the last `####`, which GSM8K writes before a final answer.
+    """Return the text after the last `####`, which GSM8K writes before a final answer.
 
-    Args:
-        text: any text.
-
-    Returns:
-        The text after `####` in the last line that has such text and is no heading; None if no line has it.
+    A heading, or a line without text after `####`, does not count. None if no line counts.
     """
     return next((line for line in reversed([one.strip(" #\t") for one in _HASHES.findall(text)]) if line), None)
 
 
 def gold_text(gold: str) -> str:
-    r"""Extracts the bare gold answer from a value of the column `answer`.
-
-    Args:
-        gold: ``72`` or ``$72$``, or a solution with a line ``#### 72`` or with ``\boxed{72}``.
-
-    Returns:
-        The answer in the spelling of `normalize_answer`: here ``72``.
-    """
+    r"""Return the normalized gold answer in a column's value such as ``$72$``, ``#### 72`` or ``\boxed{72}``."""
     boxes = _scan_boxes(gold)[0]
     return normalize_answer(last_hashes(gold) or (_as_list(_runs(gold, boxes)[-1]) if boxes else gold))
 
 
 def _scan_boxes(text: str) -> tuple[list[Span], bool]:
-    r"""Returns the outermost complete ``\boxed{...}`` and ``\fbox{...}``, and a bool, True = a box is never closed.
+    r"""Return the outermost complete ``\boxed{...}`` and ``\fbox{...}``, and whether a box is never closed.
 
-    The MATH dataset also has ``\boxed 5``; such a box ends at the next space or ``$``. The text is read once; the stack
-    holds the open boxes and braces.
+    ``\boxed 5``, as in MATH, ends at the next space or ``$``. The stack holds the open boxes and braces.
     """
     boxes: list[Span] = []
     stack: list[re.Match[str]] = []
@@ -190,7 +160,7 @@ def _scan_boxes(text: str) -> tuple[list[Span], bool]:
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """Groups boxes or formulas into runs: adjacent spans with only "and", "or", commas or spaces between them."""
+    """Group adjacent boxes or formulas with only "and", "or", commas or spaces between them."""
     runs: list[list[Span]] = []
     for span in spans:
         if runs and _JOINT.fullmatch(text, runs[-1][-1][1], span[0]):
@@ -201,7 +171,7 @@ def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _as_list(run: Sequence[Span]) -> str:
-    """Returns the answers of a run as one list; a repeated answer counts once."""
+    """Join the answers of a run; a repeated answer counts once."""
     contents = list(dict.fromkeys(content for *_, content in run))
     if sum(map(len, contents)) > MAX_ANSWER_CHARS:
         return ""
@@ -209,12 +179,12 @@ def _as_list(run: Sequence[Span]) -> str:
 
 
 def _cleaned(answer: str) -> str:
-    """Returns an answer in the spelling of `normalize_answer`, without what introduces it or says when it holds."""
+    """Normalize an answer, without what introduces it or says when it holds."""
     return normalize_answer(_BEGINNING.sub("", _CLAUSE.sub("", normalize_answer(answer))))
 
 
 def _in_sentence(sentence: str) -> str:
-    """Returns the answer in a sentence: a formula, a choice, words, the only number, or numbers with "or" between."""
+    """Return the answer in a sentence: a formula, a choice, words, the only number, or numbers with "or" between."""
     answer = _cleaned(sentence)
     if LABEL.match(answer) or not (_WORDS.search(answer) and re.search(r"\d", answer)):
         return answer

@@ -4,13 +4,9 @@
 
     completion ──► find_program ──► sandbox: one process for the program, one for its tests ──► 1.0 | 0.0, share passed
 
-There are two kinds of tests: a script with asserts that calls functions of the program; and, for a program that reads
-standard input, a pair of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP.
-Programs are untrusted: they run within the limits of `dash_trl.sandbox.Sandbox`.
-
-A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds the limits of
-CPU time or memory, or sleeps until its wall time is over. If the program did not cause the failure (the machine was too
-busy, the tests cannot be run, there is no sandbox), the reward function raises an exception and the row is unscored.
+A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds its limits, or
+sleeps until its wall time is over. If the program is not the cause (a busy machine, tests that cannot be run, no
+sandbox), the reward function raises an exception and the row is unscored.
 """
 
 import re
@@ -27,18 +23,15 @@ from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 class CodeReward(AbstractContextManager["CodeReward"]):
     """Per-sample reward function: 1.0 if the program in a completion passes all of its unit tests, else 0.0.
 
-    The share of tests that pass is logged as the metric `rewards/code/passed`.
+    The metric `rewards/code/passed` is the share of tests that pass. Many threads may call it at once.
 
     Example::
 
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
-    Many threads may call a `CodeReward` at once. The attribute `count` of the sandbox limits the number of programs
-    that run at a time; for a `Sandbox`, it is this process's share of the CPUs by default.
-
     Args:
-        sandbox: the sandbox that runs programs: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a
-            `ProgramSandbox` of your own. None = a `Sandbox` with the default limits.
+        sandbox: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a `ProgramSandbox` of your own. Its
+            attribute `count` limits the programs that run at a time. None = a `Sandbox` with the default limits.
     """
 
     __name__ = "code"  # TRL's metrics get this name
@@ -56,23 +49,22 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         inputs: Sequence[str] | None = None,
         outputs: Sequence[str] | None = None,
     ) -> tuple[float, dict[str, float | str]]:
-        """Scores one completion.
+        """Score one completion.
 
         Args:
             completion: a string, or a conversation whose last message has the program.
-            tests: one test script, or a list of test scripts.
+            tests: a script with asserts, or a list of scripts; `load_code_dataset` makes them from the columns of MBPP.
             entry_point: the name of the function that the tests call.
-            inputs: list of texts for further tests, each the standard input of the program.
-            outputs: list of texts, the expected standard output for each of the inputs.
+            inputs: standard inputs of the program, for further tests.
+            outputs: the expected standard output for each of the inputs.
 
         Returns:
-            The reward, and a dict of notes: `passed`, the share of tests that pass; and, if a test failed,
-            `explanation`, the reason why the first of them failed.
+            The reward, and notes: `passed`, the share of tests that pass; and `explanation` of the first failure.
 
         Raises:
             ValueError: if there are no tests, the numbers of inputs and outputs differ, or no test can score a program.
-            TimeoutError: if the machine was too busy to run the program, see `Sandbox.run`.
-            SandboxError: if the program could not be confined or its tests could not be run, see `Sandbox.run`.
+            TimeoutError: see `Sandbox.run`.
+            SandboxError: see `Sandbox.run`.
         """
         scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
         if str in (type(inputs), type(outputs)) or len(inputs or ()) != len(outputs or ()):
@@ -93,7 +85,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         return float(verdict.right), notes
 
     def close(self) -> None:
-        """Ends the processes of the sandbox. A later call starts them again."""
+        """End the processes of the sandbox. A later call starts them again."""
         if close := getattr(self.sandbox, "close", None):
             close()
 
@@ -115,22 +107,19 @@ _ONE_LINE = re.compile(
 
 
 def find_program(completion: str, entry_point: str | None = None, *, reads: bool = False) -> str | None:
-    """Finds the program in a completion.
+    """Find the program in a completion; return None if there is none.
 
-    - The program is the last fenced block of Python that defines the entry point, because a block that only calls the
-      program often follows. If no block defines the entry point, the program is the last fenced block of Python.
-    - An earlier block that defines what the program uses, but does not define, comes before it.
-    - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
-      the text before a fence without a language, because this fence may close a block that the prompt opened.
-    - Thoughts do not count, nor does what precedes them (`final_text`).
+    - The program is the last fenced block of Python that defines the entry point, because a block that only calls it
+      often follows; else the last one of Python.
+    - An earlier block that defines what the program uses comes before it.
+    - Text without fences counts as a block if it has a statement such as `def`; so does text before a fence without a
+      language, which may close a block that the prompt opened.
+    - Thoughts do not count.
 
     Args:
         completion: the text of a completion.
-        entry_point: the name of the function that the tests call. None = any function or class.
-        reads: True = look for a block that reads standard input, instead of one that defines the entry point.
-
-    Returns:
-        The source of the program; None if the completion has none.
+        entry_point: the function that the tests call. None = any function or class.
+        reads: True = look for a block that reads standard input instead.
     """
     before, language, blocks = _split(final_text(completion))
     unfenced = [before] if not language and _STATEMENT.search(before) else []
@@ -149,9 +138,8 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
 def _split(text: str) -> tuple[str, str, list[str]]:
     """Return the text before the first fence, the language of that fence, and the fenced blocks of Python.
 
-    A fence begins a line and has at least three characters. The closing fence has at least as many characters as the
-    opening fence. A block without a closing fence ends with the text. The text is read line by line, because a regular
-    expression would take quadratic time over an endless "~~~~".
+    A block without a closing fence ends with the text. A regular expression would take quadratic time over an endless
+    "~~~~".
     """
     before: list[str] = []
     blocks: list[tuple[str, list[str]]] = []
@@ -171,10 +159,13 @@ def _split(text: str) -> tuple[str, str, list[str]]:
                 blocks.clear()
             elif not blocks:
                 first = info
-            fence, lines, quotes = mark, [], 0
+            fence = mark
+            lines = []
+            quotes = 0
             blocks.append((info, lines))
         elif mark.startswith(fence) and not info and quotes % 2 == 0:
-            fence, lines = None, []
+            fence = None
+            lines = []
         else:
             lines.append(line)
     return "\n".join(before), first, ["\n".join(body) for info, body in blocks if info in _PYTHON]

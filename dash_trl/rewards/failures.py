@@ -1,8 +1,7 @@
-"""Distinguishes "this reward function does not apply" from "this reward function failed".
+"""Distinguishes "this reward function does not apply" from "this reward function failed", which are both NaN for TRL.
 
-TRL turns a returned `None` (does not apply) into NaN, so it cannot be distinguished from a NaN that the function
-computed (failed). A watched function therefore records on which rows it failed (exception, time-out, NaN, ±inf). These
-rows are left out of training: they do not count as 0, and their rewards by other functions are not used either.
+Training leaves out the rows on which a function failed (exception, time-out, NaN, ±inf): they do not count as 0, and
+their rewards by other functions are not used either.
 """
 
 import logging
@@ -30,12 +29,11 @@ def number(outcome: Outcome) -> float:
 
 
 def has_failed(outcome: Outcome) -> bool:
-    """Return whether an outcome is an exception, NaN or ±inf."""
     return outcome is not None and math.isnan(number(outcome))
 
 
 def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
-    """Describe the failures among outcomes for a message, after "it"; also return the exception of the first of them.
+    """Describe the failures among outcomes, to follow "it" in a message; also return the first failure's exception.
 
     Without a failure, the function failed on another rank.
     """
@@ -43,42 +41,42 @@ def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
     if not failures:
         return "failed on another rank", None
     first = failures[0]
-    if isinstance(first, BaseException):  # its own `__str__` may fail
-        error, why = first, f"raised {type(first).__name__}: {traceback.TracebackException.from_exception(first)}"
-    else:
-        error, why = None, f"returned {first}"
+    error = first if isinstance(first, BaseException) else None
+    if error is None:
+        why = f"returned {first}"
+    else:  # its own `__str__` may fail
+        why = f"raised {type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
     return f"failed on {len(failures)} of {len(outcomes)} completions; on the first of them it {why}", error
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Sets all rewards of a row to NaN if any function, a tool or the environment failed on the row.
+    """Set all rewards of a row to NaN if a function, a tool or the environment failed on the row.
 
     Args:
         rewards: [N, F], N rows and F reward functions.
-        failed: [N, F] or [N] bool on any device, True = a function, or what the row needs, failed on the row.
+        failed: [N, F] or [N] bool, True = failed.
 
     Returns:
-        [N, F], the new rewards.
+        [N, F].
     """
     on_row = failed.to(rewards.device).unsqueeze(-1).flatten(1).any(dim=1, keepdim=True)
     return rewards.masked_fill(on_row, torch.nan)
 
 
-class Mistake(ValueError):
-    """A reward function did not return a list with one reward per row. `raise_mistakes` ends the run with it."""
+class RewardError(ValueError):
+    """A reward function did not return a list with one reward per row."""
 
 
 class WatchedReward:
-    """Calls a reward function, and keeps the outcomes of the last call.
+    """Calls a reward function of TRL's form, and keeps the outcomes of the last call.
 
     Args:
-        func: a reward function of TRL's form.
-        name: the function's name in TRL's metrics.
+        func: the function.
+        name: its name in TRL's metrics.
 
     Attributes:
-        outcomes: one per row of the last call; an exception = the function raised it. A `Mistake` ends the run, but
-            later, when all ranks can stop together: if one rank raised it within TRL's method, the other ranks would
-            wait for that rank in the next collective.
+        outcomes: one per row. A `RewardError` among them ends the run after TRL's method, in which the other ranks
+            would wait for this one.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -87,38 +85,25 @@ class WatchedReward:
         self.outcomes: list[Outcome] = []
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
-        """Call the function with a batch.
-
-        Args:
-            kwargs: the batch as TRL passes it, with `completions`.
-
-        Returns:
-            A list with one reward per row; None = the function does not apply, or has failed.
-        """
+        """Call the function with a batch of TRL's; return one reward per row, None = not applicable or failed."""
+        rows = len(kwargs["completions"])
         try:
-            output = self.func(**kwargs)
-        except Exception as error:  # a user's function may raise anything
-            output = error
-        return self._read(output, len(kwargs["completions"]))
-
-    def _read(self, output: Any, rows: int) -> list[float | None]:
-        """Read what the function returned, or the exception that it raised."""
-        outcomes: list[Outcome] = [output] * rows
-        if not isinstance(output, Exception):
-            try:
-                outcomes = [None if value is None else float(value) for value in output]
-                if len(outcomes) != rows:
-                    raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
-            except (TypeError, ValueError, OverflowError) as error:
-                mistake = Mistake(
-                    f"The reward function '{self.name}' returned {output!r:.200}, but it has to return exactly one "
-                    f"float (or None for 'not applicable') per completion: {error}."
-                )
-                mistake.__cause__ = error
-                outcomes = [mistake] * rows
-            except Exception as error:  # a generator, or the `__float__` of a value, may raise anything
-                outcomes = [error] * rows
+            outcomes = self._read(self.func(**kwargs), rows)
+        except Exception as error:  # a user's function, and what it returns, may raise anything
+            outcomes = [error] * rows
         return self._keep(outcomes)
+
+    def _read(self, output: Any, rows: int) -> list[Outcome]:
+        try:
+            outcomes: list[Outcome] = [None if value is None else float(value) for value in output]
+            if len(outcomes) != rows:
+                raise ValueError(f"{len(outcomes)} rewards for {rows} completions")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardError(
+                f"The reward function '{self.name}' returned {output!r:.200}, but it has to return exactly one "
+                f"float (or None for 'not applicable') per completion: {error}."
+            ) from error
+        return outcomes
 
     def _keep(self, outcomes: list[Outcome]) -> list[float | None]:
         self.outcomes = outcomes
@@ -129,32 +114,21 @@ class WatchedAsyncReward(WatchedReward):
     """`WatchedReward` for a coroutine function, which TRL runs concurrently with other coroutine functions."""
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        rows = len(kwargs["completions"])
         try:
-            output = await self.func(**kwargs)
+            outcomes = self._read(await self.func(**kwargs), rows)
         except Exception as error:
-            output = error
-        return self._read(output, len(kwargs["completions"]))
+            outcomes = [error] * rows
+        return self._keep(outcomes)
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Return the names with a number after a name that occurs again: f, f#2, f#3.
-
-    TRL would log functions with the same name (lambdas, partials of one function) as one.
-    """
+    """Number the names that occur again: f, f#2, f#3. TRL would log functions with the same name as one."""
     return [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
 
 
 def watch(func: Any, name: str) -> Any:
-    """Wraps a reward function in a `WatchedReward`, which records its failures.
-
-    Args:
-        func: a reward function of TRL's form, or a reward model.
-        name: the function's name in TRL's metrics.
-
-    Returns:
-        The watched function. A `WatchedReward` only gets the name. A reward model is returned unchanged: it cannot
-        return None, so a NaN of the model always means that it failed.
-    """
+    """Wrap a reward function in a `WatchedReward`; but not a model: it cannot return None, so its NaN is a failure."""
     from trl.trainer.utils import is_async_callable  # imported here, because importing trl takes seconds
 
     if isinstance(func, WatchedReward):
@@ -164,59 +138,49 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
-def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raises the first `Mistake` of the last calls, which ends the run; does nothing if there is none.
-
-    Args:
-        funcs: reward functions. Functions other than `WatchedReward` are skipped.
-
-    Raises:
-        Mistake: the mistake.
-    """
+def raise_reward_error(funcs: Sequence[Any]) -> None:
+    """Raise the first `RewardError` among the outcomes of the watched functions, which ends the run."""
     for func in funcs:
         for outcome in getattr(func, "outcomes", ()):
-            if isinstance(outcome, Mistake):
+            if isinstance(outcome, RewardError):
                 raise outcome
 
 
 class FailureWatch:
-    """Unscores the rows on which reward functions failed, on all ranks, and ends the run if a function is broken.
+    """Unscores the rows on which reward functions failed, and ends the run if a function is broken.
 
-    A function is broken if it raised an exception on every row of the first batch. It is also broken if, in
-    `BROKEN_AFTER` batches in a row, it failed on every row to which it applied. A batch in which it applied to no row
-    does not count.
+    A function is broken if it raised an exception on every row of the first batch, or if in `BROKEN_AFTER` batches in a
+    row it failed on every row to which it applied. A batch in which it applied to no row does not count.
 
     Args:
         funcs: F watched functions or reward models.
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last counted batch's completions on which the function failed; only for functions
-            that have failed in such a batch.
+        failed: name → share of the last counted batch on which a function failed, if it has failed in one.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
-        self._funcs, self._names = list(funcs), list(names)
+        self._funcs = list(funcs)
+        self._names = list(names)
         self.failed: dict[str, float] = {}
         self._told: set[str] = set()  # functions whose first failure was logged
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # numbers of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
-        """Unscores the failed rows of a batch.
+        """Unscore the failed rows of a batch.
 
         Args:
             rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-            gather: function that concatenates the rows of all ranks.
-            counts: True = the batch counts for the metrics and the end of the run. False = only unscore its rows, for
-                example in an evaluation.
+            gather: concatenates the rows of all ranks.
+            counts: False = the batch cannot end the run, as in an evaluation.
 
         Returns:
-            [N, F], the rewards; all F rewards of a row on which a function failed are NaN.
+            [N, F]; all F rewards of a failed row are NaN.
 
         Raises:
-            RuntimeError: on all ranks, if a function is broken. The cause is the function's last exception, if there is
-                one.
+            RuntimeError: on all ranks, if a function is broken.
         """
         # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception. Correct for reward models; the columns of
         # watched functions are replaced below.
@@ -227,7 +191,8 @@ class FailureWatch:
             local = [[has_failed(one) + isinstance(one, BaseException) for one in column] for column in columns]
             kinds[:, watched] = gather(torch.tensor(local).T.contiguous().to(rewards.device))
         failed = kinds > 0
-        scores, only_raised = rewards.isfinite().any(dim=0).tolist(), (kinds == 2).all(dim=0).tolist()
+        scores = rewards.isfinite().any(dim=0).tolist()
+        only_raised = (kinds == 2).all(dim=0).tolist()
         shares = failed.cpu().double().mean(dim=0).tolist()
         for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
             said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))

@@ -1,18 +1,16 @@
 """The forms of reward functions that a user may write. The parameter names of a function determine its form.
 
 - **TRL's form**, ``reward(completions, **columns) -> list``, is called once with the whole batch, by keyword.
-- **Per sample**, ``reward(completion, answer) -> score``, is called for each completion, with the arguments that it
-  names: at least one of `prompt`, `completion` and `completion_ids`, and any columns of the dataset. A function with
-  ``**columns`` gets all of these arguments, but ``reward(completion_ids, **columns)`` has TRL's form.
+- **Per sample**, ``reward(completion, answer) -> score``, is called for each completion with the arguments that it
+  names: at least one of `prompt`, `completion` and `completion_ids`, and any columns of the dataset. With ``**columns``
+  it gets all of these, but ``reward(completion_ids, **columns)`` has TRL's form.
 - **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
-  each completion. `solution_str` is the text of the completion. The other arguments are the columns of these names. If
-  the dataset lacks such a column, `ground_truth` is that of verl's column `reward_model`, else the column `answer`;
-  `data_source` is None; and `extra_info` is a dict of all columns. A dict `extra_info` also gets `group_uid` and
-  `group_size`, as in the asynchronous reward agent, unless ranks share groups.
-- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Three more
-  members are optional: a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; a
-  method `close()`; and an attribute `max_concurrency`, the largest number of calls at a time. Further calls wait, and
-  their time limit begins when they run.
+  each completion. `solution_str` is its text; the others are columns. Without such a column, `ground_truth` is that of
+  the column `reward_model`, else the column `answer`; `data_source` is None; `extra_info` is a dict of all columns. A
+  dict `extra_info` also gets `group_uid` and `group_size`, unless ranks share groups.
+- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Optional
+  members are ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; `close()`; and
+  `max_concurrency`, the largest number of calls at a time.
 
 `load_reward` loads a reward of any form from a user's file.
 """
@@ -56,18 +54,12 @@ class Score:
 
 
 def read_score(returned: Any) -> Score:
-    """Reads the return value of a per-sample function, which has one of these forms:
+    """Read the return value of a per-sample function.
 
-    - a score, which is a number, or None if the function does not apply;
-    - a tuple (score, notes), where notes is a dict;
-    - a tuple (score, prompt, explanation) of a judge, optionally with a dict of notes at the end;
-    - a dict with the score as `score`, as in verl; its other items are the notes.
-
-    Args:
-        returned: the return value.
-
-    Returns:
-        The score with its notes. NaN and ±inf are accepted here; later, they unscore the row.
+    - A number (NaN and ±inf unscore the row later), or None if the function does not apply.
+    - A tuple (score, notes) with a dict of notes.
+    - A tuple (score, prompt, explanation) of a judge, optionally with a dict of notes at the end.
+    - A dict with the score as `score`, as in verl; its other items are the notes.
 
     Raises:
         ValueError: if the return value has another form.
@@ -92,7 +84,7 @@ def read_score(returned: Any) -> Score:
 
 
 def _number(value: Any, wrong: str) -> float:
-    """Converts a value to a number, or raises a ValueError whose text is "returned" and then `wrong`."""
+    """Convert a value to a number, or raise a ValueError: "returned" and then `wrong`."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -108,41 +100,32 @@ def _note(name: Any, value: Any) -> float | str:
 
 
 def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Calls a per-sample function and reads its score.
+    """Call a per-sample function and read its score, which may run user code, too, within the call's time limit.
 
-    The time limit of the call also covers the reading, because user code may run when a returned object is converted
-    to a number. Worker processes import this module, so it must not import torch.
-
-    Args:
-        function: a per-sample reward function.
-        arguments: the arguments of the call.
-
-    Raises:
-        ValueError: if `read_score` cannot read the return value of the function.
+    Worker processes import this module, so it must not import torch.
     """
     return read_score(function(**arguments))
 
 
 async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Calls a per-sample coroutine function and reads its score, like `scored`."""
+    """Call a per-sample coroutine function like `scored`."""
     return read_score(await function(**arguments))
 
 
 @dataclass(frozen=True)
 class RewardForm:
-    """Describes how a reward function is called.
+    """How a reward function is called.
 
     Attributes:
         name: the function's name in TRL's metrics.
         function: the function or method that is called.
-        batch: True = the function has TRL's form and gets the whole batch; False = it is called for each completion.
-        asynchronous: True = the function is a coroutine function.
-        names: names of the arguments that a per-sample function takes. None = it takes all arguments.
-        required: the names among `names` that have no default.
-        post_process: the object's method `post_process_scores`. None = there is none.
-        close: the object's method `close`. None = there is none.
-        max_concurrency: the object's attribute `max_concurrency`, the largest number of calls at a time in this
-            process. None = no limit by the object.
+        batch: True = TRL's form, called with the whole batch; False = called for each completion.
+        asynchronous: whether it is a coroutine function.
+        names: arguments that a per-sample function takes. None = all.
+        required: the names without a default.
+        post_process: the object's `post_process_scores`.
+        close: the object's `close`.
+        max_concurrency: the object's limit of calls at a time, in this process.
     """
 
     name: str
@@ -156,17 +139,10 @@ class RewardForm:
     max_concurrency: int | None = None
 
     def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Selects the arguments for one call.
-
-        Args:
-            known: the row of a completion: `prompt`, `completion`, `completion_ids` and the dataset's columns.
-            group: entries that verl's `extra_info` gets, if it is a dict.
-
-        Returns:
-            The arguments that the function takes, by name.
+        """Select the arguments for one call; `group` has entries for verl's `extra_info`, if that is a dict.
 
         Raises:
-            ValueError: if the function requires a column that the row does not have.
+            ValueError: if the row lacks a column that the function requires.
         """
         if self.names is None:
             return dict(known)
@@ -182,14 +158,7 @@ class RewardForm:
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Checks that the dataset has the columns that the function requires.
-
-        Args:
-            columns: the names of the dataset's columns.
-
-        Raises:
-            ValueError: if a required column is missing.
-        """
+        """Raise a ValueError if the dataset lacks a column that the function requires."""
         known = {*columns, *ROW}
         if self.batch:  # TRL does not pass on the columns `prompt` and `completion`
             known = known - {"prompt", "completion"} | {*BATCH}
@@ -197,7 +166,7 @@ class RewardForm:
 
 
 def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with all arguments of verl's form. The row's own columns of these names stay."""
+    """Return a row with all arguments of verl's form. The row's own columns of these names stay."""
     columns = {name: value for name, value in row.items() if name not in ("completion", "completion_ids")}
     golds = [("ground_truth", ground_truth(row[name])) for name in ("answer", "reward_model") if name in row]
     own = row.get("extra_info", columns)
@@ -212,17 +181,7 @@ def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def form_of(function: Any) -> RewardForm:
-    """Determines from a function's signature how it is called.
-
-    Args:
-        function: a reward function, a stateful object, or its class.
-
-    Returns:
-        The form, with the function and its name.
-
-    Raises:
-        ValueError: if the function has none of the forms.
-    """
+    """Return how a reward function, a stateful object or its class is called; ValueError if it has no form."""
     owner = function() if isinstance(function, type) else function
     name = getattr(owner, "__name__", None) or type(owner).__name__
     function = getattr(owner, "compute_score", owner)
@@ -254,16 +213,9 @@ def form_of(function: Any) -> RewardForm:
 
 
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
-    """Loads a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
+    """Load a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
 
     It will be pickled by value, because worker processes cannot import the file.
-
-    Args:
-        path: the Python file.
-        name: name of the reward in the file.
-
-    Returns:
-        The object of this name.
 
     Raises:
         ValueError: if there is no such file or name.

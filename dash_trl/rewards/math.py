@@ -1,21 +1,17 @@
-r"""`MathAccuracyReward`: checks whether the final answer of a completion equals the gold answer mathematically.
+"""`MathAccuracyReward`: checks whether the final answer of a completion equals the gold answer mathematically.
 
 ::
 
     completion ──► find_answer ──► same text? ──► same words? ──► math-verify ──► 1.0 | 0.0 | NaN
     gold ────────► gold_text ─────► read_gold (cached) ──────────────┘
 
-`answers.py` finds the answer in the completion, `spelling.py` rewrites it in the LaTeX that math-verify reads, and
-math-verify (https://github.com/huggingface/Math-Verify) compares the two answers. `docs/results/rewards.md` lists where
-this deviates from plain math-verify, with the verdicts that each deviation changes.
+As in math-verify (https://github.com/huggingface/Math-Verify), the last member of a chain of equations counts, lists
+have no order, and units are ignored. Deviations, whose verdicts `docs/results/rewards.md` lists: equal numbers are
+equal exactly, but a decimal with six or more digits may round a fraction; brackets around several members, primes and
+the bases of numbers must be the same; words that are left make an answer no number.
 
-As in math-verify, the last member of a chain of equations counts, lists have no order, and units are ignored.
-Deviations: equal numbers are equal exactly, but a decimal with six or more digits may round a fraction; brackets around
-several members, primes and the bases of numbers must be the same; words that are left make an answer no number.
-
-Rows are scored in worker processes, because math-verify's time-outs use SIGALRM, which works only in the main thread of
-a process. If reading or comparing an answer takes longer than math-verify's limit (5 s each), the answer is wrong. Some
-operations (those of gmpy2) ignore signals. Therefore a second time-out kills the worker; the row is then unscored.
+Rows are scored in worker processes, because math-verify's time-outs use SIGALRM, which needs a process's main thread.
+Some operations (those of gmpy2) ignore signals, so a second time-out kills the worker.
 """
 
 import functools
@@ -40,21 +36,15 @@ TIMEOUT = 30.0
 
 
 class UnreadableGold(ValueError):
-    """Raised if a gold answer is neither words nor an expression that math-verify can read.
+    """A gold answer is neither words nor an expression that math-verify can read.
 
     An answer with exactly the same text is scored nevertheless.
     """
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """Scores the final answer of one completion. It must run in the main thread of a worker, see above.
-
-    Args:
-        completion: the text of a completion.
-        gold: the gold answer, in any form that `gold_text` reads.
-
-    Returns:
-        1.0 if the final answer equals the gold answer, else 0.0.
+    """Score the final answer of one completion: 1.0 if it equals the gold answer, else 0.0. Runs in a worker's main
+    thread.
 
     Raises:
         UnreadableGold: if the answer has another text than the gold answer, and the gold answer cannot be read.
@@ -65,7 +55,8 @@ def score_answer(completion: str, gold: str) -> float:
     text = find_answer(completion)
     if text == bare and any(map(str.isalnum, bare)):
         return 1.0
-    label, chosen = LABEL.match(bare), LABEL.match(text)
+    label = LABEL.match(bare)
+    chosen = LABEL.match(text)
     if label and chosen:
         return float(label[1] == chosen[1])
     if label:
@@ -87,17 +78,7 @@ def score_answer(completion: str, gold: str) -> float:
 
 @functools.lru_cache(maxsize=1024)  # the completions of a group have the same gold answer
 def read_gold(bare: str) -> list[Any]:
-    """Reads a gold answer with math-verify.
-
-    Args:
-        bare: the gold answer as `gold_text` returns it.
-
-    Returns:
-        The expressions that it may mean.
-
-    Raises:
-        UnreadableGold: if math-verify finds no expression in the gold answer.
-    """
+    """Read a gold answer of `gold_text`: return the expressions that it may mean, or raise `UnreadableGold`."""
     expressions = _read(bare)
     if not expressions:
         raise UnreadableGold(
@@ -108,7 +89,7 @@ def read_gold(bare: str) -> list[Any]:
 
 
 def _same_kind(gold: str, answer: str) -> bool:
-    """Whether brackets around several members, and bases, are the gold's. An answer may leave out all but [ ]."""
+    """Compare brackets around several members, and bases. An answer may leave out all but [ ]."""
     (known, bases), (found, others) = ([pattern.findall(one) for pattern in _KINDS] for one in (gold, answer))
     optional = {("(", ")"), (r"\{", r"\}")} if not found else {(r"\{", r"\}")} if not known else set()
     brackets = sorted(known) == sorted(found) or {*known, *found} <= optional or not ("," in gold and "," in answer)
@@ -116,7 +97,7 @@ def _same_kind(gold: str, answer: str) -> bool:
 
 
 def _are_equal(gold: str, answer: str) -> bool:
-    """Whether two answers are equal: for math-verify, and exactly.
+    """Compare two answers with math-verify, and exactly.
 
     Decimals are exact, too, but six digits of a fraction are equal to the fraction. `a ≈ b` is a, if b is within 5 %.
     """
@@ -135,7 +116,7 @@ def _are_equal(gold: str, answer: str) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """Returns an expression with fractions instead of decimals."""
+    """Return an expression with fractions instead of decimals."""
     from sympy import Float, Rational
 
     exact = value.xreplace({digits: Rational(str(digits)) for digits in value.atoms(Float)})
@@ -143,7 +124,6 @@ def _exact(value: Any) -> Any:
 
 
 def _read(answer: str) -> list[Any]:
-    """Reads a formula with math-verify."""
     from math_verify import LatexExtractionConfig, parse
 
     if len(answer) > MAX_ANSWER_CHARS:
@@ -156,7 +136,8 @@ def _read(answer: str) -> list[Any]:
 
 
 # A fraction, and at least six digits of it.
-_FRACTION, _DIGITS = r"-?(?:\\frac\{\d+\}\{\d+\}|\d+/\d+)", r"-?\d*\.(?=\d{6})\d{0,2}[1-9]\d+"
+_FRACTION = r"-?(?:\\frac\{\d+\}\{\d+\}|\d+/\d+)"
+_DIGITS = r"-?\d*\.(?=\d{6})\d{0,2}[1-9]\d+"
 _ROUNDED = re.compile(f"{_FRACTION} {_DIGITS}|{_DIGITS} {_FRACTION}")
 _INTEGER = re.compile(r"-?\d{1,15}")  # is compared without math-verify, which takes a millisecond
 # All but the last member of a chain; the whole of an equation such as x^2 = 10, which is no value.
@@ -179,7 +160,7 @@ DIGITS = 100  # with which irrational numbers are compared; fractions are compar
 
 
 def _prepare_worker() -> None:
-    """Imports math-verify and compiles its patterns, so that the first task does not take longer than others."""
+    """Import math-verify and compile its patterns, so that the first task takes no longer than others."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn of each time-out
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
 
@@ -195,24 +176,20 @@ def _workers(score: Callable[..., float], count: int) -> ProcessCalls:
 class MathAccuracyReward:
     r"""Reward function of TRL's form that compares the final answer of a completion with the gold answer.
 
-    The reward is 1.0 for a right answer and 0.0 for a wrong or missing answer. If a row cannot be scored, the reward is
-    NaN and the row is unscored.
+    The reward is 1.0 for a right answer, 0.0 for a wrong or missing one, and NaN (unscored) if it cannot be told.
 
     Example::
 
         trainer = DASHTrainer(..., reward_funcs=[MathAccuracyReward()])
 
-    The column `answer` of the dataset contains the gold answers: numbers, LaTeX, words, or solutions that end in
-    ``#### 72`` or ``\boxed{72}``. The answer of a completion is the first of these that the completion has: its last
-    box, its last `####` line, the text after its last "answer is", its last formula or number. Text within
-    `<think>...</think>` does not count. See `find_answer`.
+    The column `answer` of the dataset contains the gold answers: numbers, LaTeX, words, or solutions that end in ``####
+    72`` or ``\boxed{72}``. `find_answer` describes what the answer of a completion is.
 
     Args:
-        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and its reward is NaN.
-            math-verify itself stops after 5 s of reading or comparing an answer, which is then wrong (0.0).
+        timeout: seconds by the clock for one row; then its worker is killed and its reward is NaN. What takes
+            math-verify more than 5 s is wrong.
         workers: number of worker processes. None = this process's share of the CPUs, at most 8. Rewards with the same
-            number of workers share one pool. The pool starts with the first call, which takes about 1 s, and stops at
-            `close()` of a reward that uses it, or at exit.
+            number share one pool, until `close()` of one of them, or exit.
     """
 
     __name__ = "math_accuracy"  # TRL's metrics get this name
@@ -224,15 +201,15 @@ class MathAccuracyReward:
         self._told: set[type] = set()
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Scores a batch. Any thread may call it.
+        """Score a batch. Any thread may call it.
 
         Args:
-            completions: [N] strings, or conversations `[{"role": "assistant", "content": ...}]`.
+            completions: [N] strings or conversations.
             answer: [N] gold answers, in the same order.
-            kwargs: the other columns that TRL passes; not used.
+            kwargs: the other columns; not used.
 
         Returns:
-            [N] rewards in the same order: 1.0, 0.0 or NaN.
+            [N]: 1.0, 0.0 or NaN.
 
         Raises:
             ValueError: if a gold answer is a dict, a date or the like.
@@ -254,19 +231,12 @@ class MathAccuracyReward:
         return [call.value if call.error is None else math.nan for call in calls]
 
     def close(self) -> None:
-        """Stops the worker processes, which rewards with the same number of workers share. A call starts them again."""
+        """Stop the worker processes, which rewards may share. A call starts them again."""
         _workers(self.score, self.workers).close()
 
 
 def completion_text(completion: Any) -> str:
-    """Returns the text of a completion.
-
-    Args:
-        completion: a string, or a list of messages.
-
-    Returns:
-        The string itself, or the text of the last message of the assistant; empty if there is no such message.
-    """
+    """Return the text of a completion: a string, or the last message of the assistant in a conversation, else ""."""
     if isinstance(completion, str):
         return completion
     messages = [m for m in completion or [] if m.get("role", "assistant") == "assistant"]

@@ -7,8 +7,7 @@
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
 
-Each call ends with a score, or with an exception that explains why there is no score. A call that fails affects no
-other call. Calls run on other threads or in other processes; only TRL's logs are written on the main thread.
+Each call ends with a score, or with the exception that explains why there is none.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         ]
 
     Args:
-        functions: one reward function, or a list of them, of any form but TRL's. The list may contain reward models
-            (modules, or their names), which TRL calls without the runner.
-        backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server.
-            "process" is for functions that compute; if a call takes too long, its worker is killed. "ray" is for a
-            cluster. None = coroutine functions run on asyncio, other functions on threads.
+        functions: one reward function or a list, of any form but TRL's. Reward models (modules, or their names) may be
+            among them.
+        backend: "thread" and "asyncio" suit functions that wait, for example for a server; "process" suits functions
+            that compute, and kills a worker whose call takes too long; "ray" uses a cluster. None = asyncio for
+            coroutine functions, threads for others.
         timeout: seconds by the clock for one completion, from the start of the call.
-        max_concurrency: largest number of calls at a time in the whole run, for each backend that the runner uses. The
-            number of worker processes on a rank is also limited to the rank's share of the CPUs, and to 8.
-        rate_limit: number of calls that may start per second in the whole run. None = no limit.
-        retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
-        retries: number of further attempts. The pauses between them are random and grow exponentially.
+        max_concurrency: largest number of calls at a time in the whole run, per backend. A rank has at most 8 worker
+            processes, and no more than its share of the CPUs.
+        rate_limit: calls that may start per second in the whole run. None = no limit.
+        retry_on: exceptions after which a call is made again.
+        retries: number of further attempts, after random pauses that grow exponentially.
 
     Attributes:
         rewards: the reward functions that TRL calls, in the order of `functions`.
 
     Raises:
-        ValueError: if a function has TRL's form or none of the forms, a setting has no valid value, or the backend
-            cannot run a function.
+        ValueError: if a function has TRL's form or no known form, a setting is invalid, or the backend cannot run a
+            function.
     """
 
     def __init__(
@@ -83,8 +82,10 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
         _check(backend, timeout, max_concurrency, rate_limit)
-        self.backend, self.timeout = backend, timeout
-        self._max_concurrency, self._rate_limit = max_concurrency, rate_limit
+        self.backend = backend
+        self.timeout = timeout
+        self._max_concurrency = max_concurrency
+        self._rate_limit = rate_limit
         self._retries: dict[str, Any] = {"retry_on": retry_on, "retries": retries}
         self.rewards: list[Any] = [
             one if is_reward_model(one) else RunnerReward(form_of(one), self) for one in functions
@@ -99,7 +100,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         weakref.finalize(self, _end, self._backends, self._open)  # when the runner or the process ends
 
     def close(self) -> None:
-        """Ends threads and worker processes, and closes stateful functions. A later call starts all of these again."""
+        """End threads and worker processes, and close stateful functions. A later call starts them again."""
         _end(self._backends, self._open)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -108,14 +109,14 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
     # ------------------------------------------------------------------------------------------------ a batch
 
     def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
-        """Starts all functions on all rows and does not wait. Use this method to score completions without a trainer.
+        """Start all functions on all rows and do not wait. Use it to score completions without a trainer.
 
         Args:
             rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the dataset's columns.
             group_size: number of adjacent rows that are completions of one prompt.
 
         Returns:
-            The request, in which the outcomes are stored. `wait()` of the request waits until all calls have ended.
+            The request that gets the outcomes, with a method `wait`.
         """
         request = Request(len(self.own), len(rows), group_size)
         for index, one in enumerate(self.own):
@@ -123,12 +124,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return request
 
     def backend_of(self, kind: str, limit: int | None = None) -> Backend:
-        """Return the backend that makes calls. Functions with the same arguments share it.
-
-        Args:
-            kind: one of `BACKENDS`.
-            limit: `max_concurrency` of a stateful reward.
-        """
+        """Return the backend for a kind of `BACKENDS` and a stateful reward's `max_concurrency`."""
         self._open.update(self._closes)
         lane = kind, limit
         if lane not in self._backends:
@@ -158,12 +154,10 @@ def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -
 class RewardTeam:
     """Starts all runner functions of a trainer together, even if they belong to several runners.
 
-    A group is complete when every function of the team has scored all of its rows, or failed on them. A function that
-    is not in the team is not called, even if its runner has other functions in the team.
+    A group is complete when every function has scored, or failed on, all of its rows.
 
     Args:
-        functions: the functions. If one is listed twice, each call is made once and its outcome is used for both
-            columns.
+        functions: the functions; one that is listed twice is called once.
         ranks: number of processes of the run.
     """
 
@@ -174,48 +168,31 @@ class RewardTeam:
             one.runner.ranks = ranks
 
     def begin(self, rows: int, group_size: int) -> Request:
-        """Creates a request, but starts no function.
-
-        `RewardTeam.start` starts them.
-
-        Args:
-            rows: number of rows.
-            group_size: number of adjacent rows that are completions of one prompt.
-
-        Returns:
-            The request.
-        """
+        """Create a request for a number of rows, of which `group_size` adjacent ones belong to a prompt."""
         request = Request(len(self._index), rows, group_size)
         self._begun.add(request)
         return request
 
     def cancel(self) -> None:
-        """Cancels all requests of this team that are not complete."""
+        """Cancel all requests of this team that are not complete."""
         for request in self._begun:
             request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts all functions on some rows of a request and does not wait.
-
-        Args:
-            request: the request in which the outcomes are stored.
-            first: index of the first row within the request; the rows are adjacent.
-            rows: see `RewardRunner.submit`.
-        """
+        """Start all functions on adjacent rows of a request, from the index `first` on, and do not wait."""
         for one, index in self._index.items():
             one.start(request, index, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
-        """Reads the rewards of rows whose groups are complete.
+        """Return the rewards of rows whose groups are complete.
 
         Args:
             request: the request of these rows.
-            functions: [F] functions of the team, in the order of the columns.
+            functions: [F] functions of the team.
             rows: [R] indices of rows in the request.
 
         Returns:
-            [R, F] float32. NaN = the function does not apply. If a function failed on a row, all F rewards of the row
-            are NaN.
+            [R, F] float32. NaN = the function does not apply, or a function failed on the row.
         """
         columns = [request.outcomes[self._index[one]] for one in functions]
         outcomes = [[outcome_of(column[row]) for column in columns] for row in rows]
@@ -224,11 +201,7 @@ class RewardTeam:
 
     @contextmanager
     def answering(self, request: Request) -> Iterator[None]:
-        """Within the `with` block, calls of the functions return the outcomes of a request and start no calls.
-
-        Args:
-            request: the request of the batch with which the functions are called.
-        """
+        """Let the functions return the outcomes of a request, and start no calls, within the `with` block."""
         for one, index in self._index.items():
             one.known = request, index
         try:
@@ -239,16 +212,7 @@ class RewardTeam:
 
 
 def unpack(reward_funcs: Any, **settings: Any) -> Any:
-    """Turns `reward_funcs` into the list of reward functions that TRL takes.
-
-    Args:
-        reward_funcs: a reward function of any form, a reward model, a `RewardRunner`, or a list of these.
-        settings: settings of the runners that this function makes.
-
-    Returns:
-        A list in which each runner is replaced by its functions, and each function of another form than TRL's gets a
-        runner of its own. Models and functions of TRL's form stay as they are. None for None.
-    """
+    """Turn `reward_funcs` into TRL's list: runners become their functions; functions of other forms get a runner."""
     if reward_funcs is None:
         return None
     found: list[Any] = []
@@ -263,14 +227,7 @@ def unpack(reward_funcs: Any, **settings: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """Return whether a reward is a model, which TRL calls on the main thread.
-
-    Args:
-        function: one of `reward_funcs`.
-
-    Returns:
-        True for a module, and for a string, which is the name of a model.
-    """
+    """Return whether a reward is a model (a module, or a model's name), which TRL calls on the main thread."""
     return isinstance(function, (nn.Module, str))
 
 

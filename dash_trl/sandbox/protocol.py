@@ -1,6 +1,7 @@
-"""Interface of a sandbox for `CodeReward`: what it is given, what it answers, and how the checker's answer is read."""
+"""What a sandbox for `CodeReward` is given, what it answers, and how the checker's answer is read."""
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,8 +24,8 @@ class Verdict:
     Attributes:
         passed: number of tests that passed.
         failed: number of tests that failed.
-        reason: reason of the first failure; None if all tests passed.
-        cpu_seconds: CPU time of the program, in seconds; NaN if unknown.
+        reason: why the first failed test failed, if any.
+        cpu_seconds: CPU time of the program; NaN if unknown.
     """
 
     passed: int
@@ -41,37 +42,34 @@ class Verdict:
 class ProgramSandbox(Protocol):
     """Runs untrusted programs against tests: `Sandbox`, `SandboxFusion`, or your own.
 
-    `CodeReward` calls `run` from several threads. An attribute `count` limits the number of calls at once. A method
-    `close` is called at the end. Both are optional.
+    `CodeReward` calls `run` from several threads. Two members are optional: an attribute `count`, the limit of calls at
+    once, and a method `close`, called at the end.
     """
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
         """Run a program against each test, and count the tests that pass.
 
         If the program fails (wrong answer, error, too slow, too much memory), return a verdict with failed tests. If
-        there can be no verdict, because the sandbox fails or the tests are wrong, raise any exception: the row is then
-        unscored.
+        the sandbox fails or the tests are wrong, raise any exception: the row is then unscored.
 
         Args:
             program: Python source code.
-            tests: scripts, or pairs of an input and the expected output, see `Test`. The program's output passes if
-                `same_output` finds it equal to the expected output.
-            entry_point: the only name of the program that the scripts use. None: they may use any, except those of
-                Python's own functions and modules, such as `sum` or `code`.
+            tests: scripts, or pairs of an input and the expected output, see `same_output`.
+            entry_point: the only name of the program that the scripts use. None: any but those of Python's functions
+                and modules.
         """
         ...
 
 
+def job_of(program: str, tests: Sequence[Test], entry_point: str | None) -> tuple[str, str]:
+    """Return a nonce, and the job with it that the checker reads."""
+    nonce = secrets.token_hex(16)
+    job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+    return nonce, json.dumps(job)
+
+
 def read_verdict(output: str, nonce: str, count: int) -> Verdict | None:
-    """Read the checker's output, see `checker.py`.
-
-    Args:
-        output: the checker's output.
-        nonce: the job's nonce.
-        count: number of tests.
-
-    Returns:
-        The verdict; None if the checker ended before the program had begun.
+    """Read the checker's output for a number of tests. None if the checker ended before the program had begun.
 
     Raises:
         UnfitTests: if the tests cannot score any program.

@@ -1,18 +1,16 @@
 """`SandboxFusion` runs programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), over HTTP.
 
-Request and answer::
+::
 
     run(program, tests) ──► POST /run_code: the source of `checker.py`; program and tests are its standard input
-                        ◄── the checker's output: one line before the program runs, and one line with the verdict
+                        ◄── the checker's output
 
-On the server, program and tests run in two processes, as in `Sandbox`. But both processes have the same user, and this
-package does not confine them. The two lines of output begin with a random number. To forge a verdict, the program would
-have to find this number in the memory of the tests' process.
+Only the server confines the two processes, which have the same user. To forge a verdict, the program would have to find
+the job's nonce in the memory of the tests' process.
 """
 
 import json
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wai
 
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
-from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, read_verdict
+from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, job_of, read_verdict
 
 MOST_SENT = 32 << 20  # limit of a request, in bytes
 MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
@@ -36,8 +34,8 @@ CODE = Path(checker.__file__).read_text(encoding="utf-8")
 class SandboxFusion:
     """Runs programs against tests on a server of ByteDance's SandboxFusion, which verl uses, too.
 
-    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. This class limits only the
-    time of a program (`seconds`). All other limits are the server's own.
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. All limits but `seconds`
+    are the server's own.
 
     Example::
 
@@ -45,13 +43,13 @@ class SandboxFusion:
 
     Args:
         url: address of the server, with or without the path `/run_code`.
-        seconds: limit of wall time on the server for a program with all its tests, in seconds.
+        seconds: limit of wall time on the server for a program with all its tests.
         count: largest number of requests at once.
         options: more fields of each request's JSON body, such as `{"memory_limit_MB": 2048}`.
         headers: HTTP headers for each request, such as `{"Authorization": "Bearer …"}`.
 
     Raises:
-        ValueError: if `url` is not the address of a server, or has a user, a password or a query.
+        ValueError: if `url` is no address, or has a user, a password or a query.
     """
 
     def __init__(
@@ -70,28 +68,21 @@ class SandboxFusion:
                 "password or a query, which would appear in logs. Pass a key by headers={'Authorization': ...}."
             )
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
-        self.seconds, self.count = seconds, count
-        self.options, self.headers = dict(options or {}), dict(headers or {})
+        self.seconds = seconds
+        self.count = count
+        self.options = dict(options or {})
+        self.headers = dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Run a program against tests. A program that takes too long gets a verdict: it has failed.
-
-        Args:
-            program: see `ProgramSandbox.run`.
-            tests: see `ProgramSandbox.run`.
-            entry_point: see `ProgramSandbox.run`.
-
-        Returns:
-            The verdict.
+        """Run a program against tests, see `ProgramSandbox.run`. A program that takes too long has failed.
 
         Raises:
             UnfitTests: if the tests are wrong, or too large to be sent.
             SandboxError: if the server cannot be reached, fails, or cannot run the checker.
         """
-        nonce = secrets.token_hex(16)
-        job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
+        nonce, job = job_of(program, tests, entry_point)
         request = {"code": CODE, "language": "python", "run_timeout": self.seconds, **self.options}
-        body = json.dumps({**request, "stdin": json.dumps(job)}).encode()
+        body = json.dumps({**request, "stdin": job}).encode()
         if len(body) > MOST_SENT:
             raise UnfitTests(f"the tests make a request of {len(body):,} bytes, and the limit is {MOST_SENT:,}")
         try:
@@ -113,7 +104,6 @@ class SandboxFusion:
         reraise=True,
     )
     def _ask(self, body: bytes) -> dict[str, Any]:
-        """Send a request, and return the result of the program's run."""
         request = Request(self.url, body, {"Content-Type": "application/json"})
         for name, value in self.headers.items():
             request.add_unredirected_header(name, value)  # it may be a key, and another server must not get it

@@ -1,6 +1,6 @@
 """The task and the model of the default run: a tiny language model learns to add and subtract without slips.
 
-The run needs no data, network or GPU.
+It needs no data, network or GPU.
 """
 
 from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward

@@ -20,25 +20,24 @@ OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
-TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
+TEST_PROBLEMS = 256
+TRAIN_PROBLEMS = 4096
 DRAWS = 30  # if this many draws per problem yield too few problems, all problems of the split count as drawn
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
 def split_of(problem: str) -> str:
-    """Return the split of a problem, "train" or "test"; the same in all processes, on all machines, for all seeds."""
+    """Return the split of a problem, "train" or "test", which depends only on its text."""
     return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
 def problems_of(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
-    """Yields problems of a split without end; every running total is within 0 … LARGEST_TOTAL.
+    """Yield problems of a split without end, such as `7+5-3+8`; every running total is within 0 … LARGEST_TOTAL.
 
     Args:
         split: "train" or "test".
         generator: the source of random numbers.
-        operands: how many numbers a problem may have; each problem draws one of these counts.
-    Yields:
-        Chains like `7+5-3+8`.
+        operands: how many numbers a problem may have.
     """
     while True:
         total = generator.randint(1, LARGEST_OPERAND)
@@ -59,15 +58,17 @@ def arithmetic_dataset(
     *,
     operands: Sequence[int] = OPERANDS,
 ) -> Dataset:
-    """Generates a dataset of distinct arithmetic problems.
+    """Generate a dataset of distinct arithmetic problems.
 
     Args:
-        split: "train" or "test". The text of a problem decides its split, so the splits are disjoint for all seeds.
+        split: "train" or "test", which are disjoint for all seeds.
         size: number of problems. None = 4,096 for training and 256 for the test.
-        seed: seed of the draw. Another seed draws other problems of the same split.
-        operands: how many numbers a problem may have; each problem draws one of these counts. By default 3, 4 or 5.
+        seed: seed of the draw.
+        operands: how many numbers a problem may have.
+
     Returns:
         A dataset with the columns `prompt` (one user message) and `answer` (a string).
+
     Raises:
         ValueError: if the split does not exist, or has fewer distinct problems than `size`.
     """
@@ -93,10 +94,10 @@ def arithmetic_dataset(
 
 
 def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """A reward function: 1.0 if the last "The answer is N" of a completion is right, else 0.0.
+    """Reward function of TRL's form: 1.0 if the last "The answer is N" of a completion is right, else 0.0.
 
     Args:
-        completions: texts, or conversations, of which the last message is used. Without an answer, the reward is 0.0.
+        completions: texts, or conversations, of which the last message is used.
         answer: the right answers.
         kwargs: the other columns; not used.
     """

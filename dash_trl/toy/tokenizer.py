@@ -6,25 +6,26 @@ from collections.abc import Sequence
 from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
-END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+PADDING = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
 
 # Qwen2.5's ChatML without the system prompt, which would double the length of the prompts.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = """\
+{% for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qwen2Tokenizer:
-    """Makes Qwen2's byte-level BPE tokenizer with few merges: each word of the task and each digit is one token.
+    """Make Qwen2's byte-level BPE tokenizer with few merges: each word of the task and each digit is one token.
 
-    Everything except the merges must be as in Qwen2. The reason is that `AutoTokenizer`, which vLLM uses too, loads the
-    tokenizer of a model of type qwen2 as a `Qwen2Tokenizer` and ignores the pre-tokenizer that was saved with it.
+    Everything else must be as in Qwen2, because `AutoTokenizer`, which vLLM uses too, loads the tokenizer of a qwen2
+    model as a `Qwen2Tokenizer` and ignores the saved pre-tokenizer.
 
     Args:
-        words: texts of the task. Each word of a text becomes one token, together with the space before it.
+        words: texts of the task. Each word becomes one token, together with the space before it.
     """
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(

@@ -1,8 +1,7 @@
 """Trains the toy model by a supervised warm-up, caches it on disk, and defines the settings of the default run.
 
-The warm-up trains the model on step-by-step solutions in which some lines are wrong; these are called slips. So the
-model learns the sums (greedy accuracy near 1), but also to make slips (sampled accuracy near 0.4). Reinforcement
-learning can remove the slips within a minute.
+The model learns step-by-step solutions with some wrong lines (slips): it knows the sums (greedy accuracy near 1), but
+slips (sampled accuracy near 0.4), which reinforcement learning can cure within a minute.
 """
 
 import hashlib
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -32,21 +30,19 @@ FORMAT_VERSION = 3  # part of the cached model's name: increase it when a change
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Settings of the warm-up of the toy model. The hash of all fields is part of the cached model's name.
+    """Settings of the warm-up of the toy model. Their hash is part of the cached model's name.
 
     Args:
         steps: number of AdamW steps. The learning rate has a short linear warm-up and a linear decay.
-        batch_size: number of solutions per AdamW step.
+        batch_size: number of solutions per step.
         learning_rate: the peak learning rate.
-        clean_share: share of the AdamW steps, at the beginning, in which solutions have neither slips nor corrections.
-            So the model learns the sums before the slips, which halves the training time.
-        slip_rate: probability that an operation of a solution has a wrong result, which is not corrected. It determines
-            the sampled accuracy.
-        wait_rate: probability that an operation has a wrong result, which the next line ("Wait, ...") corrects.
-        hidden_size: hidden size of the Qwen2 model. `hidden_size / num_heads` is the size of an attention head; vLLM's
-            attention kernels need 32, 64, 96, …
-        num_layers: number of layers of the Qwen2 model.
-        num_heads: number of attention heads of the Qwen2 model.
+        clean_share: share of the steps, at the beginning, without slips; learning the sums first halves the time.
+        slip_rate: probability that an operation has a wrong result.
+        wait_rate: probability of a wrong result that the next line ("Wait, ...") corrects.
+        hidden_size: hidden size of the Qwen2 model. vLLM's attention kernels need `hidden_size / num_heads` = 32, 64,
+            96, …
+        num_layers: number of layers.
+        num_heads: number of attention heads.
         seed: seed of the weights and the solutions.
     """
 
@@ -69,14 +65,16 @@ ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """Return a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
+    """Return a solution with one operation per line. The rates are those of `WarmUp`.
 
     A slip is any wrong number: uniform noise on every sum, which reinforcement learning can reduce for all at once.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
-    total, lines = int(first), []
+    total = int(first)
+    lines = []
     for operation in operations:
-        left, right = f"{total}{operation}=", total + int(operation)
+        left = f"{total}{operation}="
+        right = total + int(operation)
         wrong = generator.choice([number for number in range(LARGEST_TOTAL + 1) if number != right])
         fate = generator.random()
         total = wrong if fate < slip_rate else right
@@ -96,11 +94,11 @@ class Lessons:
 
     Args:
         name: the beginning of the cached model's name.
-        tokenizer: function that makes the model's tokenizer.
-        problems: function of a random generator, which yields problems of the training split without end.
-        solution: function of a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. It returns the
-            text of the solution, or a list of messages of the assistant and of tools.
-        tools: JSON schemas of the tools that these messages call.
+        tokenizer: makes the model's tokenizer.
+        problems: yields problems of the training split without end.
+        solution: takes a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`; returns a text, or
+            messages of the assistant and of tools.
+        tools: their JSON schemas.
     """
 
     name: str
@@ -115,33 +113,29 @@ ARITHMETIC = Lessons("arithmetic", arithmetic_tokenizer, partial(problems_of, "t
 
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
-) -> tuple[list[int], list[int]]:
+) -> dict[str, list[int]]:
     """Return token ids of a prompt with its solution, and labels: -100 for tokens that the model does not write."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
             prompt + solution, tools=list(tools), return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, written = rendered["input_ids"], rendered["assistant_masks"]
-        return ids, [token if own else -100 for token, own in zip(ids, written, strict=True)]
+        ids = rendered["input_ids"]
+        written = rendered["assistant_masks"]
+        return {
+            "input_ids": ids,
+            "labels": [token if own else -100 for token, own in zip(ids, written, strict=True)],
+        }
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     prompt_ids, trace_ids = tokenizer([text, solution + END_OF_TURN], add_special_tokens=False)["input_ids"]
-    return prompt_ids + trace_ids, [-100] * len(prompt_ids) + trace_ids
-
-
-def _batch(rows: Sequence[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return the rows of a batch (see `_row`), padded on the right."""
-    ids = [torch.tensor(row) for row, _ in rows]
-    labels = [torch.tensor(row) for _, row in rows]
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
+    return {"input_ids": prompt_ids + trace_ids, "labels": [-100] * len(prompt_ids) + trace_ids}
 
 
 def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons) -> Qwen2ForCausalLM:
-    """Trains a model on solutions with slips; leaves torch's global random state unchanged."""
+    """Train a model on solutions with slips; torch's global random state stays unchanged."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # here, because importing it takes seconds
+
+    collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = lessons.problems(generator)
@@ -176,8 +170,7 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lesson
                 _row(tokenizer, problem, lessons.solution(problem, generator, *rates), lessons.tools)
                 for problem in islice(problems, settings.batch_size)
             ]
-            batch = _batch(rows, tokenizer.pad_token_id)
-            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+            loss = model(**{name: tensor.to(device) for name, tensor in collate(rows).items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -198,7 +191,7 @@ def toy_model(
 
     Args:
         cache_dir: directory of the cache. None = `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
-        settings: settings of the warm-up. Each set of settings has its own model in the cache.
+        settings: settings of the warm-up; each has its own model in the cache.
         progress: whether to show a progress bar.
         lessons: the task that the model learns.
     """
@@ -216,14 +209,12 @@ def cached_model(
 ) -> str:
     """Return the directory of a model that is made once and then cached.
 
-    The model is written to a temporary directory, which is then renamed. So an interrupted call leaves no incomplete
-    model, and the next call deletes the temporary directory. If several processes call it at once, one makes the model
-    and the others wait.
+    An interrupted call leaves no incomplete model. Of several processes, one makes the model and the others wait.
 
     Args:
-        name: name of the model, the beginning of the directory's name.
-        settings: settings of the model, which JSON can represent. Their hash is the end of the directory's name.
-        make: function that writes the model into a given directory.
+        name: the beginning of the directory's name.
+        settings: settings of the model, as JSON can hold them. Their hash ends the directory's name.
+        make: writes the model into a given directory.
         cache_dir: see `toy_model`.
     """
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
@@ -243,10 +234,9 @@ def cached_model(
 
 
 def toy_defaults() -> dict[str, Any]:
-    """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
+    """Return the `DASHConfig` fields of the default run: 80 optimizer steps of 16 problems with 8 rows each.
 
-    The run uses float32, on the GPU if the machine has one. The learning rate decays: near the end of a run with a
-    constant rate, the model would forget one sum while it learns another. A rate of 3e-4 also makes it forget.
+    With a constant learning rate, or one of 3e-4, the model would forget one sum while it learns another.
     """
     return {
         "output_dir": "outputs/toy",
