@@ -1,16 +1,15 @@
 """`Ranks`: communication between the ranks of a run, which end together at an error, gather rows and add up numbers.
 
-A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for each other and exchange their errors::
+A *meeting* is the end of `Ranks.agree`, where all ranks wait for each other and exchange their errors::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
-meeting uses torch's key-value store, because a rank may fail while the other ranks are in a collective. If the meeting
-were a collective, too, the two would be mixed up.
+Otherwise the others would wait for a failed rank in their next collective. A meeting uses torch's key-value store,
+because a collective could be mixed up with theirs.
 
-Meetings are numbered, and each failure ends one meeting on all ranks. So `work` may call `agree`, too: if it fails on
-one rank before that call, its error comes to the meeting for which the other ranks wait::
+A failure ends one numbered meeting on all ranks. So `work` may call `agree`, too: if it fails on one rank before that,
+its error comes to the meeting for which the others wait::
 
     rank 0   agree( work( agree( work ──► done ──┐
     rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
@@ -69,7 +68,7 @@ class Lines:
                 self._ends[0].sendall(HELLO + rank.to_bytes(4))
 
     def check(self, error: Exception | None) -> None:
-        """Raise a `RankFailed` from `error` if a rank has ended to which this rank is connected."""
+        """Raise a `RankFailed` from `error` if a connected rank has ended."""
         with suppress(OSError):
             while self._listener is not None:
                 end, _ = self._listener.accept()
@@ -88,15 +87,14 @@ class Lines:
 class Ranks:
     """Communication between this rank and the other ranks of a run.
 
-    All ranks must call the methods in the same order, on the main thread.
+    All ranks call the methods in the same order, on the main thread.
 
     Args:
         accelerator: the `Accelerator` of the trainer.
-        timeout: seconds for which a rank waits for the other ranks in `agree`.
+        timeout: seconds for which `agree` waits for other ranks.
     Attributes:
         rank: index of this rank.
         count: number of ranks.
-        timeout: seconds for which a rank waits for the other ranks in `agree`.
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
@@ -115,19 +113,17 @@ class Ranks:
         from_main: bool = False,
         **named: Any,
     ) -> T:
-        """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
+        """Call `work` on every rank. If it fails on one, all ranks raise an error.
 
-        If one rank fails while the other ranks are in a collective, the failed rank waits `PATIENCE` seconds for them,
-        and then raises its own error. The launcher then ends the other ranks.
+        If the others do not come, as in a collective, it raises its own after `PATIENCE` seconds; the launcher ends
+        them.
 
         Args:
             work: the function to call. It may call `agree`, unless `main_only` is True.
-            arguments: arguments of `work` by position.
-            main_only: True = call `work` only on the main rank, and return its value on all ranks.
-            from_main: True = call `work` on all ranks, but return the value of the main rank on all ranks.
-            named: arguments of `work` by name.
-        Returns:
-            The value of `work`.
+            arguments: its arguments by position.
+            main_only: True = only the main rank calls `work`, and all ranks return its value.
+            from_main: True = all ranks call `work`, and return the main rank's value.
+            named: its arguments by name.
         Raises:
             Exception: the error of `work` on this rank.
             RankFailed: if another rank failed, or did not come to the meeting in time.
@@ -158,19 +154,16 @@ class Ranks:
         return value
 
     def check_lines(self, error: Exception) -> None:
-        """Raise a `RankFailed` if another rank has ended, from which an error of torch's communication may follow."""
+        """Raise a `RankFailed` if another rank has ended, which may be why torch's communication failed."""
         for lines in _lines:
             lines.check(error)
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded.
+        """Return the rows of all ranks as a CPU tensor, those of rank 0 first.
 
         Args:
-            rows: [B, …] in float32 or an integer type, because every device can gather these. B is the same on all
-                ranks.
-            pad: the value of the padding.
-        Returns:
-            [N, …], the rows of rank 0 first.
+            rows: [B, …] with the same B on all ranks, in float32 or an integer type, which every device can gather.
+            pad: what shorter rows are padded with.
         """
         rows = rows.to(self._accelerator.device)
         if rows.dim() > 1:
@@ -182,15 +175,11 @@ class Ranks:
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks, as a CPU tensor in the dtype of `values`.
-
-        Args:
-            values: the tensor of this rank, not in float64, which MPS does not have.
-        """
+        """Return the sum of a tensor over the ranks, on the CPU, in its dtype: not float64, which MPS does not have."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def exact_sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
+        """Return the sum over the ranks in float64. Lists are sent, because not every device has float64."""
         return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
 
     def largest(self, number: int) -> int:
@@ -198,24 +187,13 @@ class Ranks:
         return int(self.gather(torch.tensor([number])).max())
 
     def own(self, rows: int) -> slice:
-        """Return the slice that selects this rank's rows from the result of `gather`.
-
-        Args:
-            rows: number of rows of each rank.
-        """
+        """Return the slice of this rank's rows in the result of `gather`, of `rows` rows per rank."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """`with` block in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
-
-    Use this context for all passes of a micro-step except the last.
-
-    Args:
-        accelerator: the `Accelerator` of the trainer.
-        model: the wrapped model.
-    """
+    """Within the block, let backward passes only accumulate gradients: no synchronisation, no step of DeepSpeed."""
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
@@ -239,17 +217,17 @@ def meet(
     """Wait until all ranks have come to a meeting, and exchange their errors.
 
     Args:
-        store: torch's key-value store, which all ranks share.
+        store: torch's key-value store.
         rank: index of this rank.
         count: number of ranks.
-        error: the error of this rank. `None`: this rank succeeded.
-        number: the number of this meeting, the same on all ranks.
-        patience: seconds for which a rank that failed waits for the others.
-        timeout: seconds for which a rank that succeeded waits for the others.
+        error: the error of this rank. `None`: it succeeded.
+        number: the number of this meeting.
+        patience: seconds for which a failed rank waits.
+        timeout: seconds for which another rank waits.
         lines: the `Lines` to other ranks. `None`: there are none.
     Returns:
-        Failed rank → text of its error; empty if no rank failed. It is the same on every rank, with one exception: if
-        this rank failed and the other ranks did not come in time, the result is only this rank's error.
+        Failed rank → text of its error, the same on all ranks; only this rank's error if it failed and the others did
+        not come.
     Raises:
         RankFailed: if some ranks did not come in time.
     """
@@ -278,7 +256,7 @@ def meet(
 
 
 def _described(error: Exception) -> str:
-    """Return the type and the text of an error, also if the error's own `__str__` fails."""
+    """Return the type and the text of an error, also if its `__str__` fails."""
     # A store takes no half of a surrogate pair.
     return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}".encode(
         errors="backslashreplace"

@@ -29,12 +29,11 @@ OF_PROBLEMS = (
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
-    """Parses the command line and the YAML file of --config, and lets dash_trl's messages be printed.
+    """Parse the command line and the YAML file of --config, and let dash_trl's messages be printed.
 
     Args:
-        argv: arguments of the command line.
-        types: the dataclasses whose fields are flags: a `Task`, the settings of the trainer, TRL's `ModelConfig`, and
-            any others.
+        argv: the command line.
+        types: dataclasses whose fields are flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others.
         toy_defaults: defaults for the toy model.
     Returns:
         One instance of each dataclass.
@@ -61,13 +60,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
 
 
 def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
-    """Raises a `ValueError` if only one of model and dataset is given, or if an option would have no effect.
-
-    Args:
-        script: the problems and the reward function.
-        args: settings of the trainer.
-        model_args: the model.
-    """
+    """Raise a `ValueError` if only one of model and dataset is given, or if an option would have no effect."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
@@ -95,15 +88,10 @@ def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
 
 
 def toy_accuracies(trainer: Any, problems: Dataset, reward: Any) -> dict[str, float]:
-    """Returns the accuracy on held-out toy problems, of two samples each at temperature 1 and of the greedy answer.
+    """Return the accuracy on held-out toy problems, of two samples each at temperature 1 and of the greedy answer.
 
-    If the model has tools, the trainer evaluates, so all processes take part, and there are only samples. Otherwise,
-    one process measures alone, or none if it may lack parts of the model.
-
-    Args:
-        trainer: the trainer.
-        problems: the problems.
-        reward: the reward function, which says what is right.
+    With tools, the trainer evaluates on all processes, without the greedy answer. Otherwise, one process measures
+    alone, or none if it may lack parts of the model.
     """
     if getattr(trainer, "tools", None):
         return {"sampled": trainer.evaluate(problems)["eval_reward"]}

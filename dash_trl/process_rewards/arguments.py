@@ -8,12 +8,7 @@ _ESCAPED = re.compile("[\a\b\v\f]")
 
 
 def check_escapes(name: str, text: str) -> None:
-    """Raises a `ValueError` if the text contains a control character that Python made from a backslash and a letter.
-
-    Args:
-        name: the name of the argument, for the error.
-        text: the value of the argument.
-    """
+    """Raise a `ValueError` if a text holds a control character that Python made from a backslash and a letter."""
     if _ESCAPED.search(text):
         raise ValueError(
             f"{name}={text!r} holds a control character: Python reads a backslash and a letter as an escape, as in "

@@ -2,7 +2,7 @@
 
     rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 
-Letters: B rows of this rank, T completion tokens, K boundaries per row.
+B rows of this rank, T completion tokens, K boundaries per row.
 """
 
 import math
@@ -28,32 +28,31 @@ CREDIT = "credit"  # name of the column with the credit per episode in TRL's tab
 
 
 class ProcessRewardCallback(DASHCallback):
-    """Replaces the outcome advantages by one advantage per token, computed from the values of each row's prefixes::
+    """Callback that replaces a row's outcome advantage by one per token, from the values of its prefixes::
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback(AnswerLogProbValue())])
 
-    Values are computed once per completion, after sampling and before the filter. If the reward functions run in a
-    `RewardRunner` and score one completion at a time, `AnswerLogProbValue` is computed while they run.
+    Values are computed once per completion, after sampling and before the filter. `AnswerLogProbValue` is computed
+    while a `RewardRunner` runs functions that score one completion at a time.
 
     Args:
         value: the value estimator, which computes V(prefix).
-        estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`. The default is the
-            estimator of "Training-Free Process Rewards for LLM RL".
-        settings: the settings of the credit estimator. None = `CreditSettings()`.
+        estimator: a credit estimator in `dash_trl.process_rewards.ESTIMATORS`. The default is that of "Training-Free
+            Process Rewards for LLM RL".
+        settings: settings of the credit estimator. None = `CreditSettings()`.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
         min_episode_tokens: see `Segmenter`.
         final_answer: see `Segmenter`.
-        answer_column: name of the dataset column with the accepted answer, which is a text, a number or a list of
-            these. The column is needed only if the value estimator needs answers.
-        skip_silent: True = groups whose outcome advantages are all 0 get no process rewards, so V alone never drives a
-            step. False = only solved groups among them get none. So the policy can learn from a problem that no
-            completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its rewards are
-            above 0.
+        answer_column: dataset column with the accepted answer, a text, a number or a list of these; for value
+            estimators that need answers.
+        skip_silent: True = no process rewards for groups whose outcome advantages are all 0, so V alone never drives a
+            step. False = none for solved ones only (all rewards above 0): the policy can learn from a problem that no
+            completion solves, but learns whatever V pays, right or wrong.
     Raises:
-        ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; when training begins,
-            if an argument of `Segmenter` is wrong; during training, if the answer column is missing, or if an
-            estimator of your own returns values or advantages of the wrong form.
+        ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; in training, if an
+            argument of `Segmenter` is wrong, the answer column is missing, or your own estimator returns something of
+            the wrong form.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class ProcessRewardCallback(DASHCallback):
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """Computes the values of all rows while reward functions run in the background."""
+        """Compute the values of all rows while reward functions run in the background."""
         trainer, started = kwargs["trainer"], time.perf_counter()
         if self.overlaps_rewards and kwargs["rewards_run"]:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
@@ -175,7 +174,7 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
-        """Return one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
+        """Return one text per row, with a line per episode: its mean advantage and its text, as in `[+0.52] 7+5=12`."""
         tables, cells = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages), []
         for row, (boundaries, _) in enumerate(self.last):
             ids, own, credit = (table[row][rollouts.completion_mask[row].bool()] for table in tables)
@@ -190,7 +189,7 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]]]:
-        """Return the result of `_requests`, and one list of values for each request. Known values are not computed."""
+        """Return the requests, and one list of values for each. Values that are known are not computed again."""
         requests = trainer.ranks.agree(self._requests, rollouts, asked)
         # What is known is not used for a row without boundaries: no V is needed there.
         known = [self._early.get(_key(request)) if request.boundaries else None for request in requests]
@@ -201,7 +200,7 @@ class ProcessRewardCallback(DASHCallback):
         return requests, [next(found) if values is None else values for values in known]
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
-        """Return one request for each row of this rank, with boundaries if `asked` [B] is True for the row."""
+        """Return one request for each row of this rank; where `asked` [B] is False, it has no boundaries."""
         requests: list[ValueRequest] = []
         loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
@@ -221,7 +220,7 @@ class ProcessRewardCallback(DASHCallback):
         return requests
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """Return [N, T]: the advantages that the chosen credit estimator computes."""
+        """Return the advantages of the credit estimator, [N, T]."""
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, floats=True, N=rows, T=tokens)
@@ -229,19 +228,18 @@ class ProcessRewardCallback(DASHCallback):
 
 
 def _key(request: ValueRequest) -> tuple[Any, ...]:
-    """Return what the values of a completion depend on; the same prompt may have other answers in another row."""
+    """Return what a completion's values depend on; rows with the same prompt may have different answers."""
     return request.prompt_ids, request.completion_ids, request.answers, request.own
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """Return the accepted answers of a dataset row.
+    """Return the accepted answers of a dataset row, without None, NaN and empty texts.
 
-    If a text contains `####`, as the solutions of GSM8K do, the answer is the text after the last `####`. None and NaN
-    are missing cells of a table and are left out.
+    Of a text with `####`, as in GSM8K, the answer is what follows the last one.
 
     Args:
         example: the dataset row.
-        column: name of the column with the answer, which is a value that `plain_answer` reads, or a list of these.
+        column: column with a value that `plain_answer` reads, or a list of these.
     Raises:
         ValueError: if the column is missing, or `plain_answer` cannot read its value.
     """
@@ -263,6 +261,6 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
 
 
 def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """Return for each boundary [B, K] the number of tokens before it that the policy wrote; padding (−1) stays −1."""
+    """Return for each boundary [B, K] the number of the policy's tokens before it; padding (−1) stays −1."""
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)

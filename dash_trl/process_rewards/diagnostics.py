@@ -1,14 +1,13 @@
-"""Computes the logged figures of process rewards, and checks whether process rewards reach the advantages.
+"""The logged figures of process rewards, and checks whether process rewards reach the advantages.
 
-Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; the post's third, the time that V takes, is the
-figure `time/values`:
+Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; its third is the figure `time/values`:
 
 0. Is V known at the first and the last boundary of any row?
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
 3. Does the outcome of any group count in the window?
 
-If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy. Check 3 warns at once.
+A check that fails in `PATIENCE` windows in a row warns, with the reason and the remedy; check 3 warns at once.
 """
 
 import logging
@@ -30,18 +29,14 @@ Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation
 
 
 def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
-    """Computes the figures of a window over all ranks.
-
-    A figure with "/" in its name is logged under this name. The other figures are only for the checks.
+    """Return a window's figures over all ranks: name → mean and standard deviation. Those without "/" are not logged.
 
     Args:
-        rewards: the input of the credit estimator; N rows, T completion tokens.
+        rewards: the input of the credit estimator.
         boundaries: [N, K] int, padded with −1.
         values: [N, K], V at each boundary; NaN = missing, or padding.
-        credit: [N, T], the advantages that the credit estimator returned.
-        skipped: [N] bool, True = V is not needed, because the row is unscored or has no token, or by `skip_silent`.
-    Returns:
-        Name → mean and standard deviation.
+        credit: [N, T], the result of the credit estimator.
+        skipped: [N] bool, True = no V is needed: an unscored or empty row, or by `skip_silent`.
     """
     asked, valued = ~skipped, rewards.valued
     count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
@@ -72,7 +67,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
 
 
 def process_metrics(figures: Figures) -> dict[str, float]:
-    """Selects the figures of `batch_figures` that are logged, and leaves out those that are NaN."""
+    """Return the figures of `batch_figures` that are logged, without those that are NaN."""
     numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
     numbers["advantage/std"] = figures["advantage/mean"][1]
     numbers["advantage/std_outcome_only"] = figures["advantage/mean_outcome_only"][1]
@@ -80,22 +75,13 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 class Diagnostics:
-    """Runs the checks on each window and warns if a check has failed in `PATIENCE` windows in a row.
-
-    The warning is not repeated while the check goes on failing. If the check passes in a window, its count of failures
-    is set back to 0, so the warning may come again later.
-    """
+    """Warns if a check has failed in `PATIENCE` windows in a row, and again only after it has passed in one."""
 
     def __init__(self) -> None:
         self._failures = Counter[str]()  # name of a check → number of windows in a row in which it has failed
 
     def check(self, figures: Figures, *, estimator: str) -> None:
-        """Runs the checks on one window.
-
-        Args:
-            figures: the result of `batch_figures`.
-            estimator: name of the credit estimator.
-        """
+        """Run the checks on the figures of one window."""
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
         if asked:

@@ -1,10 +1,9 @@
-"""`Segmenter` cuts completions into episodes. V(prefix) is estimated at the boundaries of the episodes::
+"""`Segmenter` cuts completions into episodes, at whose boundaries V(prefix) is estimated::
 
     token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
 
-Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. Positions in the text
-are mapped to tokens by the bytes of each token. So every boundary lies between two tokens, even if several tokens form
-one character or a marker begins within a token.
+Episode i is the tokens b_{i−1} … b_i − 1, the final answer those from b_n on. Positions are mapped by bytes, so that
+several tokens may form one character, and a marker may begin within one.
 """
 
 import re
@@ -39,8 +38,7 @@ class Episodes:
     """The boundaries of the episodes of one completion.
 
     Args:
-        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the whole completion is the final
-            answer.
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. n = 0: all is the final answer.
         length: number of tokens of the completion.
     """
 
@@ -48,23 +46,16 @@ class Episodes:
     length: int
 
     def slices(self) -> list[slice]:
-        """Return one slice of tokens per episode, and one for the final answer.
+        """Return one slice of tokens per episode, and one for the final answer. Together they are the completion.
 
-        The n + 1 slices cover the completion without gaps. If no final answer was found, the last slice has only the
-        special tokens at the end of the completion, such as the end-of-sequence token, and is empty without them.
+        Without a final answer, the last one has only special tokens at the end, or none.
         """
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Maps each token id of a fast tokenizer to the bytes of its text.
-
-    Args:
-        tokenizer: a fast tokenizer, byte-level BPE (Qwen, Llama 3) or SentencePiece.
-    Raises:
-        ValueError: if the tokenizer is not fast.
-    """
+    """Return token id → bytes of its text, for a fast tokenizer: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{type(tokenizer).__name__} is not a fast tokenizer, so the bytes of its tokens are unknown. Process "
@@ -89,30 +80,30 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 class Segmenter:
     """Cuts completions into episodes.
 
-    A new episode starts with the token that contains the first byte of a marker. If no marker follows within
-    `max_episode_tokens` tokens, the episode ends at the last sentence end within this length. If this length contains
-    no sentence end, the episode has exactly this length. Either cut comes earlier if otherwise fewer than
-    `min_episode_tokens` tokens would be left for the next episode. The last boundary is the beginning of the final
-    answer. If no final answer is found in a completion that has ended, it begins with the last episode or with the last
-    sentence that has a number, whichever is later, so that credit does not depend on how the answer is phrased. If the
-    completion is truncated, the last boundary is its end, and V there measures the progress of the whole completion.
+    An episode starts with the token that contains the first byte of a marker. If no marker follows within
+    `max_episode_tokens` tokens, it ends at the last sentence end within this length, or at this length; earlier if
+    fewer than `min_episode_tokens` tokens would be left for the next episode.
 
-    In a completion of several turns, each turn of the policy begins an episode, even if the previous episode is shorter
-    than `min_episode_tokens`. So the call of a tool and the tool's answer belong to one episode. Markers and sentence
-    ends are searched only in text that the policy wrote, and the final answer only in the policy's last turn.
+    The last boundary is the beginning of the final answer. If none is found in a completion that has ended, it is the
+    last episode, or the last sentence with a number if that is later, so that credit does not depend on the answer's
+    phrase. If the completion is truncated, the last boundary is its end, and V there measures the whole completion's
+    progress.
+
+    With several turns, each turn of the policy begins an episode, however short the previous one is: a tool's call and
+    answer belong to one episode. Markers and sentence ends are searched in the policy's text only, the final answer in
+    its last turn.
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: list of texts, or a function that takes a text and returns the character positions at which episodes
-            begin. A text of the list begins an episode only if it stands at the beginning of a word.
-        max_episode_tokens: the largest number of tokens of an episode. A longer episode is cut as described above.
-        min_episode_tokens: number of tokens. A boundary within a turn is left out if fewer tokens than this number lie
-            between it and the previous boundary, or between it and the final answer or the end of the turn.
-        final_answer: regular expression for the beginning of the final answer. The last match counts, with one
-            exception: if no word or fewer than `min_episode_tokens` tokens separate two matches, the earlier match
-            counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed". A match that
-            is followed by a marker, or by more than `max_episode_tokens` tokens, does not count, because it stands
-            within a thought.
+        markers: texts that begin an episode where they begin a word, or a function (text) → character positions at
+            which episodes begin.
+        max_episode_tokens: the largest length of an episode.
+        min_episode_tokens: a boundary within a turn is left out if fewer tokens lie between it and the previous
+            boundary, the final answer or the end of the turn.
+        final_answer: regular expression for the beginning of the final answer. The last match counts, or the one before
+            if no word or fewer than `min_episode_tokens` tokens separate them: ``The answer is $\\boxed{72}$`` begins
+            at "The". A match before a marker, or before more than `max_episode_tokens` tokens, is within a thought and
+            does not count.
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -159,9 +150,8 @@ class Segmenter:
         """Return the episodes of one completion.
 
         Args:
-            token_ids: token ids of the completion, without padding. They may end with the end-of-sequence token.
-            own: one number per token, 1 = the policy wrote it, 0 = a tool or an environment wrote it. None = the policy
-                wrote all tokens.
+            token_ids: its token ids without padding; they may end with special tokens.
+            own: per token, 1 = the policy wrote it, 0 = a tool or an environment. None = all 1.
         """
         turns = _turns([1] * len(token_ids) if own is None else own)
         boundaries = []
@@ -237,8 +227,5 @@ def _turns(own: Sequence[int]) -> list[slice]:
 
 
 def line_starts(text: str) -> list[int]:
-    """Return the character positions at which lines begin.
-
-    With `Segmenter(markers=line_starts)`, each line becomes an episode.
-    """
+    """Return the positions at which lines begin. With `Segmenter(markers=line_starts)`, a line is an episode."""
     return [match.end() for match in re.finditer(r"\n+", text)]

@@ -2,10 +2,8 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-Here, a call is a set of prefixes whose continuations are sampled and scored together. It has at most as many rows as a
-window of the trainer, or K rows on each rank if that is more. The prefixes of each call are divided evenly among the
-ranks. So every rank makes the same number of calls, and no rank waits for a rank whose own completions have more
-prefixes.
+A call is a set of prefixes whose continuations are sampled and scored together. The ranks share its prefixes evenly, so
+all make the same number of calls.
 """
 
 from collections import defaultdict
@@ -26,15 +24,7 @@ from dash_trl.update import weighted_rewards
 
 @dataclass(frozen=True)
 class _Prefix:
-    """One prefix whose value is estimated.
-
-    Attributes:
-        rank: the rank that the completion belongs to.
-        row: index of the request among the requests of the rank `rank`.
-        boundary: token position in the completion at which the prefix ends.
-        room: the largest number of tokens that may be sampled after the prefix.
-        request: the request that contains the completion.
-    """
+    """The first `boundary` tokens of the completion in request `row` of `rank`; at most `room` tokens may follow."""
 
     rank: int
     row: int
@@ -46,16 +36,14 @@ class _Prefix:
 class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
-    This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
-    trainer's sampler makes the rollouts. Without its prompt, a prefix together with its continuation is no longer than
-    a completion of the trainer. The sampler gets at most as many rows at a time as a window of the trainer has, or K
-    rows on each rank if that is more.
+    This V is unbiased and has the unit of the reward, but takes K rollouts per boundary. The trainer's sampler makes
+    them, at most as many at a time as a window has rows, or K on each rank if that is more. A prefix with its
+    continuation is no longer than a completion of the trainer.
 
-    The trainer's reward functions and reward weights score the rollouts. Unscored rollouts are left out of the mean. If
-    all rollouts of a prefix are unscored, the value of the prefix is missing. Figures that reward functions log about
-    these rollouts are dropped.
+    The trainer's reward functions and weights score the rollouts; what they log is dropped. Unscored rollouts are left
+    out of the mean; if all of a prefix are, its value is missing.
 
-    A rollout has only one turn. So tools and environments are an error: V would be the value of a policy without tools.
+    A rollout has one turn, so V would be the value of a policy without tools.
 
     Args:
         num_rollouts: K >= 1, number of rollouts per boundary.
@@ -101,8 +89,8 @@ class MonteCarloValue:
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
         """Cut all ranks' prefixes into calls; return the prefixes of each call, and those that this rank continues.
 
-        Each call has a multiple of the ranks; its last prefix is repeated if needed. Prefixes with a similar `room`
-        share a call, because a call takes as long as its longest row. Nothing is sampled for those whose `room` is 0.
+        The last one is repeated until the ranks divide a call. Prefixes with a similar `room` share a call, which takes
+        as long as its longest row. Nothing is sampled for those without room.
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
@@ -135,14 +123,7 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """Compute the rewards of this rank's completions as TRL does; return [N, F] of all ranks, NaN = not applicable.
-
-    Args:
-        trainer: the `DASHTrainer`.
-        rows: the prefix of each completion.
-        completion_ids: token ids of each completion: the prefix without the prompt, and a continuation.
-        group_size: K, the number of adjacent completions that continue the same prefix.
-    """
+    """Return the rewards [N, F] of all ranks' completions, computed as TRL does; NaN = not applicable."""
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
