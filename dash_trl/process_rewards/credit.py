@@ -19,7 +19,7 @@ An estimator's docstring names the laws that it breaks:
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Rewards:
     outcome_advantages: Tensor
     valued: Tensor
     group_size: int
-    sum_over_ranks: Callable[[Tensor], Tensor] = field(default=torch.clone)
+    sum_over_ranks: Callable[[Tensor], Tensor] = torch.clone
 
 
 @dataclass(frozen=True)
@@ -102,29 +102,23 @@ def place_rewards(
     Returns:
         `process`, `ends`, `values` and `valued` of `Rewards`.
     """
-    rows, most = boundaries.shape
-    values, lengths, number = values.double(), lengths.unsqueeze(1), torch.arange(most)
-    present = boundaries >= 0
-    known = present & values.isfinite()
-    last = present.sum(dim=1, keepdim=True) - 1
-    valued = known[:, :1].any(dim=1) & (known & (number == last)).any(dim=1) & (lengths > 0).any(dim=1)
-    known &= valued.unsqueeze(1)
-
-    # For each boundary from b_1 on, the index of the last boundary before it that has a known value.
-    before = torch.where(known, number, 0).cummax(dim=1).values[:, :-1]
-    utilities = values[:, 1:] - values.gather(1, before)
-    row, k = known[:, 1:].nonzero(as_tuple=True)
-    token = boundaries[row, k + 1] - 1
-    process, ends = torch.zeros(rows, width, dtype=torch.double), torch.zeros(rows, width, dtype=torch.bool)
-    process[row, token], ends[row, token] = utilities[row, k], True
-
-    # Each value is repeated from its boundary to the next boundary with a known value, or to the end of the row. The
-    # tokens before the first known value and the padding get 0.
-    starts = torch.where(known, boundaries, lengths).flip(1).cummin(dim=1).values.flip(1)
-    edges = torch.cat([torch.zeros_like(lengths), starts, lengths, torch.full_like(lengths, width)], dim=1)
-    levels = torch.nn.functional.pad(torch.where(known, values, 0.0), (1, 1))
-    per_token = levels.flatten().repeat_interleave(edges.diff(dim=1).flatten(), output_size=rows * width)
-    return process, ends, per_token.view(rows, width), valued
+    process = torch.zeros(len(boundaries), width, dtype=torch.double)
+    levels = torch.zeros_like(process)
+    ends = torch.zeros_like(process, dtype=torch.bool)
+    valued = torch.zeros(len(boundaries), dtype=torch.bool)
+    for row, length in enumerate(lengths.tolist()):
+        at = boundaries[row][boundaries[row] >= 0]
+        found = values[row, : len(at)].double()
+        known = found.isfinite()
+        if length > 0 and known[0] and known[-1]:
+            valued[row] = True
+            at = at[known]
+            found = found[known]
+            process[row, at[1:] - 1] = found.diff()
+            ends[row, at[1:] - 1] = True
+            tokens = torch.cat([at, lengths[row : row + 1]]).diff()
+            levels[row, at[0] : length] = found.repeat_interleave(tokens)
+    return process, ends, levels, valued
 
 
 # ------------------------------------------------------------------------------------------------------- estimators
@@ -213,13 +207,13 @@ def vineppo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 # Each credit estimator, and the settings that it uses.
 for _credit, _settings in (
-    (grpo_process, {"process_weight", "scale_floor"}),
-    (deepseek_process, {"process_weight"}),
-    (prime_rloo, {"process_weight"}),
-    (gae, {"lam"}),
-    (vineppo, set[str]()),
-    (grpo, set[str]()),
-    (reinforce, {"process_weight"}),
+    (grpo_process, ("process_weight", "scale_floor")),
+    (deepseek_process, ("process_weight",)),
+    (prime_rloo, ("process_weight",)),
+    (gae, ("lam",)),
+    (vineppo, ()),
+    (grpo, ()),
+    (reinforce, ("process_weight",)),
 ):
     # `dash_trl.update` may have an estimator of this name. `prime_rloo` whitens over the batch.
     _known = ESTIMATORS.get(_credit.__name__, Estimator(per_group=_credit is not prime_rloo))
@@ -271,7 +265,8 @@ def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
     """Return G_t = v_t + d_t·G_{t+1} for the values v and the discounts d, [N, T] each."""
-    sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: contiguous at each t
+    sums = values.t().contiguous()  # [T, N]: contiguous at each t
+    discounts = discounts.t().contiguous()
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(sums[t + 1], discounts[t])
     return sums.t().contiguous()
@@ -281,35 +276,32 @@ def _returns_to_go(values: Tensor) -> Tensor:
     return values.flip(1).cumsum_(dim=1).flip(1)
 
 
-def _groups(values: Tensor, rewards: Rewards) -> Tensor:
-    """Reshape [N, …] to [N / G, G, …]."""
-    return values.reshape(-1, rewards.group_size, *values.shape[1:])
+def _of_group(values: Tensor, rewards: Rewards) -> Tensor:
+    """Return the sum of `values` [N] over each row's group, [N, 1]."""
+    sums = values.view(-1, rewards.group_size).sum(dim=1)
+    return sums.repeat_interleave(rewards.group_size).unsqueeze(1)
 
 
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased standard deviation of `values` at the `places` of each group's valued rows, [N, 1] each.
 
-    The deviation of fewer than two numbers is infinity: what is divided by it becomes 0.
+    The mean of no numbers is NaN. The deviation of fewer than two is infinity: what is divided by it becomes 0.
     """
-    used = _groups(places & rewards.valued.unsqueeze(1), rewards)
-    grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
-    mean = grouped.sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
-    squares = (grouped - mean).masked_fill(~used, 0).square().sum(dim=(1, 2), keepdim=True)
-    std = (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, torch.inf)
-    mean, std = (one.repeat_interleave(rewards.group_size, dim=0).squeeze(2) for one in (mean, std))
-    return mean, std
+    used = places & rewards.valued.unsqueeze(1)
+    size = rewards.group_size
+    pools = [group[chosen] for group, chosen in zip(values.split(size), used.split(size), strict=True)]
+    mean = torch.stack([pool.mean() for pool in pools])
+    std = torch.stack([pool.std() if len(pool) > 1 else mean.new_tensor(torch.inf) for pool in pools])
+    return mean.repeat_interleave(size).unsqueeze(1), std.repeat_interleave(size).unsqueeze(1)
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
     """Return r·n/(n−1) − b for the rewards r at the `places` of a source, else 0, [N, T]; see `prime_rloo`."""
     places = places & rewards.valued.unsqueeze(1)
     means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
-    counted = _groups(places.any(dim=1).to(values.dtype), rewards)
-    others = (counted.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    baseline = _groups(means, rewards).sum(dim=1, keepdim=True) / others
-    factor = counted.sum(dim=1, keepdim=True).clamp(min=1) / others
-    source = (_groups(values, rewards) * factor.unsqueeze(2)).sub_(baseline.unsqueeze(2))
-    return source.reshape(values.shape).masked_fill_(~places, 0)
+    total = _of_group(means, rewards)
+    count = _of_group(places.any(dim=1), rewards)
+    return ((count * values - total) / (count - 1).clamp(min=1)).masked_fill(~places, 0)
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
