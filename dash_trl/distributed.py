@@ -33,12 +33,13 @@ PATIENCE = 10.0
 TIMEOUT = 1800.0  # seconds for which a rank without an error waits; torch's default for a collective on gloo
 # A waiting rank polls the store. Its pauses are `LOOK_SHARE` × the time waited so far, but at least `FIRST_LOOK` and at
 # most `LAST_LOOK` seconds.
-FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
+LOOK_SHARE = 0.02
+FIRST_LOOK = 1e-4
+LAST_LOOK = 0.2
 
 T = TypeVar("T")
 
 _meetings = [0]  # number of meetings so far; the same on all ranks
-_lines: list[Any] = []  # the `Lines` of this process
 HELLO = b"dash_trl"
 
 
@@ -54,7 +55,7 @@ class Lines:
 
     def __init__(self, store: Any, rank: int, host: str):
         self._ends: dict[int, socket.socket] = {}
-        self._listener: Any = None
+        self._listener: socket.socket | None = None
         if rank == 0:
             port = 0
             with suppress(OSError):  # a name of this node that others use, but this node itself does not have
@@ -84,6 +85,9 @@ class Lines:
                 raise RankFailed(f"Rank {rank} has ended without a word to the others. See its own output.") from error
 
 
+_lines: list[Lines] = []  # of this process
+
+
 class Ranks:
     """Communication between this rank and the other ranks of a run.
 
@@ -98,7 +102,8 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
-        self._accelerator, self.timeout = accelerator, timeout
+        self._accelerator = accelerator
+        self.timeout = timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
         if self.count > 1 and not _lines:
@@ -165,9 +170,7 @@ class Ranks:
             rows: [B, …] with the same B on all ranks, in float32 or an integer type, which every device can gather.
             pad: what shorter rows are padded with.
         """
-        rows = rows.to(self._accelerator.device)
-        if rows.dim() > 1:
-            rows = self._accelerator.pad_across_processes(rows, dim=1, pad_index=pad)
+        rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1, pad_index=pad)
         return self._accelerator.gather(rows).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -212,7 +215,7 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
-    lines: Any = None,
+    lines: Lines | None = None,
 ) -> dict[int, str]:
     """Wait until all ranks have come to a meeting, and exchange their errors.
 
@@ -232,9 +235,6 @@ def meet(
         RankFailed: if some ranks did not come in time.
     """
     keys = [f"dash_trl/{number}/{one}" for one in range(count)]
-    failed = f"dash_trl/{number}/failed"
-    if error is not None:  # set before this rank's key, because the others read failures once all keys are set
-        store.set(failed, "")
     said = "" if error is None else _described(error)
     store.set(keys[rank], said)
     started = time.monotonic()
@@ -249,15 +249,13 @@ def meet(
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
         # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
-    said_by_all = [store.get(key) for key in keys] if store.check([failed]) else []
-    for name in (rank, "failed"):  # all ranks have come to this meeting, so none still reads the keys of the last one
-        store.delete_key(f"dash_trl/{number - 1}/{name}")
+    said_by_all = store.multi_get(keys)
+    # All ranks have come to this meeting, so none still reads the keys of the last one.
+    store.delete_key(f"dash_trl/{number - 1}/{rank}")
     return {one: value.decode() for one, value in enumerate(said_by_all) if value}
 
 
 def _described(error: Exception) -> str:
     """Return the type and the text of an error, also if its `__str__` fails."""
-    # A store takes no half of a surrogate pair.
-    return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}".encode(
-        errors="backslashreplace"
-    ).decode()
+    text = f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
+    return text.encode(errors="backslashreplace").decode()  # a store takes no half of a surrogate pair
