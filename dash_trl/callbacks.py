@@ -131,7 +131,8 @@ def call_event(
         ValueError: if a field has a wrong shape or dtype, or if a later event than `on_rollouts_sampled` changed which
             tokens the loss counts.
     """
-    before, loss_mask = rollouts.tensors(), rollouts.loss_mask.clone()
+    before = rollouts.tensors()
+    loss_mask = rollouts.loss_mask.clone()
     getattr(callback, event)(*arguments, rollouts, **others)
     rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
     if event != "on_rollouts_sampled" and not (loss_mask == rollouts.loss_mask).all():
@@ -152,8 +153,7 @@ def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallbac
 
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
     """Return the states of callbacks for a checkpoint, not copied: name of the callback → its state, if it has one."""
-    found = {name: callback.state_dict() for name, callback in _named(callbacks)}
-    return {name: state for name, state in found.items() if state is not None}
+    return {name: state for name, callback in _named(callbacks) if (state := callback.state_dict()) is not None}
 
 
 def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:

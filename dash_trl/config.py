@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import get_type_hints
 
 from transformers.hf_argparser import HfArg
@@ -229,7 +229,8 @@ class DASHConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
-            self.use_vllm, self.vllm_mode = True, "server"
+            self.use_vllm = True
+            self.vllm_mode = "server"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
@@ -297,9 +298,8 @@ class DASHConfig(GRPOConfig):
 
     def _refuse(self, reasons: dict[str, str], other: str) -> None:
         """Raise an error if an option in `reasons` (option → reason) has been set, because `other` would ignore it."""
-        defaults = {one.name: one.default for one in fields(self)}
         for option, reason in reasons.items():
-            if (value := getattr(self, option)) != defaults[option]:
+            if (value := getattr(self, option)) != getattr(type(self), option):  # the default
                 raise ValueError(f"{option}={value!r} does not go with {other}: {reason}. Leave one of the two out.")
 
     def _check_loss(self) -> None:
@@ -312,7 +312,8 @@ class DASHConfig(GRPOConfig):
 
     def _check_groups_apart(self) -> None:
         """Raise an error for a setting that needs all groups of a window at once."""
-        size, accumulated = self.num_generations, self.gradient_accumulation_steps
+        size = self.num_generations
+        accumulated = self.gradient_accumulation_steps
         device = f"per_device_train_batch_size={self.per_device_train_batch_size}"
         steps = f"steps_per_generation={self.steps_per_generation}"
         of_window = self.per_device_train_batch_size * self.steps_per_generation
