@@ -7,7 +7,7 @@ B rows of this rank, T completion tokens, K boundaries per row.
 
 import math
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,8 +68,10 @@ class ProcessRewardCallback(DASHCallback):
         answer_column: str = "answer",
         skip_silent: bool = True,
     ):
-        self.value, self.settings = value, CreditSettings() if settings is None else settings
-        self.estimator, self.per_group = estimator, registered(estimator, "credit", "estimator").per_group
+        self.value = value
+        self.settings = CreditSettings() if settings is None else settings
+        self.estimator = estimator
+        self.per_group = registered(estimator, "credit", "estimator").per_group
         if isinstance(self.value, type) or not callable(self.value):
             raise ValueError(
                 f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) "
@@ -85,13 +87,15 @@ class ProcessRewardCallback(DASHCallback):
         check_settings(estimator, self.settings)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.overlaps_rewards = not getattr(self.value, "needs_rewards", True)
-        self.segmentation: dict[str, Any] = {
-            "markers": markers,
-            "max_episode_tokens": max_episode_tokens,
-            "min_episode_tokens": min_episode_tokens,
-            "final_answer": final_answer,
-        }
-        self.answer_column, self.skip_silent = answer_column, skip_silent
+        self._new_segmenter = partial(
+            Segmenter,
+            markers=markers,
+            max_episode_tokens=max_episode_tokens,
+            min_episode_tokens=min_episode_tokens,
+            final_answer=final_answer,
+        )
+        self.answer_column = answer_column
+        self.skip_silent = skip_silent
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
@@ -115,13 +119,14 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0  # the time that values and credit of the current window take
         self._early: dict[tuple[Any, ...], list[float]] = {}  # `_key` of a request → its values
         tokenizer = kwargs["processing_class"]  # of a multimodal model: its processor
-        self._segmenter = Segmenter(getattr(tokenizer, "tokenizer", tokenizer), **self.segmentation)
+        self._segmenter = self._new_segmenter(getattr(tokenizer, "tokenizer", tokenizer))
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
         """Compute the values of all rows while reward functions run in the background."""
-        trainer, started = kwargs["trainer"], time.perf_counter()
+        trainer = kwargs["trainer"]
+        started = time.perf_counter()
         if self.overlaps_rewards and kwargs["rewards_run"]:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
@@ -135,27 +140,33 @@ class ProcessRewardCallback(DASHCallback):
         rollouts: CreditedRollouts,
         **kwargs,
     ) -> None:
-        trainer, started = kwargs["trainer"], time.perf_counter()
-        group_size, width = trainer.num_generations, max(rollouts.completion_ids.shape[1], 1)
+        trainer = kwargs["trainer"]
+        started = time.perf_counter()
+        group_size = trainer.num_generations
+        width = max(rollouts.completion_ids.shape[1], 1)
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
         lengths = own.sum(dim=1)
-        silent, solved = (one.view(-1, group_size).all(dim=1) for one in (rollouts.advantages == 0, outcome > 0))
+        silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1)
+        solved = (outcome > 0).view(-1, group_size).all(dim=1)
         silent &= solved | self.skip_silent
         skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
         requests, found = self._values(rollouts, ~skipped, trainer)
         pairs = zip(requests, found, strict=True)
         self.last = [(request.boundaries or (0,), row or [math.nan]) for request, row in pairs]
 
-        boundaries = _among_own(_table([at for at, _ in self.last], -1), own)
-        values = _table([row for _, row in self.last], math.nan).double()
-        process, ends, levels, valued = place_rewards(boundaries, values, lengths, width)
+        before = torch.nn.functional.pad(own.cumsum(dim=1), (1, 0))  # the number of the policy's tokens before a token
+        places = [before[row, list(at)] for row, (at, _) in enumerate(self.last)]
+        boundaries = pad_sequence(places, batch_first=True, padding_value=-1)
+        levels = [torch.tensor(row) for _, row in self.last]
+        values = pad_sequence(levels, batch_first=True, padding_value=math.nan).double()
+        process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
-            values=levels,
+            values=per_token,
             mask=torch.arange(width) < lengths.unsqueeze(1),
             outcome=outcome.double(),
             outcome_advantages=rollouts.advantages.double(),
@@ -175,7 +186,8 @@ class ProcessRewardCallback(DASHCallback):
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
         """Return one text per row, with a line per episode: its mean advantage and its text, as in `[+0.52] 7+5=12`."""
-        tables, cells = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages), []
+        tables = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages)
+        cells = []
         for row, (boundaries, _) in enumerate(self.last):
             ids, own, credit = (table[row][rollouts.completion_mask[row].bool()] for table in tables)
             lines = [
@@ -252,15 +264,3 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
     answers = example[column]
     texts = map(plain_answer, answers if isinstance(answers, list | tuple) else [answers])
     return tuple(answer for text in texts if (answer := text.rsplit("####", 1)[-1].strip()))
-
-
-def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """Return rows of different lengths as one tensor [B, K], int64 or float32 as `padding`: MPS gathers only these."""
-    dtype = torch.tensor(padding).dtype
-    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
-
-
-def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """Return for each boundary [B, K] the number of the policy's tokens before it; padding (−1) stays −1."""
-    before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
-    return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)

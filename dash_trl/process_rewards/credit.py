@@ -150,7 +150,7 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     where μ and σ are over all tokens. Breaks laws 1, 2, 5 and 6: a token without reward contributes −μ/σ, and μ and σ
     depend on the outcomes.
     """
-    combined = _combined(rewards, settings)
+    combined = _combined(rewards, settings.process_weight)
     mean, std = _pooled(combined, rewards.mask, rewards)
     normalised = ((combined - mean) / (std + STD_EPSILON)).masked_fill(~rewards.mask, 0)
     return _or_outcome(_returns_to_go(normalised), rewards)
@@ -165,8 +165,7 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     Deviation: PRIME scores every token, and subtracts b from each. Breaks laws 1 (b counts once per episode), 2, 5 and
     6 (the whitening mixes the sources).
     """
-    last = torch.zeros_like(rewards.mask)
-    last[_last_token(rewards)] = True
+    last = _last_token(rewards)
     process = _prime_source(rewards.process, rewards.ends, rewards)
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
     return _or_outcome(_whitened(_returns_to_go(outcome + settings.process_weight * process), rewards), rewards)
@@ -178,7 +177,7 @@ def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
     The REINFORCE++ of "Implementing Process Rewards in VeRL", without its discount (see `gae`) and, as there, without
     whitening or baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
     """
-    return _or_outcome(_returns_to_go(_combined(rewards, settings)), rewards)
+    return _or_outcome(_returns_to_go(_combined(rewards, settings.process_weight)), rewards)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -241,26 +240,21 @@ def _or_outcome(advantages: Tensor, rewards: Rewards) -> Tensor:
     return credit.masked_fill(~rewards.mask, 0)
 
 
-def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Return [N, T]: w_p·r_t, plus the outcome on the last token of each row."""
-    row, token = _last_token(rewards)
-    combined = settings.process_weight * rewards.process
-    combined[row, token] += rewards.outcome.nan_to_num()[row]
-    return combined
+def _combined(rewards: Rewards, weight: float) -> Tensor:
+    """Return [N, T]: weight·r_t, plus the outcome on the last token of each row."""
+    return weight * rewards.process + rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
 
 
 def _td_errors(rewards: Rewards) -> Tensor:
     """Return δ_t = r_t + V_{t+1} − V_t, [N, T], where r is the outcome on the last token; V is 0 after it."""
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    return _combined(rewards, CreditSettings(process_weight=0.0)) + after - values
+    return _combined(rewards, 0.0) + after - values
 
 
-def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """Return the indices of the rows that have tokens, and the position of each one's last token."""
-    lengths = rewards.mask.sum(dim=1)
-    row = lengths.nonzero().squeeze(1)
-    return row, lengths[row] - 1
+def _last_token(rewards: Rewards) -> Tensor:
+    """Return [N, T] bool, True = the last token of a row."""
+    return rewards.mask & ~torch.nn.functional.pad(rewards.mask, (0, 1))[:, 1:]
 
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:

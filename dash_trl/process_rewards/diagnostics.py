@@ -38,14 +38,20 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
         credit: [N, T], the result of the credit estimator.
         skipped: [N] bool, True = no V is needed: an unscored or empty row, or by `skip_silent`.
     """
-    asked, valued = ~skipped, rewards.valued
-    count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
-    first, last = (values.gather(1, at.unsqueeze(1)).flatten() for at in (count * 0, (count - 1).clamp(min=0)))
+    asked = ~skipped
+    valued = rewards.valued
+    count = (boundaries >= 0).sum(dim=1)
+    lengths = rewards.mask.sum(dim=1)
+    first = values[:, 0]
+    last = values[torch.arange(len(values)), count - 1]
     row, token = (rewards.ends & valued.unsqueeze(1)).nonzero(as_tuple=True)
-    utilities, early = rewards.process[row, token], 2 * token < lengths[row]
+    utilities = rewards.process[row, token]
+    early = 2 * token < lengths[row]
+    several = row.bincount(minlength=len(valued)) > 1
     low, high = torch.where(rewards.mask, credit, credit[:, :1]).aminmax(dim=1)
-    several, structure = row.bincount(minlength=len(valued)) > 1, high - low > 1e-6
-    outcome_only, tokens = rewards.outcome_advantages.repeat_interleave(lengths), credit[rewards.mask]
+    structure = high - low > 1e-6
+    outcome_only = rewards.outcome_advantages.repeat_interleave(lengths)
+    tokens = credit[rewards.mask]
     samples = {
         "process/episodes": (count - 1)[asked],
         "process/missing_values": values.isnan()[(boundaries >= 0) & asked.unsqueeze(1)],

@@ -10,12 +10,12 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.rewards import ANSWER_BEGINS
 
 # Words with which a model begins a new thought: those that "Training-Free Process Rewards for LLM RL" prints, with
@@ -27,10 +27,22 @@ EPISODE_MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I
 FINAL_ANSWER = ANSWER_BEGINS
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
+# In a plain Python string, "\boxed" begins with a backspace and "\frac" with a form feed. No model writes these control
+# characters, so an argument that contains one is a mistake.
+_ESCAPED = re.compile("[\a\b\v\f]")
 _WORD = re.compile(r"\w")
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][\"'”’」)\]]*\s*|\n+")
 
 Markers = Sequence[str] | Callable[[str], Iterable[int]]
+
+
+def check_escapes(name: str, text: str) -> None:
+    """Raise a `ValueError` if a text holds a control character that Python made from a backslash and a letter."""
+    if _ESCAPED.search(text):
+        raise ValueError(
+            f"{name}={text!r} holds a control character: Python reads a backslash and a letter as an escape, as in "
+            f"'\\boxed'. Write it as a raw string, r'\\boxed{{', or with two backslashes."
+        )
 
 
 @dataclass(frozen=True)
@@ -139,12 +151,14 @@ class Segmenter:
             )
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)
-        self._markers = markers
-        self._longest, self._shortest = max_episode_tokens, min_episode_tokens
+        self._longest = max_episode_tokens
+        self._shortest = min_episode_tokens
         self._final_answer = re.compile(final_answer)
-        if not callable(markers):
-            words = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
-            self._marker = re.compile(rf"(?<!\w)(?:{words})")
+        if callable(markers):
+            self._markers = markers
+        else:
+            words = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
+            self._markers = partial(_starts, re.compile(rf"(?<!\w)(?:{words})"))
 
     def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
         """Return the episodes of one completion.
@@ -180,10 +194,7 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        if callable(self._markers):
-            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
-        else:
-            cuts = [match.start() for match in self._marker.finditer(text)]
+        cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         last_cut = max(cuts, default=0)
         answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= last_cut]
@@ -224,6 +235,10 @@ def _turns(own: Sequence[int]) -> list[slice]:
     if not turns or turns[-1].stop < len(own):
         turns.append(slice(len(own), len(own)))
     return turns
+
+
+def _starts(pattern: re.Pattern[str], text: str) -> list[int]:
+    return [match.start() for match in pattern.finditer(text)]
 
 
 def line_starts(text: str) -> list[int]:

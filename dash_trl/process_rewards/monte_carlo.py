@@ -66,7 +66,7 @@ class MonteCarloValue:
                 + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored "
                 "without it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
             )
-        rank = trainer.accelerator.process_index
+        rank = trainer.ranks.rank
         own = [
             _Prefix(rank, row, boundary, _room(request, boundary, trainer), request)
             for row, request in enumerate(requests)
@@ -92,7 +92,7 @@ class MonteCarloValue:
         The last one is repeated until the ranks divide a call. Prefixes with a similar `room` share a call, which takes
         as long as its longest row. Nothing is sampled for those without room.
         """
-        ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        ranks = trainer.ranks.count
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
         prefixes = sorted(prefixes, key=attrgetter("room"), reverse=True)
         calls = []
@@ -100,8 +100,7 @@ class MonteCarloValue:
             for start in range(0, len(part), size):
                 call = part[start : start + size]
                 call += call[-1:] * (-len(call) % ranks)
-                each = len(call) // ranks
-                calls.append((call, call[rank * each : (rank + 1) * each]))
+                calls.append((call, call[trainer.ranks.own(len(call) // ranks)]))
         return calls
 
     def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
@@ -132,6 +131,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     # What reward functions log here is dropped, because it would distort the figures of training.
     dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
     with with_settings(trainer, dropped):
-        batch = examples, prompts, completions, completion_ids
         ask = partial(GRPOTrainer._calculate_rewards, trainer)
-        return trainer._run.rewards.of_all(ask, *batch, training=False, group_size=group_size)
+        return trainer._run.rewards.of_all(
+            ask, examples, prompts, completions, completion_ids, training=False, group_size=group_size
+        )

@@ -60,11 +60,15 @@ class Tree:
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return -torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+
+
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
+def _tree_attention(model: Any) -> Iterator[None]:
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(TREE_ATTENTION)
     try:
         yield
     finally:
@@ -99,7 +103,7 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
         lengths = tuple(len(branch.tokens) for branch in tree.branches)
         shapes.append(TreeShape(trunk, lengths, tuple(branch.attach for branch in tree.branches)))
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
-    with _attention(base_model, TREE_ATTENTION):
+    with _tree_attention(base_model):
         logits = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -108,11 +112,10 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             use_cache=False,
             **kernel,
         ).logits[0]
-    wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
+    wanted = torch.tensor(targets, device=device).split(LOGITS_AT_ONCE)
     parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)
-    log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]
-    values = iter(torch.cat(log_probs).flatten().tolist())
+    values = iter(torch.cat([_log_probs(part, tokens) for part, tokens in parts]).tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
@@ -154,8 +157,7 @@ def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]
             logits = model(
                 input_ids=torch.tensor([ids], device=device), logits_to_keep=count + 1, use_cache=False
             ).logits
-            log_probs = logits[0, -count - 1 : -1].float().log_softmax(dim=-1)
             targets = torch.tensor(ids[-count:], device=device)
-            branches.append(log_probs.gather(1, targets.unsqueeze(1)).flatten().tolist())
+            branches.append(_log_probs(logits[0, -count - 1 : -1], targets).tolist())
         results.append(branches)
     return results

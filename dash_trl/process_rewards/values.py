@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import is_peft_model
 
-from dash_trl.process_rewards.arguments import check_escapes
+from dash_trl.process_rewards.episodes import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, keep_rows_apart, packing_obstacle
 
@@ -89,15 +89,15 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
     Raises:
         ValueError: if there is not one number for each boundary of each request.
     """
+    expected = [len(request.boundaries) for request in requests]
     try:
         numbers = [[float(value) for value in row] for row in values]
-    except TypeError as error:
-        reason = str(error)
-    else:
-        found, expected = [len(row) for row in numbers], [len(request.boundaries) for request in requests]
+        found = [*map(len, numbers)]
         if found == expected:
             return numbers
         reason = f"{found} values for requests that have {expected} boundaries"
+    except TypeError as error:
+        reason = str(error)
     raise ValueError(
         f"What the value estimator {estimator!r:.100} returned cannot be used: {reason}. Return a list with one list "
         "of numbers per request, one number per boundary, and math.nan for a value that is not known."
@@ -243,7 +243,7 @@ class AnswerLogProbValue:
         values = values.masked_fill(~means.view(count, -1).isfinite().all(dim=1), math.nan)
         return (values if self.space == "log" else values.exp()).tolist()
 
-    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
+    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
         """Return whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
             flaw = packing_obstacle(model)
