@@ -26,9 +26,8 @@ class DASHCallback(TrainerCallback):
     """A callback that can read and change rollouts between sampling and filtering.
 
     For each generation batch, every rank calls `on_rollouts_sampled`, `on_rewards` and `on_advantages` in this order
-    with its own rows, groups together. They may change rows in place: tokens and masks in `on_rollouts_sampled`,
-    rewards in `on_rewards`, advantages in `on_advantages`. If a field gets a wrong shape or dtype, the trainer raises a
-    `ValueError` that names the callback. Evaluations do not call these events.
+    with its own rows, groups together. They may change tokens and masks, rewards, and advantages in place. A field of a
+    wrong shape or dtype is a `ValueError` that names the callback. Evaluations do not call these events.
 
     The keyword arguments are `model`, `processing_class`, `trainer`, `rewards_run` (whether reward functions run
     meanwhile), and TRL's `log_extra(column, values)`, which adds a column to the table of completions (one value per
@@ -38,7 +37,7 @@ class DASHCallback(TrainerCallback):
         per_group: True = what the callback does to a group does not depend on others. `reward_pipeline` and
             `max_num_gen_batches` require this: they call `on_rewards` and `on_advantages` for some groups at a time.
         overlaps_rewards: True = rewards begin before `on_rollouts_sampled`, if each function scores a completion by
-            itself. The event has other work meanwhile, and changes no row.
+            itself. The event must change no row.
     Raises:
         ValueError: if a method's name resembles that of an event, so that no trainer would call it, or if the trainer
             is no `DASHTrainer`.
@@ -68,8 +67,8 @@ class DASHCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of this callback for a checkpoint; `None` = it has none.
 
-        The state is read by `torch.load(weights_only=True)`, so it consists of tensors, numbers, texts, lists and
-        dicts. It must be the same on all ranks, because only the first rank's is saved, and not be changed later.
+        It consists of tensors, numbers, texts, lists and dicts, for `torch.load(weights_only=True)`. The first rank's
+        is saved; it must be the same on all, and not be changed later.
         """
         return None
 
@@ -125,11 +124,11 @@ def dash_callbacks(handler: Any) -> list[DASHCallback]:
 def call_event(
     callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments: tuple, others: Mapping[str, Any]
 ) -> None:
-    """Call an event with the trainer's `arguments` (args, state, control), the rows and `others`; then check the rows.
+    """Call an event with `arguments` (args, state, control), rows and keyword arguments; then check the rows.
 
     Raises:
-        ValueError: if a field has a wrong shape or dtype, or if a later event than `on_rollouts_sampled` changed which
-            tokens the loss counts.
+        ValueError: if a field is unusable, or a later event than `on_rollouts_sampled` changed which tokens the loss
+            counts.
     """
     before = rollouts.tensors()
     loss_mask = rollouts.loss_mask.clone()

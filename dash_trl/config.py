@@ -98,13 +98,13 @@ class DASHConfig(GRPOConfig):
     Args:
         gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
             Drop a row (a completion with its prompt) before any model pass if its largest absolute advantage is 0 or
-            below this threshold, or if it has no reward, because a function failed or none applies. With `0.0` and
-            `beta=0`, the update is exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops
-            the same rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`) or 99 (`"group"`); see
+            below this threshold, or if it has no reward: a function failed, or none applies. With `0.0` and `beta=0`,
+            the update is exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops the same
+            rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`) or 99 (`"group"`); see
             docs/concepts/exact.md. `None`: off. `kl` and `entropy` in the log are of kept rows, TRL's of all.
         filter_denominator (`str`, defaults to `"all"`):
-            Rows that the loss is divided by. `"all"`: dropped rows, too, as if their advantages were 0 (the paper).
-            `"kept"`: only kept rows of the optimizer step, so steps are larger when few are kept.
+            Rows that the loss is divided by. `"all"`: dropped ones, too, as if their advantages were 0 (the paper).
+            `"kept"`: kept ones of the optimizer step, so steps are larger when few are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`. Without these: `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`,
@@ -112,35 +112,35 @@ class DASHConfig(GRPOConfig):
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's losses or, for rollouts of older weights with the sampler's log-probs
             (`docs/concepts/staleness.md`), `"aipo"` or `"decoupled_ppo"`. `"aipo"` weights each token by min(r,
-            `aipo_delta`), where r is its probability under the policy divided by that under the sampler; it has no
-            other term. `"decoupled_ppo"` is `"dapo"` whose old policy is the weights with which training on the window
-            began, with TRL's importance-sampling correction in the mode `"token_truncate"`: ratios to the sampler are
-            truncated at `vllm_importance_sampling_clip_max`.
+            `aipo_delta`) and has no other term; r is its probability under the policy by that under the sampler.
+            `"decoupled_ppo"` is `"dapo"` whose old policy is the weights with which training on the window began, with
+            TRL's importance-sampling correction in the mode `"token_truncate"`: ratios to the sampler are truncated at
+            `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio has no gradient.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             Largest number of prompt and completion tokens in one model pass: as many as fit in memory. A shared prompt
             counts once; of each row's copy of its keys, 12 count as a token. Padding counts if the model cannot run
-            padding-free. A longer row runs alone. `None`: `per_device_train_batch_size` times the window's longest row,
-            as TRL's padded micro-batch.
+            padding-free. A longer row runs alone. `None`: as TRL's padded micro-batch, `per_device_train_batch_size`
+            times the longest row.
         share_prompts (`bool` or `None`, defaults to `None`):
             Compute a prompt only once for all rows of a model pass that have it. The update is the same. `None`:
             prompts of at least 16 tokens. `True`: of at least 2. `False`: none.
         async_level (`int`, defaults to `0`):
             Number of generation windows that servers may sample ahead of training. Window n is sampled by the weights
-            with which training of window n − `async_level` began, or by newer ones. Above 0, use a loss for older
-            rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `1` without servers: the trainer samples
-            the next window while it waits for the rewards of a `RewardRunner`. Above 1 needs servers.
+            with which training of window n − `async_level` began, or by newer ones: above 0, use `"aipo"` or
+            `"decoupled_ppo"`; see docs/howto/async.md. Without servers, at most `1`: the trainer samples the next
+            window while a `RewardRunner` scores.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; verl's name). While some groups of a window have no signal
             (`gradient_filter_threshold` keeps none of their rows), sample further prompts, up to this many times a
-            window's groups. Training uses the groups with signal that were sampled first. `1`: off. Needs `max_steps`;
-            see docs/howto/dynamic-sampling.md.
+            window's groups. The first groups with signal are trained on. `1`: off. Needs `max_steps`; see
+            docs/howto/dynamic-sampling.md.
         bf16 (`bool` or `None`, defaults to `None`):
             Compute in bf16. `None`: if a GPU can and `fp16` is not set; otherwise in float32. TRL's default is `True`.
         logging_nan_inf_filter (`bool`, defaults to `False`):
-            Transformers' option, whose default `True` makes each micro-step wait for the device. Without it, too, a
-            loss that is not finite counts as 0 in the log; its optimizer step is skipped (`skipped_steps`).
+            Transformers' option, whose default `True` makes each micro-step wait for the device. A loss that is not
+            finite is 0 in the log anyway, and its optimizer step is skipped (`skipped_steps`).
         reward_pipeline (`bool`, defaults to `False`):
             Train on each group as soon as it is scored. The update is the same. If several optimizer steps share a
             window (`steps_per_generation` above `gradient_accumulation_steps`), each trains on the groups that are
@@ -148,14 +148,13 @@ class DASHConfig(GRPOConfig):
             docs/howto/slow-rewards.md.
         eval_k (`list[int]` or `None`, defaults to `None`):
             Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems, from
-            `num_generations_eval` completions each. A completion is correct if its reward is above 0.5. See
-            docs/howto/evaluate.md.
+            `num_generations_eval` completions each. Correct = a reward above 0.5. See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that a call of a tool, or of an environment's `reset` or `get_reward`, may take. After that, its row
             is not trained on; see docs/howto/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`; `dash_trl serve` starts
-            them. Implies `use_vllm=True` and `vllm_mode="server"`. If none can be used, the run waits for one, at most
+            them. Implies `use_vllm=True` and `vllm_mode="server"`. Without a usable one, the run waits at most
             `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
             Seconds without an answer from a server that has requests, or for a weight update. Then other servers get
@@ -167,8 +166,7 @@ class DASHConfig(GRPOConfig):
 
     gradient_filter_threshold: float | None = HfArg(
         default=0.0,
-        help="Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
-        "paper: 0.1). `None`: off.",
+        help="Drop a row if its largest absolute advantage is 0 or below this (the paper: 0.1). `None`: off.",
     )
     filter_denominator: str = HfArg(
         default="all",
@@ -176,16 +174,13 @@ class DASHConfig(GRPOConfig):
     )
     advantage_estimator: str = HfArg(
         default="grpo",
-        help="How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-        "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
-        "one of your own in `dash_trl.update.ESTIMATORS`.",
+        help="How rewards become advantages: 'grpo' (TRL's, with `scale_rewards`), 'rloo', 'single_path', "
+        "'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'grpo_passk', or one of your own.",
     )
     loss_type: str = HfArg(
         default="dapo",
-        help=f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
-        "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
-        "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
-        "(docs/concepts/staleness.md).",
+        help=f"How the loss weighs tokens: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig) or, for rollouts of older "
+        "weights, 'aipo' or 'decoupled_ppo' (docs/concepts/staleness.md).",
     )
     aipo_delta: float = HfArg(
         default=8.0, help="With loss_type='aipo': the largest importance weight. A token above it has no gradient."

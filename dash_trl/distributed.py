@@ -1,12 +1,12 @@
-"""`Ranks`: communication between the ranks of a run, which end together at an error, gather rows and add up numbers.
+"""`Ranks`: the ranks of a run end together at an error, gather rows and add up numbers.
 
 A *meeting* is the end of `Ranks.agree`, where all ranks wait for each other and exchange their errors::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Otherwise the others would wait for a failed rank in their next collective. A meeting uses torch's key-value store,
-because a collective could be mixed up with theirs.
+Otherwise the others would wait for a failed rank in their next collective. Torch's key-value store is used, because a
+collective could be mixed up with theirs.
 
 A failure ends one numbered meeting on all ranks. So `work` may call `agree`, too: if it fails on one rank before that,
 its error comes to the meeting for which the others wait::
@@ -50,7 +50,7 @@ class RankFailed(RuntimeError):
 class Lines:
     """TCP connections between rank 0 and the others. The system closes one when a rank ends, however it ends.
 
-    Without them, ranks that no launcher ends together, such as those of `srun`, would wait for `ddp_timeout`.
+    Without them, ranks that no launcher ends, as under `srun`, would wait for `ddp_timeout`.
     """
 
     def __init__(self, store: Any, rank: int, host: str):
@@ -89,9 +89,7 @@ _lines: list[Lines] = []  # of this process
 
 
 class Ranks:
-    """Communication between this rank and the other ranks of a run.
-
-    All ranks call the methods in the same order, on the main thread.
+    """Communication between this rank and the others. All ranks call its methods in the same order, on the main thread.
 
     Args:
         accelerator: the `Accelerator` of the trainer.
@@ -120,8 +118,7 @@ class Ranks:
     ) -> T:
         """Call `work` on every rank. If it fails on one, all ranks raise an error.
 
-        If the others do not come, as in a collective, it raises its own after `PATIENCE` seconds; the launcher ends
-        them.
+        If the others are in a collective, it raises its own after `PATIENCE` seconds; the launcher ends them.
 
         Args:
             work: the function to call. It may call `agree`, unless `main_only` is True.
@@ -217,17 +214,10 @@ def meet(
     timeout: float = TIMEOUT,
     lines: Lines | None = None,
 ) -> dict[int, str]:
-    """Wait until all ranks have come to a meeting, and exchange their errors.
+    """Wait until all `count` ranks have come to meeting `number`, and exchange errors.
 
-    Args:
-        store: torch's key-value store.
-        rank: index of this rank.
-        count: number of ranks.
-        error: the error of this rank. `None`: it succeeded.
-        number: the number of this meeting.
-        patience: seconds for which a failed rank waits.
-        timeout: seconds for which another rank waits.
-        lines: the `Lines` to other ranks. `None`: there are none.
+    A rank that failed waits `patience` seconds for the others, another one `timeout` seconds.
+
     Returns:
         Failed rank → text of its error, the same on all ranks; only this rank's error if it failed and the others did
         not come.

@@ -15,28 +15,53 @@ from dash_trl.evaluation import TOY, TOY_LENGTH, Task, evaluate
 
 # The fields of TRL and Transformers that --help shows; --help_all shows all.
 HELP = (
-    *("model_name_or_path", "attn_implementation", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
-    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps", "seed"),
-    *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
-    *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
+    "model_name_or_path",
+    "attn_implementation",
+    "use_peft",
+    "lora_r",
+    "output_dir",
+    "resume_from_checkpoint",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "beta",
+    "num_iterations",
+    "learning_rate",
+    "max_steps",
+    "seed",
+    "num_train_epochs",
+    "use_vllm",
+    "vllm_mode",
+    "use_cpu",
+    "bf16",
+    "gradient_checkpointing",
+    "report_to",
+    "logging_steps",
+    "log_completions",
+    "eval_strategy",
+    "save_strategy",
+    "save_steps",
 )
 # Flags of `Task` that toy problems do not have.
 OF_PROBLEMS = (
-    *("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template", "plain_prompts"),
-    *("problem_column", "answer_column"),
+    "dataset_config",
+    "dataset_train_split",
+    "dataset_test_split",
+    "prompt_template",
+    "plain_prompts",
+    "problem_column",
+    "answer_column",
 )
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
     """Parse the command line and the YAML file of --config, and let dash_trl's messages be printed.
 
-    Args:
-        argv: the command line.
-        types: dataclasses whose fields are flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others.
-        toy_defaults: defaults for the toy model.
-    Returns:
-        One instance of each dataclass.
+    The fields of `types` are the flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others. Return an
+    instance of each.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)

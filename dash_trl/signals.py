@@ -1,4 +1,4 @@
-"""Ends a script after Ctrl-C (SIGINT) or SIGTERM: with one line, and 130 or 143, as a shell reports these signals.
+"""Ends a script after Ctrl-C (SIGINT) or SIGTERM with one line, and 130 or 143, as shells do.
 
 `dash_trl train` starts a script by this file, because its imports take seconds: `python signals.py SCRIPT FLAGS`.
 """

@@ -24,28 +24,25 @@ from dash_trl.rewards import plain_answer
 from dash_trl.rollout import CreditedRollouts, RolloutBatch
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
-CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
-
 
 class ProcessRewardCallback(DASHCallback):
     """Callback that replaces a row's outcome advantage by one per token, from the values of its prefixes::
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback(AnswerLogProbValue())])
 
-    Values are computed once per completion, after sampling and before the filter. `AnswerLogProbValue` is computed
-    while a `RewardRunner` runs functions that score one completion at a time.
+    Values are computed after sampling; those of `AnswerLogProbValue` while a `RewardRunner` scores one completion at a
+    time.
 
     Args:
         value: the value estimator, which computes V(prefix).
-        estimator: a credit estimator in `dash_trl.process_rewards.ESTIMATORS`. The default is that of "Training-Free
-            Process Rewards for LLM RL".
+        estimator: a credit estimator in `dash_trl.process_rewards.ESTIMATORS`. The default is of "Training-Free Process
+            Rewards for LLM RL".
         settings: settings of the credit estimator. None = `CreditSettings()`.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
         min_episode_tokens: see `Segmenter`.
         final_answer: see `Segmenter`.
-        answer_column: dataset column with the accepted answer, a text, a number or a list of these; for value
-            estimators that need answers.
+        answer_column: dataset column with the accepted answer: a text, a number or a list of these.
         skip_silent: True = no process rewards for groups whose outcome advantages are all 0, so V alone never drives a
             step. False = none for solved ones only (all rewards above 0): the policy can learn from a problem that no
             completion solves, but learns whatever V pays, right or wrong.
@@ -177,7 +174,7 @@ class ProcessRewardCallback(DASHCallback):
         credit = trainer.ranks.agree(self._credit, rewards)
         rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
         if trainer.log_completions:
-            kwargs["log_extra"](CREDIT, self._credit_cells(rollouts, kwargs["processing_class"]))
+            kwargs["log_extra"]("credit", self._credit_cells(rollouts, kwargs["processing_class"]))
         figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
         self._seconds += time.perf_counter() - started
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
@@ -201,7 +198,7 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]]]:
-        """Return the requests, and one list of values for each. Values that are known are not computed again."""
+        """Return the requests, and one list of values for each; known values are not computed again."""
         requests = trainer.ranks.agree(self._requests, rollouts, asked)
         # What is known is not used for a row without boundaries: no V is needed there.
         known = [self._early.get(_key(request)) if request.boundaries else None for request in requests]
@@ -214,11 +211,10 @@ class ProcessRewardCallback(DASHCallback):
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
         """Return one request for each row of this rank; where `asked` [B] is False, it has no boundaries."""
         requests: list[ValueRequest] = []
-        loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
-            own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
+            own = None if rollouts.tool_mask is None else tuple(rollouts.tool_mask[row][tokens].tolist())
             requests.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
@@ -245,9 +241,9 @@ def _key(request: ValueRequest) -> tuple[Any, ...]:
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """Return the accepted answers of a dataset row, without None, NaN and empty texts.
+    """Return the accepted answers of a dataset row; of a text with `####`, as in GSM8K, what follows the last one.
 
-    Of a text with `####`, as in GSM8K, the answer is what follows the last one.
+    None, NaN and empty texts are left out.
 
     Args:
         example: the dataset row.

@@ -10,8 +10,7 @@ formulas leave it out, the process rewards.
 An estimator's docstring names the laws that it breaks:
 
 1. Splitting an episode, and its U, does not change the credit of its first token.
-2. If the longest row of a group ends with one more episode with U = 0, the process part there is 0, whatever the
-   outcomes.
+2. In a last episode with U = 0, longer than all other rows, the process part is 0, whatever the outcomes.
 3. Adding a constant to all V of a group changes nothing.
 4. Permuting the rows of a group permutes their credit.
 5. Without process rewards, the credit is exactly the outcome advantage.
@@ -32,22 +31,21 @@ VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
 @dataclass(frozen=True)
 class Rewards:
-    """The input of a credit estimator: process rewards and outcomes of this rank's rows, which are whole groups.
+    """The input of a credit estimator: this rank's rows, in whole groups.
 
-    Tokens of tools are removed, so the policy's turns follow each other directly.
+    Tokens of tools are removed: the policy's turns are adjacent.
 
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
         ends: [N, T] bool, True = last token of an episode, also if U is 0.
-        values: [N, T], the last known V at or before token t.
+        values: [N, T], the last known V at or before token t; 0 for padding.
         mask: [N, T] bool, True = a token of the completion; padding is on the right.
         outcome: [N], weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages.
         valued: [N] bool, False = V_0 or V_n is missing, or the row is unscored or has no token. It gets its outcome
             advantage, and no part in baselines and scales.
         group_size: G, which divides N.
-        sum_over_ranks: sums a float64 tensor of any shape over the ranks. Call it equally often on all ranks, also on
-            one without valued rows.
+        sum_over_ranks: sums a float64 tensor over the ranks, a collective: call it on each, also without valued rows.
     """
 
     process: Tensor
@@ -63,7 +61,7 @@ class Rewards:
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """Settings of the credit estimators. `Estimator.settings` lists which estimator uses which.
+    """Settings of the credit estimators; `Estimator.settings` lists those of each.
 
     Args:
         process_weight: w_p >= 0; the outcome part has the weight 1.
@@ -91,8 +89,7 @@ def place_rewards(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn values at boundaries into process rewards: the last token of episode i gets U_i = V_i − V_{i−1}.
 
-    If an inner value is missing, the episodes at its boundary become one. A row without V_0, V_n or a token is not
-    `valued`, and gets no process rewards.
+    If an inner value is missing, its two episodes become one. A row without V_0, V_n or a token is not `valued`.
 
     Args:
         boundaries: [N, K] int, padded with −1.
@@ -134,7 +131,7 @@ def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
     The estimator of "Training-Free Process Rewards for LLM RL": outcome and process rewards are normalised separately,
     because their scales differ. μ and σ are mean and standard deviation of the group's U, σ at least the floor.
-    Deviation: the post's code leaves out an episode if its U is 0 or if it ends with the row. Breaks laws 1 and 2: a
+    Deviation: the post's code leaves out episodes with U = 0 and those that end with the row. Breaks laws 1 and 2: a
     row with n episodes gets −n·μ/σ at its first token.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
@@ -165,16 +162,15 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     Deviation: PRIME scores every token, and subtracts b from each. Breaks laws 1 (b counts once per episode), 2, 5 and
     6 (the whitening mixes the sources).
     """
-    last = _last_token(rewards)
     process = _prime_source(rewards.process, rewards.ends, rewards)
-    outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
+    outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1), _last_token(rewards), rewards)
     return _or_outcome(_whitened(_returns_to_go(outcome + settings.process_weight * process), rewards), rewards)
 
 
 def reinforce(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = Σ_{s ≥ t} r_s with the outcome on the last token.
 
-    The REINFORCE++ of "Implementing Process Rewards in VeRL", without its discount (see `gae`) and, as there, without
+    The REINFORCE++ of "Implementing Process Rewards in VeRL", without its discount (see `gae`). As there, without
     whitening or baseline: if all rewards are above 0, all advantages are. Breaks laws 2, 5 and 6.
     """
     return _or_outcome(_returns_to_go(_combined(rewards, settings.process_weight)), rewards)
@@ -184,8 +180,8 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = δ_t + λ·A_{t+1}, δ_t = r_t + V_{t+1} − V_t, with V(prefix) as the critic (GAE, arXiv 1506.02438, γ = 1).
 
     V_t is V at the last boundary at or before token t, and 0 after the last token; r_t is the outcome on the last
-    token, else 0. V must have the unit of the outcome, and `gradient_filter_threshold`, too: the result is not
-    whitened, so a row gets 0 if V equals its outcome at each boundary.
+    token, else 0. V and `gradient_filter_threshold` must have the unit of the outcome: there is no whitening, so a row
+    whose V is its outcome gets 0.
 
     Deviations from "Implementing Process Rewards in VeRL": r_t has no U_k, which δ at the last token of episode k is
     already. γ is 1: a smaller γ would pay a right answer less the longer it is.
@@ -247,9 +243,8 @@ def _combined(rewards: Rewards, weight: float) -> Tensor:
 
 def _td_errors(rewards: Rewards) -> Tensor:
     """Return δ_t = r_t + V_{t+1} − V_t, [N, T], where r is the outcome on the last token; V is 0 after it."""
-    values = rewards.values.masked_fill(~rewards.mask, 0)
-    after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
-    return _combined(rewards, 0.0) + after - values
+    after = torch.nn.functional.pad(rewards.values, (0, 1))[:, 1:]
+    return _combined(rewards, 0.0) + after - rewards.values
 
 
 def _last_token(rewards: Rewards) -> Tensor:
@@ -279,7 +274,7 @@ def _of_group(values: Tensor, rewards: Rewards) -> Tensor:
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased standard deviation of `values` at the `places` of each group's valued rows, [N, 1] each.
 
-    The mean of no numbers is NaN. The deviation of fewer than two is infinity: what is divided by it becomes 0.
+    The mean of no number is NaN, the deviation of one infinity: what is divided by it becomes 0.
     """
     used = places & rewards.valued.unsqueeze(1)
     size = rewards.group_size
@@ -295,7 +290,7 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
     means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
     total = _of_group(means, rewards)
     count = _of_group(places.any(dim=1), rewards)
-    return ((count * values - total) / (count - 1).clamp(min=1)).masked_fill(~places, 0)
+    return torch.where(places, (count * values - total) / (count - 1).clamp(min=1), 0)
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:

@@ -1,4 +1,4 @@
-"""The logged figures of process rewards, and checks whether process rewards reach the advantages.
+"""The logged figures of process rewards, and checks whether these reach the advantages.
 
 Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; its third is the figure `time/values`:
 
@@ -7,7 +7,7 @@ Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; its third i
 2. Do the process rewards change the advantages noticeably?
 3. Does the outcome of any group count in the window?
 
-A check that fails in `PATIENCE` windows in a row warns, with the reason and the remedy; check 3 warns at once.
+A check that fails in `PATIENCE` windows in a row warns; check 3 at once.
 """
 
 import logging
@@ -34,9 +34,9 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
     Args:
         rewards: the input of the credit estimator.
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], V at each boundary; NaN = missing, or padding.
+        values: [N, K], V at each boundary; NaN = missing.
         credit: [N, T], the result of the credit estimator.
-        skipped: [N] bool, True = no V is needed: an unscored or empty row, or by `skip_silent`.
+        skipped: [N] bool, True = no V was asked for.
     """
     asked = ~skipped
     valued = rewards.valued
@@ -81,7 +81,7 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 class Diagnostics:
-    """Warns if a check has failed in `PATIENCE` windows in a row, and again only after it has passed in one."""
+    """Warns if a check has failed in `PATIENCE` windows in a row; again only after it has passed."""
 
     def __init__(self) -> None:
         self._failures = Counter[str]()  # name of a check → number of windows in a row in which it has failed

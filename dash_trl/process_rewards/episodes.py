@@ -92,26 +92,24 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 class Segmenter:
     """Cuts completions into episodes.
 
-    An episode starts with the token that contains the first byte of a marker. If no marker follows within
-    `max_episode_tokens` tokens, it ends at the last sentence end within this length, or at this length; earlier if
-    fewer than `min_episode_tokens` tokens would be left for the next episode.
+    An episode starts with the token that contains the first byte of a marker. If none follows within
+    `max_episode_tokens` tokens, it ends at the last sentence end within them, or after them; earlier if fewer than
+    `min_episode_tokens` tokens would be left.
 
     The last boundary is the beginning of the final answer. If none is found in a completion that has ended, it is the
     last episode, or the last sentence with a number if that is later, so that credit does not depend on the answer's
-    phrase. If the completion is truncated, the last boundary is its end, and V there measures the whole completion's
-    progress.
+    phrase. In a truncated completion it is the end.
 
-    With several turns, each turn of the policy begins an episode, however short the previous one is: a tool's call and
-    answer belong to one episode. Markers and sentence ends are searched in the policy's text only, the final answer in
-    its last turn.
+    Each turn of the policy begins an episode, so a tool's call and answer are in one. Only the policy's text is
+    searched, its last turn for the final answer.
 
     Args:
         tokenizer: a fast tokenizer.
         markers: texts that begin an episode where they begin a word, or a function (text) → character positions at
             which episodes begin.
         max_episode_tokens: the largest length of an episode.
-        min_episode_tokens: a boundary within a turn is left out if fewer tokens lie between it and the previous
-            boundary, the final answer or the end of the turn.
+        min_episode_tokens: a boundary within a turn is left out if fewer tokens are before it, from the previous one,
+            or after it, to the final answer or the turn's end.
         final_answer: regular expression for the beginning of the final answer. The last match counts, or the one before
             if no word or fewer than `min_episode_tokens` tokens separate them: ``The answer is $\\boxed{72}$`` begins
             at "The". A match before a marker, or before more than `max_episode_tokens` tokens, is within a thought and
@@ -198,18 +196,22 @@ class Segmenter:
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         last_cut = max(cuts, default=0)
         answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= last_cut]
-        begins = [token_at(answer.start()) for answer in answers]
-        while len(begins) > 1:
-            last, before = answers.pop(), answers[-1]
-            if begins[-1] - begins[-2] >= self._shortest and _WORD.search(text, before.end(), last.start()):
+        while len(answers) > 1:
+            before, last = answers[-2:]
+            tokens = token_at(last.start()) - token_at(before.start())
+            if tokens >= self._shortest and _WORD.search(text, before.end(), last.start()):
                 break
-            begins.pop()
-        if is_last and not begins and written < len(token_ids):  # it has ended
+            answers.pop()
+        end = written
+        if answers:
+            end = token_at(answers[-1].start())
+        elif is_last and written < len(token_ids):  # it has ended
             signs = [*re.finditer(r"\d", text)] or [*_WORD.finditer(text)]
             last_sign = signs[-1].start() if signs else 0
             sentence = len(text[: max(at for at in [0, *ends] if at <= last_sign)].rstrip())
-            begins = [max(token_at(sentence - 1) + 1 if sentence else 0, token_at(last_cut))]
-        end = begins[-1] if begins and written - begins[-1] <= self._longest else written
+            end = max(token_at(sentence - 1) + 1 if sentence else 0, token_at(last_cut))
+        if written - end > self._longest:  # within a thought
+            end = written
         sentences = list(map(token_at, ends))
         return self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end)
 

@@ -2,8 +2,8 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-A call is a set of prefixes whose continuations are sampled and scored together. The ranks share its prefixes evenly, so
-all make the same number of calls.
+The continuations of a call are sampled and scored together. The ranks share its prefixes evenly, so all make the same
+number of calls.
 """
 
 from collections import defaultdict
@@ -37,8 +37,8 @@ class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
     This V is unbiased and has the unit of the reward, but takes K rollouts per boundary. The trainer's sampler makes
-    them, at most as many at a time as a window has rows, or K on each rank if that is more. A prefix with its
-    continuation is no longer than a completion of the trainer.
+    them, at most a window's rows at a time, or K on each rank if that is more. With its continuation, a prefix is no
+    longer than a completion.
 
     The trainer's reward functions and weights score the rollouts; what they log is dropped. Unscored rollouts are left
     out of the mean; if all of a prefix are, its value is missing.
@@ -89,8 +89,8 @@ class MonteCarloValue:
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
         """Cut all ranks' prefixes into calls; return the prefixes of each call, and those that this rank continues.
 
-        The last one is repeated until the ranks divide a call. Prefixes with a similar `room` share a call, which takes
-        as long as its longest row. Nothing is sampled for those without room.
+        Prefixes with a similar `room` share a call, which takes as long as its longest row; without room, none is
+        sampled.
         """
         ranks = trainer.ranks.count
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))

@@ -1,7 +1,7 @@
 """Tree passes: one pass over prompt and completion (the trunk) with short continuations of its prefixes (the branches).
 
 The log-probs are those of one pass per branch, but the trunk is computed once. It has causal attention; branches attend
-to their prefix (`dash_trl.update.trees`). Several trees are packed into one sequence.
+to their prefix (`dash_trl.update.trees`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,12 +76,12 @@ def _tree_attention(model: Any) -> Iterator[None]:
 
 
 def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """Return log P of the scored tokens, [tree][branch][token], from one pass at temperature 1.
+    """Return log P of the scored tokens, [tree][branch][token], from one pass over the packed trees, at temperature 1.
 
     Args:
         model: the model to call. It may be wrapped or have adapters.
         base_model: the transformers model inside, whose attention is `tree_attention` during the pass.
-        trees: packed into one sequence.
+        trees: the trees.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -90,7 +90,8 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     targets: list[int] = []
     device = next(base_model.parameters()).device
     for tree in trees:
-        start, trunk = len(ids), len(tree.trunk)
+        start = len(ids)
+        trunk = len(tree.trunk)
         ids += tree.trunk
         positions += range(trunk)
         for branch in tree.branches:
@@ -127,10 +128,11 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
 
     def tree(sample: Sequence[int]) -> Tree:
         """Return half of a sample as the trunk, and branches after its first token, in its middle and at its end."""
-        half, part = len(sample) // 2, len(sample) // 6
-        tokens = [tuple(sample[start : start + part]) for start in range(half, half + 3 * part, part)]
-        attached = zip((1, half // 2, half), tokens, strict=True)
-        return Tree(tuple(sample[:half]), tuple(Branch(attach, branch, scored=0) for attach, branch in attached))
+        half = len(sample) // 2
+        part = len(sample) // 6
+        starts = zip((1, half // 2, half), range(half, len(sample), part), strict=False)
+        branches = [Branch(attach, tuple(sample[start : start + part]), scored=0) for attach, start in starts]
+        return Tree(tuple(sample[:half]), tuple(branches))
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.tensor(branches).flatten() for branches in function([tree(sample) for sample in samples])]

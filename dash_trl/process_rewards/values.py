@@ -63,7 +63,7 @@ class ValueRequest:
 class ValueEstimator(Protocol):
     """Computes V for the prefixes of a rank's completions.
 
-    An estimator may also have these attributes:
+    Optional attributes:
 
     - `needs_answers`: False = `ValueRequest.answers` is not used, so the dataset needs no column with answers.
     - `needs_rewards`: False = reward functions are not used, so the estimator may be called while they run.
@@ -75,7 +75,7 @@ class ValueEstimator(Protocol):
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         """Return one list per request with one value per boundary; NaN = missing.
 
-        All ranks call it together, so it may use collectives.
+        All ranks call it, so it may use collectives.
 
         Args:
             requests: the completions of this rank.
@@ -109,23 +109,22 @@ class AnswerLogProbValue:
 
     The "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1. Deviations:
 
-    - Force prompt and answer are tokenised together, so that the answer has the tokens that the model would write.
-    - Log-probs below `FLOOR` are raised to it, so that no difference of two values becomes huge.
+    - Force prompt and answer are tokenised together, as the model would write them.
+    - Log-probs below `FLOOR` are raised to it: no difference of two values becomes huge.
     - With several accepted answers, V is min(0, logsumexp of their means).
 
     The mean makes long and short answers comparable. But exp(V) is then not P(answer): it is larger if the answer has
     several tokens.
 
     Args:
-        force_prompt: text between prefix and answer. None = ``"\\nThe answer is "``, or
-            ``"</think>\\n\\nThe answer is "`` if a thought is open at the boundary: the last tag before it is
-            `<think>`. If your model has other tags, pass your own, which is used at every boundary.
+        force_prompt: text between prefix and answer. None = ``"\\nThe answer is "``, or ``"</think>\\n\\nThe answer is
+            "`` if a thought is open at the boundary: the last tag before it is `<think>`. Your own is used at every
+            boundary; pass one if the model has other tags.
         closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``, which is scored, too. Without it, a policy
             that would write "42" also gets a high V for "4".
         space: unit of V: "log" for the mean log-prob, "probability" for its exponential.
-        max_tokens_per_pass: token budget of a model pass. A completion takes the tokens that are computed for it
-            (prompt, completion, force prompts, answers), or 32 per scored token if that is more. A larger one gets its
-            own pass.
+        max_tokens_per_pass: token budget of a model pass. A completion takes its tokens (prompt, completion, force
+            prompts, answers), or 32 per scored one if that is more. A larger one gets its own pass.
     Raises:
         ValueError: if `space` is unknown, or `force_prompt` has a control character, as "\\b" in a plain string is.
     """
@@ -168,8 +167,8 @@ class AnswerLogProbValue:
             requests: the completions and their boundaries.
             model: a transformers model.
             tokenizer: the tokenizer of the model.
-            passes_on_all_ranks: function (number of passes) → the largest of any rank. Others run dummy passes: a pass
-                is a collective under ZeRO-3 and FSDP.
+            passes_on_all_ranks: function (number of passes) → the largest of any rank. Others run dummy passes, which
+                ZeRO-3 and FSDP wait for.
         """
         return self._valued(requests, self._trees(requests, tokenizer), model, passes_on_all_ranks)
 
@@ -239,8 +238,7 @@ class AnswerLogProbValue:
         if not branches:
             return [math.nan] * count
         means = torch.tensor([fmean(max(one, FLOOR) for one in tokens) for tokens in branches], dtype=torch.double)
-        values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)
-        values = values.masked_fill(~means.view(count, -1).isfinite().all(dim=1), math.nan)
+        values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)  # NaN if one is NaN
         return (values if self.space == "log" else values.exp()).tolist()
 
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
