@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def end(number: int, _: Any = None) -> None:
+def end(number: int, _: Any) -> None:
     """End this process at once, with a line from the first rank. For times at which no training can be lost."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"\nStopped, but not during training, so no step is lost. To start again, repeat the command.\n")

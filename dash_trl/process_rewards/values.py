@@ -191,8 +191,8 @@ class AnswerLogProbValue:
                 passes = [[(i, trees[i]) for i in one] for one in fitted_bins(asked, sizes, self.max_tokens_per_pass)]
             else:
                 passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]
-            for number in range(passes_on_all_ranks(len(passes))):
-                rows = passes[number] if number < len(passes) else []
+            passes += [[]] * (passes_on_all_ranks(len(passes)) - len(passes))
+            for rows in passes:
                 batch = [tree for _, tree in rows] or [DUMMY]
                 found = tree_log_probs(call, model, batch) if together else loop_log_probs(call, batch)
                 for (i, _), log_probs in zip(rows, found, strict=False):
@@ -212,7 +212,10 @@ class AnswerLogProbValue:
         ids = request.prompt_ids + request.completion_ids
         prefixes = [len(request.prompt_ids) + boundary for boundary in request.boundaries]
         if self.force_prompt is None:
-            texts = [END_THOUGHT + ASK if is_open else ASK for is_open in _open_thoughts(ids, prefixes, tokenizer)]
+            pieces = tokenizer.batch_decode([ids[start:end] for start, end in pairwise([0, *prefixes])])
+            # A thought is open if the last tag before the boundary is `<think>`.
+            is_open = [text.rfind("<think>") > text.rfind("</think>") for text in accumulate(pieces)]
+            texts = [END_THOUGHT + ASK if thinks else ASK for thinks in is_open]
         else:
             texts = [self.force_prompt] * len(prefixes)
         answers = {text: self._answers(request.answers, text, tokenizer) for text in {*texts}}
@@ -257,9 +260,3 @@ class AnswerLogProbValue:
                 )
             self._flaws[model] = flaw
         return self._flaws[model] is None
-
-
-def _open_thoughts(ids: Sequence[int], prefixes: Sequence[int], tokenizer: Any) -> list[bool]:
-    """Return for each number of tokens, in increasing order, whether the last tag before it is `<think>`."""
-    pieces = tokenizer.batch_decode([ids[start:end] for start, end in pairwise([0, *prefixes])])
-    return [text.rfind("<think>") > text.rfind("</think>") for text in accumulate(pieces)]
