@@ -121,11 +121,12 @@ def test_the_final_answer_is_no_episode():
 
 def test_an_answer_within_a_thought_is_not_the_final_one():
     """Truncated in the thought, or with an answer that no expression finds: the rest is cut into episodes, too."""
-    thought = "So the answer is 12. But wait, I forgot one. " + 20 * "Then we add 3 and 4. "
-    pieces, bounds = cut(thought, max_episode_tokens=64, end=False)
-    assert bounds[-1] == len(TOKENIZER(thought)["input_ids"]) and len(bounds) > 4 and pieces[-1] == ""
-    assert max(after - before for before, after in itertools.pairwise(bounds)) <= 64
-    assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
+    for doubt in ("But wait, ", ""):  # a marker, or length alone
+        thought = f"So the answer is 12. {doubt}I forgot one. " + 20 * "Then we add 3 and 4. "
+        pieces, bounds = cut(thought, max_episode_tokens=64, end=False)
+        assert bounds[-1] == len(TOKENIZER(thought)["input_ids"]) and len(bounds) > 4 and pieces[-1] == ""
+        assert max(after - before for before, after in itertools.pairwise(bounds)) <= 64
+        assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
 
 
 def test_ids_without_a_token_have_no_text():
