@@ -49,12 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
-    """Runs a script of examples/ in new processes, by `accelerate launch`. If the script fails, this process exits.
-
-    Args:
-        script: file name in examples/.
-        flags: flags of the script and of `accelerate launch`, in any order.
-    """
+    """Run a script of examples/ by `accelerate launch`; `flags` has flags of both. If it fails, this process exits."""
     before = set_handlers(end, end)  # the imports take seconds
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -91,14 +86,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
-    """Returns the arguments of `accelerate launch`: flags of the launcher, then the script, then its flags.
-
-    Args:
-        script: file name in examples/.
-        flags: flags of the script and of the launcher, in any order.
-    Raises:
-        ValueError: if the configuration of accelerate does not exist.
-    """
+    """Return the arguments of `accelerate launch`: its flags, the script of examples/, and the script's flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--accelerate_config")
     for name in LAUNCH:
@@ -118,13 +106,7 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
 
 
 def accelerate_config(config: str) -> str:
-    """Returns the path of a configuration of accelerate.
-
-    Args:
-        config: path of a file, or a name in accelerate_configs/.
-    Raises:
-        ValueError: if there is no such file and no such name.
-    """
+    """Return the path of a configuration of accelerate: a file, or a name in accelerate_configs/."""
     folder = files("accelerate_configs")
     for path in (Path(config), folder / f"{config}.yaml"):
         if path.is_file():
@@ -134,14 +116,7 @@ def accelerate_config(config: str) -> str:
 
 
 def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
-    """Returns the flag that starts one process per GPU, if accelerate's configuration has no number of processes.
-
-    Args:
-        config_file: path of the configuration.
-        gpu_ids: value of the flag --gpu_ids; None = not given.
-    Returns:
-        Name → value; empty if the configuration has a number of processes, or several machines.
-    """
+    """Return --num_processes for one process per GPU; {} if the configuration has a number, or several machines."""
     import torch
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -154,10 +129,6 @@ def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
 
 
 def files(folder: str) -> Path:
-    """Returns the path of a folder of the project: inside the installed package or, in a checkout, next to the package.
-
-    Args:
-        folder: name of the folder, such as "examples".
-    """
+    """Return the path of a folder of the project, which is in the installed package or, in a checkout, next to it."""
     carried = PACKAGE / folder
     return carried if carried.is_dir() else PACKAGE.parent / folder

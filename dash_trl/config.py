@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import get_type_hints
 
 from transformers.hf_argparser import HfArg
@@ -97,90 +97,76 @@ class DASHConfig(GRPOConfig):
 
     Args:
         gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
-            Drop rows with little signal before any model pass. A row is one completion with its prompt. It is dropped
-            if its largest absolute advantage is 0 or below this threshold, or if it has no reward, because a reward
-            function failed or none applies to it. `0.0` drops only rows without a reward, and rows whose advantages are
-            all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0
-            or 1, a threshold of 0.1 drops the same rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`)
-            or at most 99 rows (`"group"`). If rewards are uniform on 0 … 1 and groups have 8 rows, 0.1 drops 23 % of
-            the rows with `"none"` and 6 % with `"group"`. `None` turns filtering off. The logged `kl` and `entropy`
-            cover only the rows that are kept; TRL's cover all rows.
+            Drop a row (a completion with its prompt) before any model pass if its largest absolute advantage is 0 or
+            below this threshold, or if it has no reward: a function failed, or none applies. With `0.0` and `beta=0`,
+            the update is exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops the same
+            rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`) or 99 (`"group"`); see
+            docs/concepts/exact.md. `None`: off. `kl` and `entropy` in the log are of kept rows, TRL's of all.
         filter_denominator (`str`, defaults to `"all"`):
-            Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. Dropping
-            a row then has the same effect on the policy gradient as setting its advantages to 0, as in the paper.
-            `"kept"`: only the rows of the optimizer step that are kept, so steps are larger when few rows are kept.
+            Rows that the loss is divided by. `"all"`: dropped ones, too, as if their advantages were 0 (the paper).
+            `"kept"`: kept ones of the optimizer step, so steps are larger when few are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
-            `multi_objective_aggregation`. The other estimators do not use these two options: `"rloo"`,
-            `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"grpo_passk"` (see
-            `dash_trl.update.advantages`).
+            `multi_objective_aggregation`. Without these: `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`,
+            `"reinforce_plus_plus_baseline"`, `"grpo_passk"` (see `dash_trl.update.advantages`).
         loss_type (`str`, defaults to `"dapo"`):
-            One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
-            sampled, and need the sampler's log-probs (`docs/concepts/staleness.md`). `"aipo"` weights each token by
-            min(r, `aipo_delta`) and has no other term; r is the token's probability under the policy, divided by its
-            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with two settings. Its old policy is the
-            weights with which training on the window began, not the weights that sampled it. TRL's importance-sampling
-            correction is on, in the mode `"token_truncate"`: ratios to the sampler are truncated at
+            One of TRL's losses or, for rollouts of older weights with the sampler's log-probs
+            (`docs/concepts/staleness.md`), `"aipo"` or `"decoupled_ppo"`. `"aipo"` weights each token by min(r,
+            `aipo_delta`) and has no other term; r is its probability under the policy by that under the sampler.
+            `"decoupled_ppo"` is `"dapo"` whose old policy is the weights with which training on the window began, with
+            TRL's importance-sampling correction in the mode `"token_truncate"`: ratios to the sampler are truncated at
             `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
-            With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio r has no gradient.
+            With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio has no gradient.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
-            The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
-            counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
-            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: as
-            many tokens as TRL's padded micro-batch of the same window, `per_device_train_batch_size` times the longest
-            row. What the filter, padding and shared prompts save then becomes fewer passes. Each row of a shared prompt
-            has a copy of its keys, and 12 of these count as a token.
+            Largest number of prompt and completion tokens in one model pass: as many as fit in memory. A shared prompt
+            counts once; of each row's copy of its keys, 12 count as a token. Padding counts if the model cannot run
+            padding-free. A longer row runs alone. `None`: as TRL's padded micro-batch, `per_device_train_batch_size`
+            times the longest row.
         share_prompts (`bool` or `None`, defaults to `None`):
-            If several rows of a model pass have the same prompt, compute this prompt only once. The update is the same.
-            `None`: share prompts of at least 16 tokens, because sharing shorter ones saves next to nothing. `True`:
-            share prompts of at least 2 tokens. `False`: share no prompt.
+            Compute a prompt only once for all rows of a model pass that have it. The update is the same. `None`:
+            prompts of at least 16 tokens. `True`: of at least 2. `False`: none.
         async_level (`int`, defaults to `0`):
-            The number of generation windows that servers may sample ahead of training. The rollouts of window n are
-            sampled by the weights with which training of window n − `async_level` began, or by newer weights. With a
-            value above 0, use a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a
-            window is sampled when training needs it. `1` without servers: the trainer's process samples the next window
-            while it waits for the rewards of a `RewardRunner`. A value above 1 needs servers.
+            Number of generation windows that servers may sample ahead of training. Window n is sampled by the weights
+            with which training of window n − `async_level` began, or by newer ones: above 0, use `"aipo"` or
+            `"decoupled_ppo"`; see docs/howto/async.md. Without servers, at most `1`: the trainer samples the next
+            window while a `RewardRunner` scores.
         max_num_gen_batches (`int`, defaults to `1`):
-            Dynamic sampling (DAPO; the option has verl's name). A group consists of all completions of one prompt, and
-            has signal if `gradient_filter_threshold` keeps one of them. If some groups of a window have no signal,
-            further prompts are sampled until the window is full of groups with signal, or until the number of sampled
-            groups is `max_num_gen_batches` times that of a window. Training uses the groups with signal that were
-            sampled first. `1`: off. Needs `max_steps`; see docs/howto/dynamic-sampling.md.
+            Dynamic sampling (DAPO; verl's name). While some groups of a window have no signal
+            (`gradient_filter_threshold` keeps none of their rows), sample further prompts, up to this many times a
+            window's groups. The first groups with signal are trained on. `1`: off. Needs `max_steps`; see
+            docs/howto/dynamic-sampling.md.
         bf16 (`bool` or `None`, defaults to `None`):
-            TRL's option, whose default is `True`. `None`: compute in bf16 if a GPU can and `fp16` is not set; if not,
-            as on a CPU, in float32.
+            Compute in bf16. `None`: if a GPU can and `fp16` is not set; otherwise in float32. TRL's default is `True`.
         logging_nan_inf_filter (`bool`, defaults to `False`):
-            Transformers' option, whose default is `True`. It makes each micro-step wait for the device. Here a loss
-            that is not finite counts as 0 in the log, and its optimizer step is skipped and counted (`skipped_steps`).
+            Transformers' option, whose default `True` makes each micro-step wait for the device. A loss that is not
+            finite is 0 in the log anyway, and its optimizer step is skipped (`skipped_steps`).
         reward_pipeline (`bool`, defaults to `False`):
-            Train on each group as soon as it is scored, while the optimizer step waits for the rewards of other groups.
-            The update is the same. If several optimizer steps share one window (`steps_per_generation` above
-            `gradient_accumulation_steps`), each step trains on the groups that are scored next. Needs reward functions
-            that score each completion by itself (`dash_trl.RewardRunner`); see docs/howto/slow-rewards.md.
+            Train on each group as soon as it is scored. The update is the same. If several optimizer steps share a
+            window (`steps_per_generation` above `gradient_accumulation_steps`), each trains on the groups that are
+            scored next. Needs reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
+            docs/howto/slow-rewards.md.
         eval_k (`list[int]` or `None`, defaults to `None`):
-            In evaluations, log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They
-            are computed from the `num_generations_eval` completions of each problem. A completion is correct if its
-            reward is above 0.5. See docs/howto/evaluate.md.
+            Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems, from
+            `num_generations_eval` completions each. Correct = a reward above 0.5. See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
-            Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If a call takes
-            longer, the run stops waiting for it, and does not train on its row; see docs/howto/tools.md.
+            Seconds that a call of a tool, or of an environment's `reset` or `get_reward`, may take. After that, its row
+            is not trained on; see docs/howto/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
-            URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. The command
-            `dash_trl serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. If no
-            server can be used, the run waits for one, at most TRL's `vllm_server_timeout` seconds.
+            vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`; `dash_trl serve` starts
+            them. Implies `use_vllm=True` and `vllm_mode="server"`. Without a usable one, the run waits at most
+            `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
-            Seconds without an answer from a server that has requests, or for one weight update. Then other servers get
-            its requests, and the late server gets no prompt until it has answered a probe.
+            Seconds without an answer from a server that has requests, or for a weight update. Then other servers get
+            its requests, and it gets none until it has answered a probe.
         vllm_weight_dir (`str` or `None`, defaults to `None`):
-            Folder to which the trainer writes weights for the servers. Trainer and servers must see the folder under
-            the same path. In memory, such as in `/dev/shm`, it is fast. `None`: a folder in `output_dir`.
+            Folder for the servers' weights, which trainer and servers see under the same path; fast in memory, such as
+            `/dev/shm`. `None`: a folder in `output_dir`.
     """
 
     gradient_filter_threshold: float | None = HfArg(
         default=0.0,
-        help="Drop a row before any model pass if its largest absolute advantage is 0 or below this (the "
-        "paper: 0.1). `None`: off.",
+        help="Drop a row if its largest absolute advantage is 0 or below this (the paper: 0.1). `None`: off.",
     )
     filter_denominator: str = HfArg(
         default="all",
@@ -188,16 +174,13 @@ class DASHConfig(GRPOConfig):
     )
     advantage_estimator: str = HfArg(
         default="grpo",
-        help="How rewards become advantages: 'grpo' is TRL's definition, with `scale_rewards`; the others are "
-        "'rloo', 'single_path', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' and 'grpo_passk', or "
-        "one of your own in `dash_trl.update.ESTIMATORS`.",
+        help="How rewards become advantages: 'grpo' (TRL's, with `scale_rewards`), 'rloo', 'single_path', "
+        "'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'grpo_passk', or one of your own.",
     )
     loss_type: str = HfArg(
         default="dapo",
-        help=f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
-        "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
-        "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
-        "(docs/concepts/staleness.md).",
+        help=f"How the loss weighs tokens: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig) or, for rollouts of older "
+        "weights, 'aipo' or 'decoupled_ppo' (docs/concepts/staleness.md).",
     )
     aipo_delta: float = HfArg(
         default=8.0, help="With loss_type='aipo': the largest importance weight. A token above it has no gradient."
@@ -241,7 +224,8 @@ class DASHConfig(GRPOConfig):
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # takes a string, too
-            self.use_vllm, self.vllm_mode = True, "server"
+            self.use_vllm = True
+            self.vllm_mode = "server"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
@@ -283,7 +267,7 @@ class DASHConfig(GRPOConfig):
 
     @property
     def groups_of_rank(self) -> int:
-        """The number of groups that a rank has in a generation batch, if each of its groups is on one rank."""
+        """The number of groups that a rank has in a generation batch, if each group is on one rank."""
         return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
     @property
@@ -308,15 +292,9 @@ class DASHConfig(GRPOConfig):
                 raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}.")
 
     def _refuse(self, reasons: dict[str, str], other: str) -> None:
-        """Raise an error if an option in `reasons` differs from its default, because `other` would ignore the option.
-
-        Args:
-            reasons: option → why `other` ignores it.
-            other: the setting, as the error shows it.
-        """
-        defaults = {one.name: one.default for one in fields(self)}
+        """Raise an error if an option in `reasons` (option → reason) has been set, because `other` would ignore it."""
         for option, reason in reasons.items():
-            if (value := getattr(self, option)) != defaults[option]:
+            if (value := getattr(self, option)) != getattr(type(self), option):  # the default
                 raise ValueError(f"{option}={value!r} does not go with {other}: {reason}. Leave one of the two out.")
 
     def _check_loss(self) -> None:
@@ -328,11 +306,9 @@ class DASHConfig(GRPOConfig):
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
     def _check_groups_apart(self) -> None:
-        """Raise an error for a setting that needs all groups of a window at once.
-
-        With `max_num_gen_batches` the groups come in rounds, and with `reward_pipeline` one after the other.
-        """
-        size, accumulated = self.num_generations, self.gradient_accumulation_steps
+        """Raise an error for a setting that needs all groups of a window at once."""
+        size = self.num_generations
+        accumulated = self.gradient_accumulation_steps
         device = f"per_device_train_batch_size={self.per_device_train_batch_size}"
         steps = f"steps_per_generation={self.steps_per_generation}"
         of_window = self.per_device_train_batch_size * self.steps_per_generation

@@ -1,16 +1,15 @@
-"""`Ranks`: communication between the ranks of a run, which end together at an error, gather rows and add up numbers.
+"""`Ranks`: the ranks of a run end together at an error, gather rows and add up numbers.
 
-A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for each other and exchange their errors::
+A *meeting* is the end of `Ranks.agree`, where all ranks wait for each other and exchange their errors::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
-meeting uses torch's key-value store, because a rank may fail while the other ranks are in a collective. If the meeting
-were a collective, too, the two would be mixed up.
+Otherwise the others would wait for a failed rank in their next collective. Torch's key-value store is used, because a
+collective could be mixed up with theirs.
 
-Meetings are numbered, and each failure ends one meeting on all ranks. So `work` may call `agree`, too: if it fails on
-one rank before that call, its error comes to the meeting for which the other ranks wait::
+A failure ends one numbered meeting on all ranks. So `work` may call `agree`, too: if it fails on one rank before that,
+its error comes to the meeting for which the others wait::
 
     rank 0   agree( work( agree( work ──► done ──┐
     rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
@@ -34,12 +33,13 @@ PATIENCE = 10.0
 TIMEOUT = 1800.0  # seconds for which a rank without an error waits; torch's default for a collective on gloo
 # A waiting rank polls the store. Its pauses are `LOOK_SHARE` × the time waited so far, but at least `FIRST_LOOK` and at
 # most `LAST_LOOK` seconds.
-FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
+LOOK_SHARE = 0.02
+FIRST_LOOK = 1e-4
+LAST_LOOK = 0.2
 
 T = TypeVar("T")
 
 _meetings = [0]  # number of meetings so far; the same on all ranks
-_lines: list[Any] = []  # the `Lines` of this process
 HELLO = b"dash_trl"
 
 
@@ -50,12 +50,12 @@ class RankFailed(RuntimeError):
 class Lines:
     """TCP connections between rank 0 and the others. The system closes one when a rank ends, however it ends.
 
-    Without them, ranks that no launcher ends together, such as those of `srun`, would wait for `ddp_timeout`.
+    Without them, ranks that no launcher ends, as under `srun`, would wait for `ddp_timeout`.
     """
 
     def __init__(self, store: Any, rank: int, host: str):
         self._ends: dict[int, socket.socket] = {}
-        self._listener: Any = None
+        self._listener: socket.socket | None = None
         if rank == 0:
             port = 0
             with suppress(OSError):  # a name of this node that others use, but this node itself does not have
@@ -69,7 +69,7 @@ class Lines:
                 self._ends[0].sendall(HELLO + rank.to_bytes(4))
 
     def check(self, error: Exception | None) -> None:
-        """Raise a `RankFailed` from `error` if a rank has ended to which this rank is connected."""
+        """Raise a `RankFailed` from `error` if a connected rank has ended."""
         with suppress(OSError):
             while self._listener is not None:
                 end, _ = self._listener.accept()
@@ -85,22 +85,23 @@ class Lines:
                 raise RankFailed(f"Rank {rank} has ended without a word to the others. See its own output.") from error
 
 
-class Ranks:
-    """Communication between this rank and the other ranks of a run.
+_lines: list[Lines] = []  # of this process
 
-    All ranks must call the methods in the same order, on the main thread.
+
+class Ranks:
+    """Communication between this rank and the others. All ranks call its methods in the same order, on the main thread.
 
     Args:
         accelerator: the `Accelerator` of the trainer.
-        timeout: seconds for which a rank waits for the other ranks in `agree`.
+        timeout: seconds for which `agree` waits for other ranks.
     Attributes:
         rank: index of this rank.
         count: number of ranks.
-        timeout: seconds for which a rank waits for the other ranks in `agree`.
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
-        self._accelerator, self.timeout = accelerator, timeout
+        self._accelerator = accelerator
+        self.timeout = timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
         if self.count > 1 and not _lines:
@@ -115,19 +116,16 @@ class Ranks:
         from_main: bool = False,
         **named: Any,
     ) -> T:
-        """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
+        """Call `work` on every rank. If it fails on one, all ranks raise an error.
 
-        If one rank fails while the other ranks are in a collective, the failed rank waits `PATIENCE` seconds for them,
-        and then raises its own error. The launcher then ends the other ranks.
+        If the others are in a collective, it raises its own after `PATIENCE` seconds; the launcher ends them.
 
         Args:
             work: the function to call. It may call `agree`, unless `main_only` is True.
-            arguments: arguments of `work` by position.
-            main_only: True = call `work` only on the main rank, and return its value on all ranks.
-            from_main: True = call `work` on all ranks, but return the value of the main rank on all ranks.
-            named: arguments of `work` by name.
-        Returns:
-            The value of `work`.
+            arguments: its arguments by position.
+            main_only: True = only the main rank calls `work`, and all ranks return its value.
+            from_main: True = all ranks call `work`, and return the main rank's value.
+            named: its arguments by name.
         Raises:
             Exception: the error of `work` on this rank.
             RankFailed: if another rank failed, or did not come to the meeting in time.
@@ -158,22 +156,17 @@ class Ranks:
         return value
 
     def check_lines(self, error: Exception) -> None:
-        """Raise a `RankFailed` if another rank has ended, from which an error of torch's communication may follow."""
+        """Raise a `RankFailed` if another rank has ended, which may be why torch's communication failed."""
         for lines in _lines:
             lines.check(error)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded by 0.
+        """Return the rows of all ranks as a CPU tensor, those of rank 0 first. Shorter rows are padded by 0.
 
         Args:
-            rows: [B, …] in float32 or an integer type, because every device can gather these. B is the same on all
-                ranks.
-        Returns:
-            [N, …], the rows of rank 0 first.
+            rows: [B, …] with the same B on all ranks, in float32 or an integer type, which every device can gather.
         """
-        rows = rows.to(self._accelerator.device)
-        if rows.dim() > 1:
-            rows = self._accelerator.pad_across_processes(rows, dim=1)
+        rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1)
         return self._accelerator.gather(rows).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -181,15 +174,11 @@ class Ranks:
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks, as a CPU tensor in the dtype of `values`.
-
-        Args:
-            values: the tensor of this rank, not in float64, which MPS does not have.
-        """
+        """Return the sum of a tensor over the ranks, on the CPU, in its dtype: not float64, which MPS does not have."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def exact_sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
+        """Return the sum over the ranks in float64. Lists are sent, because not every device has float64."""
         return torch.tensor(self.gather_object(values.tolist()), dtype=torch.double).sum(dim=0)
 
     def largest(self, number: int) -> int:
@@ -197,24 +186,13 @@ class Ranks:
         return int(self.gather(torch.tensor([number])).max())
 
     def own(self, rows: int) -> slice:
-        """Return the slice that selects this rank's rows from the result of `gather`.
-
-        Args:
-            rows: number of rows of each rank.
-        """
+        """Return the slice of this rank's rows in the result of `gather`, of `rows` rows per rank."""
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """`with` block in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
-
-    Use this context for all passes of a micro-step except the last.
-
-    Args:
-        accelerator: the `Accelerator` of the trainer.
-        model: the wrapped model.
-    """
+    """Within the block, let backward passes only accumulate gradients: no synchronisation, no step of DeepSpeed."""
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
@@ -233,29 +211,19 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
-    lines: Any = None,
+    lines: Lines | None = None,
 ) -> dict[int, str]:
-    """Wait until all ranks have come to a meeting, and exchange their errors.
+    """Wait until all `count` ranks have come to meeting `number`, and exchange errors.
 
-    Args:
-        store: torch's key-value store, which all ranks share.
-        rank: index of this rank.
-        count: number of ranks.
-        error: the error of this rank. `None`: this rank succeeded.
-        number: the number of this meeting, the same on all ranks.
-        patience: seconds for which a rank that failed waits for the others.
-        timeout: seconds for which a rank that succeeded waits for the others.
-        lines: the `Lines` to other ranks. `None`: there are none.
+    A rank that failed waits `patience` seconds for the others, another one `timeout` seconds.
+
     Returns:
-        Failed rank → text of its error; empty if no rank failed. It is the same on every rank, with one exception: if
-        this rank failed and the other ranks did not come in time, the result is only this rank's error.
+        Failed rank → text of its error, the same on all ranks; only this rank's error if it failed and the others did
+        not come.
     Raises:
         RankFailed: if some ranks did not come in time.
     """
     keys = [f"dash_trl/{number}/{one}" for one in range(count)]
-    failed = f"dash_trl/{number}/failed"
-    if error is not None:  # set before this rank's key, because the others read failures once all keys are set
-        store.set(failed, "")
     said = "" if error is None else _described(error)
     store.set(keys[rank], said)
     started = time.monotonic()
@@ -270,15 +238,13 @@ def meet(
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
         # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
-    said_by_all = [store.get(key) for key in keys] if store.check([failed]) else []
-    for name in (rank, "failed"):  # all ranks have come to this meeting, so none still reads the keys of the last one
-        store.delete_key(f"dash_trl/{number - 1}/{name}")
+    said_by_all = store.multi_get(keys)
+    # All ranks have come to this meeting, so none still reads the keys of the last one.
+    store.delete_key(f"dash_trl/{number - 1}/{rank}")
     return {one: value.decode() for one, value in enumerate(said_by_all) if value}
 
 
 def _described(error: Exception) -> str:
-    """Return the type and the text of an error, also if the error's own `__str__` fails."""
-    # A store takes no half of a surrogate pair.
-    return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}".encode(
-        errors="backslashreplace"
-    ).decode()
+    """Return the type and the text of an error, also if its `__str__` fails."""
+    text = f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
+    return text.encode(errors="backslashreplace").decode()  # a store takes no half of a surrogate pair

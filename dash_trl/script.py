@@ -15,29 +15,53 @@ from dash_trl.evaluation import TOY, TOY_LENGTH, Task, evaluate
 
 # The fields of TRL and Transformers that --help shows; --help_all shows all.
 HELP = (
-    *("model_name_or_path", "attn_implementation", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
-    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps", "seed"),
-    *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
-    *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
+    "model_name_or_path",
+    "attn_implementation",
+    "use_peft",
+    "lora_r",
+    "output_dir",
+    "resume_from_checkpoint",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "beta",
+    "num_iterations",
+    "learning_rate",
+    "max_steps",
+    "seed",
+    "num_train_epochs",
+    "use_vllm",
+    "vllm_mode",
+    "use_cpu",
+    "bf16",
+    "gradient_checkpointing",
+    "report_to",
+    "logging_steps",
+    "log_completions",
+    "eval_strategy",
+    "save_strategy",
+    "save_steps",
 )
 # Flags of `Task` that toy problems do not have.
 OF_PROBLEMS = (
-    *("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template", "plain_prompts"),
-    *("problem_column", "answer_column"),
+    "dataset_config",
+    "dataset_train_split",
+    "dataset_test_split",
+    "prompt_template",
+    "plain_prompts",
+    "problem_column",
+    "answer_column",
 )
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any]) -> tuple[Any, ...]:
-    """Parses the command line and the YAML file of --config, and lets dash_trl's messages be printed.
+    """Parse the command line and the YAML file of --config, and let dash_trl's messages be printed.
 
-    Args:
-        argv: arguments of the command line.
-        types: the dataclasses whose fields are flags: a `Task`, the settings of the trainer, TRL's `ModelConfig`, and
-            any others.
-        toy_defaults: defaults for the toy model.
-    Returns:
-        One instance of each dataclass.
+    The fields of `types` are the flags: a `Task`, the trainer's settings, TRL's `ModelConfig`, any others. Return an
+    instance of each.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
@@ -61,13 +85,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
 
 
 def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
-    """Raises a `ValueError` if only one of model and dataset is given, or if an option would have no effect.
-
-    Args:
-        script: the problems and the reward function.
-        args: settings of the trainer.
-        model_args: the model.
-    """
+    """Raise a `ValueError` if only one of model and dataset is given, or if an option would have no effect."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
@@ -95,15 +113,10 @@ def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
 
 
 def toy_accuracies(trainer: Any, problems: Dataset, reward: Any) -> dict[str, float]:
-    """Returns the accuracy on held-out toy problems, of two samples each at temperature 1 and of the greedy answer.
+    """Return the accuracy on held-out toy problems, of two samples each at temperature 1 and of the greedy answer.
 
-    If the model has tools, the trainer evaluates, so all processes take part, and there are only samples. Otherwise,
-    one process measures alone, or none if it may lack parts of the model.
-
-    Args:
-        trainer: the trainer.
-        problems: the problems.
-        reward: the reward function, which says what is right.
+    With tools, the trainer evaluates on all processes, without the greedy answer. Otherwise, one process measures
+    alone, or none if it may lack parts of the model.
     """
     if getattr(trainer, "tools", None):
         return {"sampled": trainer.evaluate(problems)["eval_reward"]}

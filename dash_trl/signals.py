@@ -1,4 +1,4 @@
-"""Ends a script after Ctrl-C (SIGINT) or SIGTERM: with one line, and 130 or 143, as a shell reports these signals.
+"""Ends a script after Ctrl-C (SIGINT) or SIGTERM with one line, and 130 or 143, as shells do.
 
 `dash_trl train` starts a script by this file, because its imports take seconds: `python signals.py SCRIPT FLAGS`.
 """
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def end(number: int, _: Any = None) -> None:
-    """End this process at once. The first rank says so. Used before training, and after the model is saved."""
+def end(number: int, _: Any) -> None:
+    """End this process at once, with a line from the first rank. For times at which no training can be lost."""
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"\nStopped, but not during training, so no step is lost. To start again, repeat the command.\n")
     os._exit(128 + number)
@@ -26,14 +26,9 @@ def set_handlers(*handlers: Any) -> list[Any]:
 
 @contextmanager
 def interrupts(*numbers: int) -> Iterator[list[int]]:
-    """Within the block, let the first of these signals raise a `KeyboardInterrupt`.
+    """Let the first of these signals raise a `KeyboardInterrupt` within the block; yield the list of those that came.
 
     The second one has no effect: the launcher may have passed on the same Ctrl-C. The third one ends the process.
-
-    Args:
-        numbers: numbers of signals.
-    Yields:
-        The list of the signals that have come.
     """
     come: list[int] = []
 

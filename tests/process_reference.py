@@ -8,8 +8,8 @@ import math
 import statistics
 
 
-def to_go(rewards):
-    return [sum(rewards[t:]) for t in range(len(rewards))]
+def to_go(rewards, discount=1.0):
+    return [sum(discount ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
 
 
 def mean(values):
@@ -97,10 +97,6 @@ def prime_rloo(batch, s):
     return whitened(rows, batch)
 
 
-def discounted(rewards, discount):
-    return [sum(discount ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
-
-
 def reinforce(batch, s):
     return [to_go(combined(row, s)) for row in flat(batch)]
 
@@ -111,7 +107,7 @@ def gae(batch, s):
     for row in flat(batch):
         values, rewards = [*row["values"], 0.0], combined(row, {"process": 0.0})
         errors = [reward + values[t + 1] - values[t] for t, reward in enumerate(rewards)]
-        results.append(discounted(errors, s["lambda"]))
+        results.append(to_go(errors, s["lambda"]))
     return results
 
 
@@ -141,10 +137,6 @@ def figures(rows):
         "process/utility_second_half": [utility for at, utility in ends if at >= 0.5],
         "advantage/mean": [value for row in rows for value in row["credit"]],
         "advantage/mean_outcome_only": [row["advantage"] for row in rows for _ in row["credit"]],
-        "asked": [not row["skipped"] for row in rows],
-        "several": [len(row["utilities"]) > 1 for row in valued],
-        "added": [value - row["advantage"] for row in rows for value in row["credit"]],
-        "outcome": [row["advantage"] for row in valued],
     }
     return {
         name: (mean(sample) if sample else math.nan, deviation(sample) if len(sample) > 1 else math.nan)

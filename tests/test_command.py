@@ -108,5 +108,4 @@ def test_the_report_and_the_exit_code(monkeypatch, capsys):
 
 def test_versions_come_from_the_metadata():
     assert bounds()["torch"].contains("2.13.0") and bounds()["peft"].contains("0.21.0")
-    assert installed("nobody-has-this") is None
-    assert SpecifierSet("<=2.13.0").contains("2.13.0+cpu", prereleases=True) and "1.17.0" not in bounds()["trl"]
+    assert installed("nobody-has-this") is None and "1.17.0" not in bounds()["trl"]

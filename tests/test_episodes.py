@@ -45,28 +45,18 @@ PARTS = [
 texts = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PARTS), max_size=25).map("".join))
 
 
-def cut(text: str, *, truncate: int | None = None, end: bool = True, **arguments) -> tuple[list[str], list[int]]:
-    """(episodes and final answer as text, boundaries)."""
-    ids = TOKENIZER(text)["input_ids"][:truncate] + ([END] if end else [])
-    episodes = Segmenter(TOKENIZER, **{"min_episode_tokens": 1, **arguments})(ids)
+def cut(*turns: str | None, end: bool = True, **arguments) -> tuple[list[str], list[int]]:
+    """(episodes and final answer as text, boundaries) of turns of the policy's and of a tool, one after the other."""
+    ids, own = [], []
+    for number, text in enumerate(turns):
+        is_own = number % 2 == 0
+        tokens = [] if text is None else TOKENIZER(text)["input_ids"] + [END] * (is_own and end)
+        ids += tokens
+        own += [int(is_own)] * len(tokens)
+    episodes = Segmenter(TOKENIZER, **arguments)(ids, own if len(turns) > 1 else None)
     assert episodes.length == len(ids)
     pieces = [TOKENIZER.decode(ids[part], skip_special_tokens=True) for part in episodes.slices()]
     return pieces, list(episodes.boundaries)
-
-
-@settings(max_examples=60)
-@given(texts, st.integers(1, 5), st.integers(10, 30), st.booleans(), st.integers(0, 3))
-def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest, end, dropped):
-    ids = TOKENIZER(text)["input_ids"]
-    ids = ids[: len(ids) - dropped] + [END] * end  # may end within a character
-    episodes = Segmenter(TOKENIZER, min_episode_tokens=shortest, max_episode_tokens=longest)(ids)
-    assert [token for part in episodes.slices() for token in ids[part]] == ids
-    bounds = episodes.boundaries
-    assert bounds[0] == 0 and list(bounds) == sorted(set(bounds)) and bounds[-1] <= len(ids)
-    inner = episodes.slices()[:-1]
-    assert all(part.stop - part.start <= longest for part in inner)
-    if len(inner) > 1:
-        assert all(part.stop - part.start >= shortest for part in inner)
 
 
 def read(tokenizer, ids: list[int]) -> str:
@@ -89,13 +79,6 @@ def test_sentencepiece_tokens():
     )
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     assert read(tokenizer, [0, 1, 2, 3, 4]) == " abé"
-
-
-def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
-    pieces, _ = cut("so we add. Wait, no. So x is 4.\n\nThe answer is 4")
-    assert "".join(pieces) == "so we add. Wait, no. So x is 4.\n\nThe answer is 4"
-    # ". W" may be one token: then the marker's episode starts with it, and no text moves.
-    assert [re.sub(r"^\W+", "", piece)[:2] for piece in pieces] == ["so", "Wa", "So", "Th"]
 
 
 def test_episodes_as_text():
@@ -138,11 +121,12 @@ def test_the_final_answer_is_no_episode():
 
 def test_an_answer_within_a_thought_is_not_the_final_one():
     """Truncated in the thought, or with an answer that no expression finds: the rest is cut into episodes, too."""
-    thought = "So the answer is 12. But wait, I forgot one. " + 20 * "Then we add 3 and 4. "
-    pieces, bounds = cut(thought, max_episode_tokens=64, end=False)
-    assert bounds[-1] == len(TOKENIZER(thought)["input_ids"]) and len(bounds) > 4 and pieces[-1] == ""
-    assert max(after - before for before, after in itertools.pairwise(bounds)) <= 64
-    assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
+    for doubt in ("But wait, ", ""):  # a marker, or length alone
+        thought = f"So the answer is 12. {doubt}I forgot one. " + 20 * "Then we add 3 and 4. "
+        pieces, bounds = cut(thought, max_episode_tokens=64, end=False)
+        assert bounds[-1] == len(TOKENIZER(thought)["input_ids"]) and len(bounds) > 4 and pieces[-1] == ""
+        assert max(after - before for before, after in itertools.pairwise(bounds)) <= 64
+        assert cut(f"{thought}The answer is 7.", max_episode_tokens=64)[0][-1] == "The answer is 7."
 
 
 def test_ids_without_a_token_have_no_text():
@@ -152,39 +136,20 @@ def test_ids_without_a_token_have_no_text():
     assert after == (0, before[1] + 1, before[2] + 2)
 
 
-def of_turns(*turns: tuple[str, bool], **arguments) -> tuple[list[str], list[int]]:
-    """As `cut`, of turns with whether the policy wrote them; its turns end with `END`."""
-    pieces = [TOKENIZER(text)["input_ids"] + [END] * is_own for text, is_own in turns]
-    ids = [token for piece in pieces for token in piece]
-    own = [int(is_own) for piece, (_, is_own) in zip(pieces, turns, strict=True) for _ in piece]
-    episodes = Segmenter(TOKENIZER, **arguments)(ids, own)
-    return [TOKENIZER.decode(ids[part]) for part in episodes.slices()], list(episodes.boundaries)
-
-
-OWN, TOOL = True, False
-
-
-EACH = {"min_episode_tokens": 1}
 TURNS = {
     "only what the policy wrote is looked at": (
-        [("we add. Wait, no", OWN), ("no. So x. The answer is 7", TOOL), ("x is 4. So the answer is 4", OWN)],
-        EACH,
-        ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So the answer is 4<|end|>"],
+        ["we add. Wait, no", "no. So x. The answer is 7", "x is 4. So the answer is 4"],
+        ["we add. ", "Wait, nono. So x. The answer is 7", "x is 4. ", "So the answer is 4"],
     ),
-    "turns that are shorter than an episode": (
-        [("x", OWN), ("7", TOOL), ("y", OWN), ("8", TOOL), ("z", OWN)],
-        {},
-        ["x<|end|>7", "y<|end|>8", "z<|end|>"],
-    ),
+    "turns that are shorter than an episode": (["x", "7", "y", "8", "z"], ["x7", "y8", "z"]),
     "an answer before a call of a tool is not the final one": (
-        [("x. The answer is 4. Wait, no", OWN), ("7", TOOL), ("it is 7", OWN)],
-        EACH,
-        ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7<|end|>"],
+        ["x. The answer is 4. Wait, no", "7", "it is 7"],
+        ["x. The answer is 4. ", "Wait, no7", "it is 7"],
     ),
-    "a tool has the last word": ([("x", OWN), ("7<|end|>", TOOL)], {}, ["x<|end|>7<|end|>", ""]),
-    "turns without a word": ([("", OWN), ("7", TOOL), ("", OWN)], {}, ["<|end|>7", "<|end|>"]),
-    "an environment begins": ([("7", TOOL), ("x", OWN)], {}, ["7x<|end|>"]),
-    "nothing is the policy's": ([("7", TOOL)], {}, ["7"]),
+    "a tool has the last word": (["x", "7<|end|>"], ["x7", ""]),
+    "turns without a word": (["", "7", ""], ["7", ""]),
+    "an environment begins": ([None, "7", "x"], ["7x"]),
+    "nothing is the policy's": ([None, "7"], ["7"]),
 }
 
 
@@ -206,18 +171,35 @@ def test_boundaries_do_not_depend_on_the_phrase_of_the_answer(answer):
 
 
 def test_an_episode_ends_where_the_policy_s_next_turn_begins():
-    for case, (turns, arguments, episodes) in TURNS.items():
-        assert of_turns(*turns, **arguments)[0] == episodes, case
+    for case, (turns, episodes) in TURNS.items():
+        assert cut(*turns)[0] == episodes, case
 
 
-@settings(max_examples=60)
-@given(st.lists(st.tuples(texts, st.booleans()), max_size=6), st.integers(1, 5))
-def test_each_episode_has_a_token_of_the_policy_s(turns, shortest):
-    _, boundaries = of_turns(*turns, min_episode_tokens=shortest, max_episode_tokens=10)
-    own = [is_own for text, is_own in turns for _ in TOKENIZER(text)["input_ids"] + [END] * is_own]
+@settings(max_examples=120)
+@given(
+    st.lists(st.tuples(texts, st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(10, 30),
+    st.integers(0, 3),
+)
+def test_any_completion(turns, shortest, longest, dropped):
+    """Episodes are the completion, laid end to end; each begins with a token of the policy's, and each of its turns."""
+    own, ids = [], []
+    for text, is_own in turns:
+        tokens = TOKENIZER(text)["input_ids"] + [END] * is_own
+        ids += tokens
+        own += [int(is_own)] * len(tokens)
+    ids = ids[: len(ids) - dropped]  # it may end within a character
+    own = own[: len(ids)]
+    episodes = Segmenter(TOKENIZER, min_episode_tokens=shortest, max_episode_tokens=longest)(ids, own)
+    assert [token for part in episodes.slices() for token in ids[part]] == ids
+    bounds = list(episodes.boundaries)
+    assert bounds[0] == 0 and bounds == sorted(set(bounds)) and bounds[-1] <= len(ids)
     begins = [at for at, is_own in enumerate(own) if is_own and not (at and own[at - 1])]
-    assert boundaries == sorted(set(boundaries)) and set(begins[1:]) <= set(boundaries)
-    assert boundaries[0] == 0 and all(own[at] for at in boundaries[1:] if at < len(own))
+    assert set(begins[1:]) <= set(bounds) and all(own[at] for at in bounds[1:] if at < len(ids))
+    inner = [part.stop - part.start for part in episodes.slices()[:-1]]
+    if all(own):
+        assert max(inner, default=0) <= longest and (len(inner) < 2 or min(inner) >= shortest)
 
 
 def test_impossible_settings_are_refused():
@@ -228,8 +210,7 @@ def test_impossible_settings_are_refused():
         ({"markers": None}, "markers=None cannot begin an episode"),
         ({"min_episode_tokens": 0}, "min_episode_tokens=0 and max_episode_tokens=256 cannot both hold"),
         ({"min_episode_tokens": 129}, "1 <= min <= max / 2"),
-        ({"final_answer": ""}, "final_answer='' matches an empty text"),
-        ({"final_answer": "(answer: )?"}, "matches an empty text"),
+        ({"final_answer": "(answer: )?"}, r"final_answer='\(answer: \)\?' matches an empty text"),
         ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
         ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.*such as r'"),
     ]:

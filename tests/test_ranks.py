@@ -18,19 +18,6 @@ def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
     assert meet(dist.HashStore(), 1, 2, KeyError(1), 1, patience=0.0) == {1: "KeyError: 1"}
 
 
-def test_a_failure_is_known_before_its_rank_has_come():
-    """Otherwise the last rank would find that all ranks have come, and no failure."""
-    order = []
-
-    class Store(dist.HashStore):
-        def set(self, key, value):
-            order.append(key)
-            super().set(key, value)
-
-    meet(Store(), 1, 2, KeyError(1), 1, patience=0.0)
-    assert order == ["dash_trl/1/failed", "dash_trl/1/1"]
-
-
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(RankFailed, match=r"Rank 1 has waited 0 s .* for the ranks \[0, 2\]"):
         meet(dist.HashStore(), 1, 3, None, 1, timeout=0.0)

@@ -151,7 +151,6 @@ def test_the_model_is_left_as_it_was(qwen, tokenizer):
 
 CLOSED, OPEN = "\nThe answer is 9", "</think>\n\nThe answer is 9"
 CHAT = "<|im_start|>assistant\n"
-DEFAULT = AnswerLogProbValue()
 THOUGHTS = {  # prompt, completion; as these models write them
     "no thought": ("4 + 5 = ", "the sum is 9<|im_end|>"),
     "Qwen3: the model opens it": (CHAT, "<think>\nthe 4 + 5\n</think>\n\n9<|im_end|>"),
@@ -193,26 +192,13 @@ def thinking_tokenizer(request, tokenizer):
 
 
 def test_a_thought_is_closed_where_it_is_open_and_nowhere_else(thinking_tokenizer, no_tree):
+    """A force prompt of the user's is taken as it is."""
     for name, texts in THOUGHTS.items():
         prompt, completion = (tuple(thinking_tokenizer(text)["input_ids"]) for text in texts)
         boundaries = tuple(range(len(completion) + 1))
         ends = [len(thinking_tokenizer.decode(prompt + completion[:boundary])) for boundary in boundaries]
-        found = asked(ValueRequest(prompt, completion, boundaries, ("9",)), thinking_tokenizer, no_tree, DEFAULT)
+        request = ValueRequest(prompt, completion, boundaries, ("9",))
+        found = asked(request, thinking_tokenizer, no_tree, AnswerLogProbValue())
         assert found == [expected_text("".join(texts), end) for end in ends], name
-
-
-def test_a_force_prompt_of_the_user_is_taken_as_it_is(tokenizer, no_tree):
-    completion = tuple(tokenizer("<think>4</think>")["input_ids"])
-    request = ValueRequest((5,), completion, tuple(range(len(completion) + 1)), ("9",))
-    texts = asked(request, tokenizer, no_tree, AnswerLogProbValue("</think>="))
-    assert texts == [tokenizer.decode((5, *completion[:boundary])) + "</think>=9" for boundary in request.boundaries]
-
-
-def test_the_model_s_values_are_of_what_is_forced(qwen, tokenizer):
-    nameless = 299  # an embedding without a token, as Qwen2.5 has 271
-    completion = (*tokenizer("<think>4 + 5")["input_ids"], nameless, *tokenizer("</think>9")["input_ids"])
-    before, within, after = 0, completion.index(tokenizer("4")["input_ids"][0]), len(completion)
-    request = ValueRequest((5, 6), completion, (before, within, after), ("9", "the 9"))
-    for boundary, value in zip(request.boundaries, score(AnswerLogProbValue(), qwen, tokenizer, request), strict=True):
-        force_prompt = "</think>\n\nThe answer is " if boundary == within else "\nThe answer is "
-        check([[value]], qwen, tokenizer, [replace(request, boundaries=(boundary,))], force_prompt)
+        found = asked(request, thinking_tokenizer, no_tree, AnswerLogProbValue("</think>="))
+        assert found == ["".join(texts)[:end] + "</think>=9" for end in ends], name

@@ -1,4 +1,4 @@
-"""Process rewards: computes one advantage per token from the values V(prefix) at episode boundaries."""
+"""Process rewards: one advantage per token, from the values V(prefix) at episode boundaries."""
 
 from typing import TYPE_CHECKING
 

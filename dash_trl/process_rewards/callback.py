@@ -2,12 +2,12 @@
 
     rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 
-Letters: B rows of this rank, T completion tokens, K boundaries per row.
+B rows of this rank, T completion tokens, K boundaries per row.
 """
 
 import math
 import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,36 +24,32 @@ from dash_trl.rewards import plain_answer
 from dash_trl.rollout import CreditedRollouts, RolloutBatch
 from dash_trl.update import ESTIMATORS, check_tensor, registered, weighted_rewards
 
-CREDIT = "credit"  # name of the column with the credit per episode in TRL's table of completions
-
 
 class ProcessRewardCallback(DASHCallback):
-    """Replaces the outcome advantages by one advantage per token, computed from the values of each row's prefixes::
+    """Callback that replaces a row's outcome advantage by one per token, from the values of its prefixes::
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback(AnswerLogProbValue())])
 
-    Values are computed once per completion, after sampling and before the filter. If the reward functions run in a
-    `RewardRunner` and score one completion at a time, `AnswerLogProbValue` is computed while they run.
+    Values are computed after sampling; those of `AnswerLogProbValue` while a `RewardRunner` scores one completion at a
+    time.
 
     Args:
         value: the value estimator, which computes V(prefix).
-        estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`. The default is the
-            estimator of "Training-Free Process Rewards for LLM RL".
-        settings: the settings of the credit estimator. None = `CreditSettings()`.
+        estimator: a credit estimator in `dash_trl.process_rewards.ESTIMATORS`. The default is of "Training-Free Process
+            Rewards for LLM RL".
+        settings: settings of the credit estimator. None = `CreditSettings()`.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
         min_episode_tokens: see `Segmenter`.
         final_answer: see `Segmenter`.
-        answer_column: name of the dataset column with the accepted answer, which is a text, a number or a list of
-            these. The column is needed only if the value estimator needs answers.
-        skip_silent: True = groups whose outcome advantages are all 0 get no process rewards, so V alone never drives a
-            step. False = only solved groups among them get none. So the policy can learn from a problem that no
-            completion solves, but it learns whatever V pays, right or wrong. A group is solved if all its rewards are
-            above 0.
+        answer_column: dataset column with the accepted answer: a text, a number or a list of these.
+        skip_silent: True = no process rewards for groups whose outcome advantages are all 0, so V alone never drives a
+            step. False = none for solved ones only (all rewards above 0): the policy can learn from a problem that no
+            completion solves, but learns whatever V pays, right or wrong.
     Raises:
-        ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; when training begins,
-            if an argument of `Segmenter` is wrong; during training, if the answer column is missing, or if an
-            estimator of your own returns values or advantages of the wrong form.
+        ValueError: if the credit estimator is unknown, or the value or a setting does not fit it; in training, if an
+            argument of `Segmenter` is wrong, the answer column is missing, or your own estimator returns something of
+            the wrong form.
     """
 
     def __init__(
@@ -69,8 +65,10 @@ class ProcessRewardCallback(DASHCallback):
         answer_column: str = "answer",
         skip_silent: bool = True,
     ):
-        self.value, self.settings = value, CreditSettings() if settings is None else settings
-        self.estimator, self.per_group = estimator, registered(estimator, "credit", "estimator").per_group
+        self.value = value
+        self.settings = CreditSettings() if settings is None else settings
+        self.estimator = estimator
+        self.per_group = registered(estimator, "credit", "estimator").per_group
         if isinstance(self.value, type) or not callable(self.value):
             raise ValueError(
                 f"value={self.value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) "
@@ -86,13 +84,15 @@ class ProcessRewardCallback(DASHCallback):
         check_settings(estimator, self.settings)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.overlaps_rewards = not getattr(self.value, "needs_rewards", True)
-        self.segmentation: dict[str, Any] = {
-            "markers": markers,
-            "max_episode_tokens": max_episode_tokens,
-            "min_episode_tokens": min_episode_tokens,
-            "final_answer": final_answer,
-        }
-        self.answer_column, self.skip_silent = answer_column, skip_silent
+        self._new_segmenter = partial(
+            Segmenter,
+            markers=markers,
+            max_episode_tokens=max_episode_tokens,
+            min_episode_tokens=min_episode_tokens,
+            final_answer=final_answer,
+        )
+        self.answer_column = answer_column
+        self.skip_silent = skip_silent
         # One pair (boundaries, values) for each row of this rank in the last window, for users who inspect the values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._diagnostics = Diagnostics()
@@ -116,13 +116,14 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0  # the time that values and credit of the current window take
         self._early: dict[tuple[Any, ...], list[float]] = {}  # `_key` of a request → its values
         tokenizer = kwargs["processing_class"]  # of a multimodal model: its processor
-        self._segmenter = Segmenter(getattr(tokenizer, "tokenizer", tokenizer), **self.segmentation)
+        self._segmenter = self._new_segmenter(getattr(tokenizer, "tokenizer", tokenizer))
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """Computes the values of all rows while reward functions run in the background."""
-        trainer, started = kwargs["trainer"], time.perf_counter()
+        """Compute the values of all rows while reward functions run in the background."""
+        trainer = kwargs["trainer"]
+        started = time.perf_counter()
         if self.overlaps_rewards and kwargs["rewards_run"]:
             requests, values = self._values(rollouts, rollouts.loss_mask.any(dim=1), trainer)
             self._early.update(zip(map(_key, requests), values, strict=True))
@@ -136,27 +137,33 @@ class ProcessRewardCallback(DASHCallback):
         rollouts: CreditedRollouts,
         **kwargs,
     ) -> None:
-        trainer, started = kwargs["trainer"], time.perf_counter()
-        group_size, width = trainer.num_generations, max(rollouts.completion_ids.shape[1], 1)
+        trainer = kwargs["trainer"]
+        started = time.perf_counter()
+        group_size = trainer.num_generations
+        width = max(rollouts.completion_ids.shape[1], 1)
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         # The credit estimator gets only the tokens that the policy wrote. So from here on, lengths, boundaries and
         # columns do not count the tokens of tools.
         own = rollouts.loss_mask.bool()
         lengths = own.sum(dim=1)
-        silent, solved = (one.view(-1, group_size).all(dim=1) for one in (rollouts.advantages == 0, outcome > 0))
+        silent = (rollouts.advantages == 0).view(-1, group_size).all(dim=1)
+        solved = (outcome > 0).view(-1, group_size).all(dim=1)
         silent &= solved | self.skip_silent
         skipped = silent.repeat_interleave(group_size) | outcome.isnan() | (lengths == 0)
         requests, found = self._values(rollouts, ~skipped, trainer)
         pairs = zip(requests, found, strict=True)
         self.last = [(request.boundaries or (0,), row or [math.nan]) for request, row in pairs]
 
-        boundaries = _among_own(_table([at for at, _ in self.last], -1), own)
-        values = _table([row for _, row in self.last], math.nan).double()
-        process, ends, levels, valued = place_rewards(boundaries, values, lengths, width)
+        before = torch.nn.functional.pad(own.cumsum(dim=1), (1, 0))  # the number of the policy's tokens before a token
+        places = [before[row, list(at)] for row, (at, _) in enumerate(self.last)]
+        boundaries = pad_sequence(places, batch_first=True, padding_value=-1)
+        levels = [torch.tensor(row) for _, row in self.last]
+        values = pad_sequence(levels, batch_first=True, padding_value=math.nan).double()
+        process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
-            values=levels,
+            values=per_token,
             mask=torch.arange(width) < lengths.unsqueeze(1),
             outcome=outcome.double(),
             outcome_advantages=rollouts.advantages.double(),
@@ -167,7 +174,7 @@ class ProcessRewardCallback(DASHCallback):
         credit = trainer.ranks.agree(self._credit, rewards)
         rollouts.advantages = credit.new_zeros(own.shape).masked_scatter(own, credit[rewards.mask]).float()
         if trainer.log_completions:
-            kwargs["log_extra"](CREDIT, self._credit_cells(rollouts, kwargs["processing_class"]))
+            kwargs["log_extra"]("credit", self._credit_cells(rollouts, kwargs["processing_class"]))
         figures = batch_figures(rewards, boundaries, values, credit, skipped=skipped)
         self._seconds += time.perf_counter() - started
         trainer.recorder.log({**process_metrics(figures), "time/values": self._seconds})
@@ -175,8 +182,9 @@ class ProcessRewardCallback(DASHCallback):
         self._seconds = 0.0
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
-        """Return one text per row. It has a line per episode with its mean advantage, such as `[+0.52] 7+5=12`."""
-        tables, cells = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages), []
+        """Return one text per row, with a line per episode: its mean advantage and its text, as in `[+0.52] 7+5=12`."""
+        tables = (rollouts.completion_ids, rollouts.loss_mask.bool(), rollouts.advantages)
+        cells = []
         for row, (boundaries, _) in enumerate(self.last):
             ids, own, credit = (table[row][rollouts.completion_mask[row].bool()] for table in tables)
             lines = [
@@ -190,7 +198,7 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, asked: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]]]:
-        """Return the result of `_requests`, and one list of values for each request. Known values are not computed."""
+        """Return the requests, and one list of values for each; known values are not computed again."""
         requests = trainer.ranks.agree(self._requests, rollouts, asked)
         # What is known is not used for a row without boundaries: no V is needed there.
         known = [self._early.get(_key(request)) if request.boundaries else None for request in requests]
@@ -201,13 +209,12 @@ class ProcessRewardCallback(DASHCallback):
         return requests, [next(found) if values is None else values for values in known]
 
     def _requests(self, rollouts: RolloutBatch, asked: Tensor) -> list[ValueRequest]:
-        """Return one request for each row of this rank, with boundaries if `asked` [B] is True for the row."""
+        """Return one request for each row of this rank; where `asked` [B] is False, it has no boundaries."""
         requests: list[ValueRequest] = []
-        loss_mask = None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
-            own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
+            own = None if rollouts.tool_mask is None else tuple(rollouts.tool_mask[row][tokens].tolist())
             requests.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
@@ -221,7 +228,7 @@ class ProcessRewardCallback(DASHCallback):
         return requests
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """Return [N, T]: the advantages that the chosen credit estimator computes."""
+        """Return the advantages of the credit estimator, [N, T]."""
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, floats=True, N=rows, T=tokens)
@@ -229,19 +236,18 @@ class ProcessRewardCallback(DASHCallback):
 
 
 def _key(request: ValueRequest) -> tuple[Any, ...]:
-    """Return what the values of a completion depend on; the same prompt may have other answers in another row."""
+    """Return what a completion's values depend on; rows with the same prompt may have different answers."""
     return request.prompt_ids, request.completion_ids, request.answers, request.own
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """Return the accepted answers of a dataset row.
+    """Return the accepted answers of a dataset row; of a text with `####`, as in GSM8K, what follows the last one.
 
-    If a text contains `####`, as the solutions of GSM8K do, the answer is the text after the last `####`. None and NaN
-    are missing cells of a table and are left out.
+    None, NaN and empty texts are left out.
 
     Args:
         example: the dataset row.
-        column: name of the column with the answer, which is a value that `plain_answer` reads, or a list of these.
+        column: column with a value that `plain_answer` reads, or a list of these.
     Raises:
         ValueError: if the column is missing, or `plain_answer` cannot read its value.
     """
@@ -254,15 +260,3 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
     answers = example[column]
     texts = map(plain_answer, answers if isinstance(answers, list | tuple) else [answers])
     return tuple(answer for text in texts if (answer := text.rsplit("####", 1)[-1].strip()))
-
-
-def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """Return rows of different lengths as one tensor [B, K], int64 or float32 as `padding`: MPS gathers only these."""
-    dtype = torch.tensor(padding).dtype
-    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
-
-
-def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """Return for each boundary [B, K] the number of tokens before it that the policy wrote; padding (−1) stays −1."""
-    before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
-    return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)

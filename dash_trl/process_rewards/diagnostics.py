@@ -1,14 +1,13 @@
-"""Computes the logged figures of process rewards, and checks whether process rewards reach the advantages.
+"""The logged figures of process rewards, and checks whether these reach the advantages.
 
-Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; the post's third, the time that V takes, is the
-figure `time/values`:
+Checks 1 and 2 come from "Training-Free Process Rewards for LLM RL"; its third is the figure `time/values`:
 
 0. Is V known at the first and the last boundary of any row?
 1. Do the tokens of any row have different advantages?
 2. Do the process rewards change the advantages noticeably?
 3. Does the outcome of any group count in the window?
 
-If a check fails in `PATIENCE` windows in a row, a warning explains the reason and the remedy. Check 3 warns at once.
+A check that fails in `PATIENCE` windows in a row warns; check 3 at once.
 """
 
 import logging
@@ -30,27 +29,29 @@ Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation
 
 
 def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
-    """Computes the figures of a window over all ranks.
-
-    A figure with "/" in its name is logged under this name. The other figures are only for the checks.
+    """Return a window's figures over all ranks: name → mean and standard deviation. Those without "/" are not logged.
 
     Args:
-        rewards: the input of the credit estimator; N rows, T completion tokens.
+        rewards: the input of the credit estimator.
         boundaries: [N, K] int, padded with −1.
-        values: [N, K], V at each boundary; NaN = missing, or padding.
-        credit: [N, T], the advantages that the credit estimator returned.
-        skipped: [N] bool, True = V is not needed, because the row is unscored or has no token, or by `skip_silent`.
-    Returns:
-        Name → mean and standard deviation.
+        values: [N, K], V at each boundary; NaN = missing.
+        credit: [N, T], the result of the credit estimator.
+        skipped: [N] bool, True = no V was asked for.
     """
-    asked, valued = ~skipped, rewards.valued
-    count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
-    first, last = (values.gather(1, at.unsqueeze(1)).flatten() for at in (count * 0, (count - 1).clamp(min=0)))
+    asked = ~skipped
+    valued = rewards.valued
+    count = (boundaries >= 0).sum(dim=1)
+    lengths = rewards.mask.sum(dim=1)
+    first = values[:, 0]
+    last = values[torch.arange(len(values)), count - 1]
     row, token = (rewards.ends & valued.unsqueeze(1)).nonzero(as_tuple=True)
-    utilities, early = rewards.process[row, token], 2 * token < lengths[row]
+    utilities = rewards.process[row, token]
+    early = 2 * token < lengths[row]
+    several = row.bincount(minlength=len(valued)) > 1
     low, high = torch.where(rewards.mask, credit, credit[:, :1]).aminmax(dim=1)
-    several, structure = row.bincount(minlength=len(valued)) > 1, high - low > 1e-6
-    outcome_only, tokens = rewards.outcome_advantages.repeat_interleave(lengths), credit[rewards.mask]
+    structure = high - low > 1e-6
+    outcome_only = rewards.outcome_advantages.repeat_interleave(lengths)
+    tokens = credit[rewards.mask]
     samples = {
         "process/episodes": (count - 1)[asked],
         "process/missing_values": values.isnan()[(boundaries >= 0) & asked.unsqueeze(1)],
@@ -72,7 +73,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
 
 
 def process_metrics(figures: Figures) -> dict[str, float]:
-    """Selects the figures of `batch_figures` that are logged, and leaves out those that are NaN."""
+    """Return the figures of `batch_figures` that are logged, without those that are NaN."""
     numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
     numbers["advantage/std"] = figures["advantage/mean"][1]
     numbers["advantage/std_outcome_only"] = figures["advantage/mean_outcome_only"][1]
@@ -80,22 +81,13 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 class Diagnostics:
-    """Runs the checks on each window and warns if a check has failed in `PATIENCE` windows in a row.
-
-    The warning is not repeated while the check goes on failing. If the check passes in a window, its count of failures
-    is set back to 0, so the warning may come again later.
-    """
+    """Warns if a check has failed in `PATIENCE` windows in a row; again only after it has passed."""
 
     def __init__(self) -> None:
         self._failures = Counter[str]()  # name of a check → number of windows in a row in which it has failed
 
     def check(self, figures: Figures, *, estimator: str) -> None:
-        """Runs the checks on one window.
-
-        Args:
-            figures: the result of `batch_figures`.
-            estimator: name of the credit estimator.
-        """
+        """Run the checks on the figures of one window."""
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
         if asked:

@@ -1,22 +1,21 @@
-"""`Segmenter` cuts completions into episodes. V(prefix) is estimated at the boundaries of the episodes::
+"""`Segmenter` cuts completions into episodes, at whose boundaries V(prefix) is estimated::
 
     token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
 
-Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. Positions in the text
-are mapped to tokens by the bytes of each token. So every boundary lies between two tokens, even if several tokens form
-one character or a marker begins within a token.
+Episode i is the tokens b_{i−1} … b_i − 1, the final answer those from b_n on. Positions are mapped by bytes, so that
+several tokens may form one character, and a marker may begin within one.
 """
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dash_trl.process_rewards.arguments import check_escapes
 from dash_trl.rewards import ANSWER_BEGINS
 
 # Words with which a model begins a new thought: those that "Training-Free Process Rewards for LLM RL" prints, with
@@ -28,10 +27,22 @@ EPISODE_MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I
 FINAL_ANSWER = ANSWER_BEGINS
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
+# In a plain Python string, "\boxed" begins with a backspace and "\frac" with a form feed. No model writes these control
+# characters, so an argument that contains one is a mistake.
+_ESCAPED = re.compile("[\a\b\v\f]")
 _WORD = re.compile(r"\w")
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+|[。！？][\"'”’」)\]]*\s*|\n+")
 
 Markers = Sequence[str] | Callable[[str], Iterable[int]]
+
+
+def check_escapes(name: str, text: str) -> None:
+    """Raise a `ValueError` if a text holds a control character that Python made from a backslash and a letter."""
+    if _ESCAPED.search(text):
+        raise ValueError(
+            f"{name}={text!r} holds a control character: Python reads a backslash and a letter as an escape, as in "
+            f"'\\boxed'. Write it as a raw string, r'\\boxed{{', or with two backslashes."
+        )
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,7 @@ class Episodes:
     """The boundaries of the episodes of one completion.
 
     Args:
-        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the whole completion is the final
-            answer.
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. n = 0: all is the final answer.
         length: number of tokens of the completion.
     """
 
@@ -48,23 +58,16 @@ class Episodes:
     length: int
 
     def slices(self) -> list[slice]:
-        """Return one slice of tokens per episode, and one for the final answer.
+        """Return one slice of tokens per episode, and one for the final answer. Together they are the completion.
 
-        The n + 1 slices cover the completion without gaps. If no final answer was found, the last slice has only the
-        special tokens at the end of the completion, such as the end-of-sequence token, and is empty without them.
+        Without a final answer, the last one has only special tokens at the end, or none.
         """
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Maps each token id of a fast tokenizer to the bytes of its text.
-
-    Args:
-        tokenizer: a fast tokenizer, byte-level BPE (Qwen, Llama 3) or SentencePiece.
-    Raises:
-        ValueError: if the tokenizer is not fast.
-    """
+    """Return token id → bytes of its text, for a fast tokenizer: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{type(tokenizer).__name__} is not a fast tokenizer, so the bytes of its tokens are unknown. Process "
@@ -89,30 +92,28 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 class Segmenter:
     """Cuts completions into episodes.
 
-    A new episode starts with the token that contains the first byte of a marker. If no marker follows within
-    `max_episode_tokens` tokens, the episode ends at the last sentence end within this length. If this length contains
-    no sentence end, the episode has exactly this length. Either cut comes earlier if otherwise fewer than
-    `min_episode_tokens` tokens would be left for the next episode. The last boundary is the beginning of the final
-    answer. If no final answer is found in a completion that has ended, it begins with the last episode or with the last
-    sentence that has a number, whichever is later, so that credit does not depend on how the answer is phrased. If the
-    completion is truncated, the last boundary is its end, and V there measures the progress of the whole completion.
+    An episode starts with the token that contains the first byte of a marker. If none follows within
+    `max_episode_tokens` tokens, it ends at the last sentence end within them, or after them; earlier if fewer than
+    `min_episode_tokens` tokens would be left.
 
-    In a completion of several turns, each turn of the policy begins an episode, even if the previous episode is shorter
-    than `min_episode_tokens`. So the call of a tool and the tool's answer belong to one episode. Markers and sentence
-    ends are searched only in text that the policy wrote, and the final answer only in the policy's last turn.
+    The last boundary is the beginning of the final answer. If none is found in a completion that has ended, it is the
+    last episode, or the last sentence with a number if that is later, so that credit does not depend on the answer's
+    phrase. In a truncated completion it is the end.
+
+    Each turn of the policy begins an episode, so a tool's call and answer are in one. Only the policy's text is
+    searched, its last turn for the final answer.
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: list of texts, or a function that takes a text and returns the character positions at which episodes
-            begin. A text of the list begins an episode only if it stands at the beginning of a word.
-        max_episode_tokens: the largest number of tokens of an episode. A longer episode is cut as described above.
-        min_episode_tokens: number of tokens. A boundary within a turn is left out if fewer tokens than this number lie
-            between it and the previous boundary, or between it and the final answer or the end of the turn.
-        final_answer: regular expression for the beginning of the final answer. The last match counts, with one
-            exception: if no word or fewer than `min_episode_tokens` tokens separate two matches, the earlier match
-            counts. So the final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed". A match that
-            is followed by a marker, or by more than `max_episode_tokens` tokens, does not count, because it stands
-            within a thought.
+        markers: texts that begin an episode where they begin a word, or a function (text) → character positions at
+            which episodes begin.
+        max_episode_tokens: the largest length of an episode.
+        min_episode_tokens: a boundary within a turn is left out if fewer tokens are before it, from the previous one,
+            or after it, to the final answer or the turn's end.
+        final_answer: regular expression for the beginning of the final answer. The last match counts, or the one before
+            if no word or fewer than `min_episode_tokens` tokens separate them: ``The answer is $\\boxed{72}$`` begins
+            at "The". A match before a marker, or before more than `max_episode_tokens` tokens, is within a thought and
+            does not count.
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -148,20 +149,21 @@ class Segmenter:
             )
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)
-        self._markers = markers
-        self._longest, self._shortest = max_episode_tokens, min_episode_tokens
+        self._longest = max_episode_tokens
+        self._shortest = min_episode_tokens
         self._final_answer = re.compile(final_answer)
-        if not callable(markers):
-            words = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
-            self._marker = re.compile(rf"(?<!\w)(?:{words})")
+        if callable(markers):
+            self._markers = markers
+        else:
+            words = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
+            self._markers = partial(_starts, re.compile(rf"(?<!\w)(?:{words})"))
 
     def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
         """Return the episodes of one completion.
 
         Args:
-            token_ids: token ids of the completion, without padding. They may end with the end-of-sequence token.
-            own: one number per token, 1 = the policy wrote it, 0 = a tool or an environment wrote it. None = the policy
-                wrote all tokens.
+            token_ids: its token ids without padding; they may end with special tokens.
+            own: per token, 1 = the policy wrote it, 0 = a tool or an environment. None = all 1.
         """
         turns = _turns([1] * len(token_ids) if own is None else own)
         boundaries = []
@@ -190,25 +192,26 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        if callable(self._markers):
-            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
-        else:
-            cuts = [match.start() for match in self._marker.finditer(text)]
+        cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         last_cut = max(cuts, default=0)
         answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= last_cut]
-        begins = [token_at(answer.start()) for answer in answers]
-        while len(begins) > 1:
-            last, before = answers.pop(), answers[-1]
-            if begins[-1] - begins[-2] >= self._shortest and _WORD.search(text, before.end(), last.start()):
+        while len(answers) > 1:
+            before, last = answers[-2:]
+            tokens = token_at(last.start()) - token_at(before.start())
+            if tokens >= self._shortest and _WORD.search(text, before.end(), last.start()):
                 break
-            begins.pop()
-        if is_last and not begins and written < len(token_ids):  # it has ended
+            answers.pop()
+        end = written
+        if answers:
+            end = token_at(answers[-1].start())
+        elif is_last and written < len(token_ids):  # it has ended
             signs = [*re.finditer(r"\d", text)] or [*_WORD.finditer(text)]
             last_sign = signs[-1].start() if signs else 0
             sentence = len(text[: max(at for at in [0, *ends] if at <= last_sign)].rstrip())
-            begins = [max(token_at(sentence - 1) + 1 if sentence else 0, token_at(last_cut))]
-        end = begins[-1] if begins and written - begins[-1] <= self._longest else written
+            end = max(token_at(sentence - 1) + 1 if sentence else 0, token_at(last_cut))
+        if written - end > self._longest:  # within a thought
+            end = written
         sentences = list(map(token_at, ends))
         return self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end)
 
@@ -236,9 +239,10 @@ def _turns(own: Sequence[int]) -> list[slice]:
     return turns
 
 
-def line_starts(text: str) -> list[int]:
-    """Return the character positions at which lines begin.
+def _starts(pattern: re.Pattern[str], text: str) -> list[int]:
+    return [match.start() for match in pattern.finditer(text)]
 
-    With `Segmenter(markers=line_starts)`, each line becomes an episode.
-    """
+
+def line_starts(text: str) -> list[int]:
+    """Return the positions at which lines begin. With `Segmenter(markers=line_starts)`, a line is an episode."""
     return [match.end() for match in re.finditer(r"\n+", text)]

@@ -2,10 +2,8 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-Here, a call is a set of prefixes whose continuations are sampled and scored together. It has at most as many rows as a
-window of the trainer, or K rows on each rank if that is more. The prefixes of each call are divided evenly among the
-ranks. So every rank makes the same number of calls, and no rank waits for a rank whose own completions have more
-prefixes.
+The continuations of a call are sampled and scored together. The ranks share its prefixes evenly, so all make the same
+number of calls.
 """
 
 from collections import defaultdict
@@ -26,15 +24,7 @@ from dash_trl.update import weighted_rewards
 
 @dataclass(frozen=True)
 class _Prefix:
-    """One prefix whose value is estimated.
-
-    Attributes:
-        rank: the rank that the completion belongs to.
-        row: index of the request among the requests of the rank `rank`.
-        boundary: token position in the completion at which the prefix ends.
-        room: the largest number of tokens that may be sampled after the prefix.
-        request: the request that contains the completion.
-    """
+    """The first `boundary` tokens of the completion in request `row` of `rank`; at most `room` tokens may follow."""
 
     rank: int
     row: int
@@ -46,16 +36,14 @@ class _Prefix:
 class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
-    This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
-    trainer's sampler makes the rollouts. Without its prompt, a prefix together with its continuation is no longer than
-    a completion of the trainer. The sampler gets at most as many rows at a time as a window of the trainer has, or K
-    rows on each rank if that is more.
+    This V is unbiased and has the unit of the reward, but takes K rollouts per boundary. The trainer's sampler makes
+    them, at most a window's rows at a time, or K on each rank if that is more. With its continuation, a prefix is no
+    longer than a completion.
 
-    The trainer's reward functions and reward weights score the rollouts. Unscored rollouts are left out of the mean. If
-    all rollouts of a prefix are unscored, the value of the prefix is missing. Figures that reward functions log about
-    these rollouts are dropped.
+    The trainer's reward functions and weights score the rollouts; what they log is dropped. Unscored rollouts are left
+    out of the mean; if all of a prefix are, its value is missing.
 
-    A rollout has only one turn. So tools and environments are an error: V would be the value of a policy without tools.
+    A rollout has one turn, so V would be the value of a policy without tools.
 
     Args:
         num_rollouts: K >= 1, number of rollouts per boundary.
@@ -78,7 +66,7 @@ class MonteCarloValue:
                 + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored "
                 "without it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
             )
-        rank = trainer.accelerator.process_index
+        rank = trainer.ranks.rank
         own = [
             _Prefix(rank, row, boundary, _room(request, boundary, trainer), request)
             for row, request in enumerate(requests)
@@ -101,10 +89,10 @@ class MonteCarloValue:
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
         """Cut all ranks' prefixes into calls; return the prefixes of each call, and those that this rank continues.
 
-        Each call has a multiple of the ranks; its last prefix is repeated if needed. Prefixes with a similar `room`
-        share a call, because a call takes as long as its longest row. Nothing is sampled for those whose `room` is 0.
+        Prefixes with a similar `room` share a call, which takes as long as its longest row; without room, none is
+        sampled.
         """
-        ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        ranks = trainer.ranks.count
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
         prefixes = sorted(prefixes, key=attrgetter("room"), reverse=True)
         calls = []
@@ -112,8 +100,7 @@ class MonteCarloValue:
             for start in range(0, len(part), size):
                 call = part[start : start + size]
                 call += call[-1:] * (-len(call) % ranks)
-                each = len(call) // ranks
-                calls.append((call, call[rank * each : (rank + 1) * each]))
+                calls.append((call, call[trainer.ranks.own(len(call) // ranks)]))
         return calls
 
     def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
@@ -135,14 +122,7 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """Compute the rewards of this rank's completions as TRL does; return [N, F] of all ranks, NaN = not applicable.
-
-    Args:
-        trainer: the `DASHTrainer`.
-        rows: the prefix of each completion.
-        completion_ids: token ids of each completion: the prefix without the prompt, and a continuation.
-        group_size: K, the number of adjacent completions that continue the same prefix.
-    """
+    """Return the rewards [N, F] of all ranks' completions, computed as TRL does; NaN = not applicable."""
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
@@ -151,6 +131,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
     # What reward functions log here is dropped, because it would distort the figures of training.
     dropped: dict[str, Any] = {"_pending_extra_logs": defaultdict(list), "_pending_metrics": defaultdict(list)}
     with with_settings(trainer, dropped):
-        batch = examples, prompts, completions, completion_ids
         ask = partial(GRPOTrainer._calculate_rewards, trainer)
-        return trainer._run.rewards.of_all(ask, *batch, training=False, group_size=group_size)
+        return trainer._run.rewards.of_all(
+            ask, examples, prompts, completions, completion_ids, training=False, group_size=group_size
+        )

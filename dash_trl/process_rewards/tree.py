@@ -1,10 +1,7 @@
 """Tree passes: one pass over prompt and completion (the trunk) with short continuations of its prefixes (the branches).
 
-A tree pass returns the same log-probs as one pass per branch, but computes the trunk only once. So it costs about as
-much as a pass over the trunk alone. The trunk has plain causal attention; branches attend to their prefix
-(`dash_trl.update.trees`). Several trees are packed into one sequence.
-
-Letters: L tokens of the packed sequence, Q branch tokens of a tree, S tokens of a tree.
+The log-probs are those of one pass per branch, but the trunk is computed once. It has causal attention; branches attend
+to their prefix (`dash_trl.update.trees`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +36,7 @@ class Branch:
     Args:
         attach: number of trunk tokens before the branch, at least 1.
         tokens: token ids of the branch.
-        scored: index in `tokens` of the first scored token. Log-probs of this token and all later tokens are computed.
+        scored: index of its first token whose log-prob is computed.
     """
 
     attach: int
@@ -49,12 +46,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Tree:
-    """A trunk with its branches.
-
-    Args:
-        trunk: token ids of the trunk.
-        branches: the branches.
-    """
+    """A trunk of token ids, and its branches."""
 
     trunk: tuple[int, ...]
     branches: tuple[Branch, ...]
@@ -64,15 +56,19 @@ class Tree:
 
     @property
     def scored(self) -> int:
-        """Number of scored tokens. For each scored token, the model returns the logits of one position."""
+        """Number of scored tokens. Each needs the logits of one position."""
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return -torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+
+
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
+def _tree_attention(model: Any) -> Iterator[None]:
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(TREE_ATTENTION)
     try:
         yield
     finally:
@@ -80,15 +76,12 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 
 def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """Computes log P of the scored tokens of all branches in one pass, at temperature 1.
+    """Return log P of the scored tokens, [tree][branch][token], from one pass over the packed trees, at temperature 1.
 
     Args:
         model: the model to call. It may be wrapped or have adapters.
-        base_model: the transformers model inside `model`. During the pass, its attention is `tree_attention`.
-        trees: the trees, packed into one sequence.
-    Returns:
-        Nested lists of log-probs: one list per tree, which contains one list per branch, with one number per scored
-        token.
+        base_model: the transformers model inside, whose attention is `tree_attention` during the pass.
+        trees: the trees.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -97,7 +90,8 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     targets: list[int] = []
     device = next(base_model.parameters()).device
     for tree in trees:
-        start, trunk = len(ids), len(tree.trunk)
+        start = len(ids)
+        trunk = len(tree.trunk)
         ids += tree.trunk
         positions += range(trunk)
         for branch in tree.branches:
@@ -110,7 +104,7 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
         lengths = tuple(len(branch.tokens) for branch in tree.branches)
         shapes.append(TreeShape(trunk, lengths, tuple(branch.attach for branch in tree.branches)))
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
-    with _attention(base_model, TREE_ATTENTION):
+    with _tree_attention(base_model):
         logits = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -119,35 +113,26 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             use_cache=False,
             **kernel,
         ).logits[0]
-    wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
+    wanted = torch.tensor(targets, device=device).split(LOGITS_AT_ONCE)
     parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)
-    log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]
-    values = iter(torch.cat(log_probs).flatten().tolist())
+    values = iter(torch.cat([_log_probs(part, tokens) for part, tokens in parts]).tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
 def tree_flaw(model: Any, base_model: Any) -> str | None:
-    """Tests whether tree passes of a model return the right log-probs; see `isolation_flaw`.
+    """Return why a model's tree passes are wrong, or None; see `isolation_flaw`.
 
-    Under ZeRO-3 and FSDP, the test is a collective, because each model pass is a collective.
-
-    Args:
-        model: see `tree_log_probs`. It must be in evaluation mode.
-        base_model: see `tree_log_probs`.
-    Returns:
-        The reason why tree passes are wrong; None = they are right.
+    The model is in evaluation mode. The test is a collective under ZeRO-3 and FSDP, as each model pass is.
     """
 
     def tree(sample: Sequence[int]) -> Tree:
-        """Makes a trunk from the first half of the sample, and three branches from the second half.
-
-        The branches attach after the first token of the trunk, in its middle, and at its end.
-        """
-        half, part = len(sample) // 2, len(sample) // 6
-        tokens = [tuple(sample[start : start + part]) for start in range(half, half + 3 * part, part)]
-        attached = zip((1, half // 2, half), tokens, strict=True)
-        return Tree(tuple(sample[:half]), tuple(Branch(attach, branch, scored=0) for attach, branch in attached))
+        """Return half of a sample as the trunk, and branches after its first token, in its middle and at its end."""
+        half = len(sample) // 2
+        part = len(sample) // 6
+        starts = zip((1, half // 2, half), range(half, len(sample), part), strict=False)
+        branches = [Branch(attach, tuple(sample[start : start + part]), scored=0) for attach, start in starts]
+        return Tree(tuple(sample[:half]), tuple(branches))
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.tensor(branches).flatten() for branches in function([tree(sample) for sample in samples])]
@@ -162,14 +147,7 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """Computes the same log-probs as `tree_log_probs`, with one pass per branch, for models without tree passes.
-
-    Args:
-        model: the model to call.
-        trees: see `tree_log_probs`.
-    Returns:
-        See `tree_log_probs`.
-    """
+    """Return what `tree_log_probs` does, from one pass per branch, for models without tree passes."""
     device = next(model.parameters()).device
     results = []
     for tree in trees:
@@ -181,8 +159,7 @@ def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]
             logits = model(
                 input_ids=torch.tensor([ids], device=device), logits_to_keep=count + 1, use_cache=False
             ).logits
-            log_probs = logits[0, -count - 1 : -1].float().log_softmax(dim=-1)
             targets = torch.tensor(ids[-count:], device=device)
-            branches.append(log_probs.gather(1, targets.unsqueeze(1)).flatten().tolist())
+            branches.append(_log_probs(logits[0, -count - 1 : -1], targets).tolist())
         results.append(branches)
     return results

@@ -2,9 +2,7 @@
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the
-policy finish the prefix K times and computes the mean reward. A value that
-cannot be computed is missing: the estimator returns NaN, not 0, because log P = 0 would mean certainty.
+A missing value is NaN, not 0, because log P = 0 would mean certainty.
 """
 
 import logging
@@ -19,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import is_peft_model
 
-from dash_trl.process_rewards.arguments import check_escapes
+from dash_trl.process_rewards.episodes import check_escapes
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, keep_rows_apart, packing_obstacle
 
@@ -48,12 +46,10 @@ class ValueRequest:
     Args:
         prompt_ids: token ids of the prompt without padding, at least one.
         completion_ids: token ids of the completion without padding.
-        boundaries: token positions in the completion. The prefix of a boundary is the prompt and
-            `completion_ids[:boundary]`. Empty = no value is needed.
+        boundaries: token positions; the prefix of a boundary is the prompt and `completion_ids[:boundary]`.
         answers: the accepted answers.
-        example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
-        own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
-            None = the policy wrote all tokens.
+        example: the dataset row, for reward functions.
+        own: per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment. None = all 1.
     """
 
     prompt_ids: tuple[int, ...]
@@ -67,20 +63,19 @@ class ValueRequest:
 class ValueEstimator(Protocol):
     """Computes V for the prefixes of a rank's completions.
 
-    An estimator may also have these attributes:
+    Optional attributes:
 
-    - `needs_answers`: False = the estimator does not use `ValueRequest.answers`, and the dataset needs no column with
-      answers.
-    - `needs_rewards`: False = the estimator does not use reward functions, so it may be called while they run.
+    - `needs_answers`: False = `ValueRequest.answers` is not used, so the dataset needs no column with answers.
+    - `needs_rewards`: False = reward functions are not used, so the estimator may be called while they run.
     """
 
     space: str
     """The unit of V: "log", "probability", "reward", or "score" if V has another unit than the outcome."""
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        """Returns one list per request with one value per boundary; NaN = missing.
+        """Return one list per request with one value per boundary; NaN = missing.
 
-        The estimator may use collectives, because all ranks call it at the same point.
+        All ranks call it, so it may use collectives.
 
         Args:
             requests: the completions of this rank.
@@ -89,26 +84,20 @@ class ValueEstimator(Protocol):
 
 
 def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
-    """Checks that a value estimator returned one number for each boundary of each request.
+    """Return the values of a value estimator as lists of floats; NaN = missing.
 
-    Args:
-        values: the result of the estimator. NaN is allowed and means that a value is missing.
-        requests: the requests for which the estimator was called.
-        estimator: the estimator; the error message contains its name.
-    Returns:
-        The values as lists of floats.
     Raises:
-        ValueError: if the result has another form.
+        ValueError: if there is not one number for each boundary of each request.
     """
+    expected = [len(request.boundaries) for request in requests]
     try:
         numbers = [[float(value) for value in row] for row in values]
-    except TypeError as error:
-        reason = str(error)
-    else:
-        found, expected = [len(row) for row in numbers], [len(request.boundaries) for request in requests]
+        found = [*map(len, numbers)]
         if found == expected:
             return numbers
         reason = f"{found} values for requests that have {expected} boundaries"
+    except TypeError as error:
+        reason = str(error)
     raise ValueError(
         f"What the value estimator {estimator!r:.100} returned cannot be used: {reason}. Return a list with one list "
         "of numbers per request, one number per boundary, and math.nan for a value that is not known."
@@ -118,32 +107,26 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
 class AnswerLogProbValue:
     """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i), the policy's log-prob of the known answer.
 
-    This is the "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1.
-    Deviations:
+    The "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1. Deviations:
 
-    - The force prompt and the answer are tokenised together, so that the answer has the tokens that the model would
-      write.
-    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed, so that no difference of two values
-      becomes huge.
-    - With several accepted answers, V is min(0, logsumexp of the means of the answers).
+    - Force prompt and answer are tokenised together, as the model would write them.
+    - Log-probs below `FLOOR` are raised to it: no difference of two values becomes huge.
+    - With several accepted answers, V is min(0, logsumexp of their means).
 
-    The mean over tokens makes long and short answers comparable. But V is then not log P(answer): exp(V) is the
-    geometric mean of the tokens' probabilities, which is larger than P(answer) if the answer has several tokens.
+    The mean makes long and short answers comparable. But exp(V) is then not P(answer): it is larger if the answer has
+    several tokens.
 
     Args:
-        force_prompt: text between the prefix and the answer. None = ``"\\nThe answer is "``, or
-            ``"</think>\\n\\nThe answer is "`` if a thought is open at the boundary. A thought is open if the last tag
-            in the prefix is `<think>`. A force prompt that you pass is used unchanged at every boundary. Pass one if
-            your model has other tags.
-        closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``. Its tokens are scored, too. Without a
-            closing, a policy that would write "42" also gets a high V for the answer "4".
-        space: unit of V: "log" for the mean log-prob, or "probability" for its exponential.
-        max_tokens_per_pass: token budget of one model pass. Each completion uses up the tokens that are computed
-            for it (prompt, completion, force prompts and answers), or 32 per scored token if that is more. A completion
-            above the budget gets a pass of its own.
+        force_prompt: text between prefix and answer. None = ``"\\nThe answer is "``, or ``"</think>\\n\\nThe answer is
+            "`` if a thought is open at the boundary: the last tag before it is `<think>`. Your own is used at every
+            boundary; pass one if the model has other tags.
+        closing: text after the answer, such as ``"}"`` or ``"<|im_end|>"``, which is scored, too. Without it, a policy
+            that would write "42" also gets a high V for "4".
+        space: unit of V: "log" for the mean log-prob, "probability" for its exponential.
+        max_tokens_per_pass: token budget of a model pass. A completion takes its tokens (prompt, completion, force
+            prompts, answers), or 32 per scored one if that is more. A larger one gets its own pass.
     Raises:
-        ValueError: if `space` is unknown, or if the force prompt contains a control character that Python made from a
-            backslash and a letter.
+        ValueError: if `space` is unknown, or `force_prompt` has a control character, as "\\b" in a plain string is.
     """
 
     needs_rewards = False
@@ -178,16 +161,14 @@ class AnswerLogProbValue:
         *,
         passes_on_all_ranks: Callable[[int], int] = int,
     ) -> list[list[float]]:
-        """Computes the values with any model and tokenizer, without a trainer.
+        """Return the values with any model and tokenizer, without a trainer: one list per request; NaN = missing.
 
         Args:
             requests: the completions and their boundaries.
             model: a transformers model.
             tokenizer: the tokenizer of the model.
-            passes_on_all_ranks: function that takes this rank's number of passes and returns the largest number on any
-                rank. A rank with fewer passes runs dummy passes, because a pass is a collective under ZeRO-3 and FSDP.
-        Returns:
-            One list per request with one value per boundary; NaN = missing.
+            passes_on_all_ranks: function (number of passes) → the largest of any rank. Others run dummy passes, which
+                ZeRO-3 and FSDP wait for.
         """
         return self._valued(requests, self._trees(requests, tokenizer), model, passes_on_all_ranks)
 
@@ -199,10 +180,7 @@ class AnswerLogProbValue:
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
-        """Computes the values: one pass per bin of trees, or one per branch if the model cannot do tree passes.
-
-        The rank runs as many passes as `passes_on_all_ranks` returns. The passes beyond its own are over `DUMMY`.
-        """
+        """Return the values, from one pass per bin of trees, or one per branch if the model cannot do tree passes."""
         model = call.get_base_model() if is_peft_model(call) else call
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
@@ -213,8 +191,8 @@ class AnswerLogProbValue:
                 passes = [[(i, trees[i]) for i in one] for one in fitted_bins(asked, sizes, self.max_tokens_per_pass)]
             else:
                 passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]
-            for number in range(passes_on_all_ranks(len(passes))):
-                rows = passes[number] if number < len(passes) else []
+            passes += [[]] * (passes_on_all_ranks(len(passes)) - len(passes))
+            for rows in passes:
                 batch = [tree for _, tree in rows] or [DUMMY]
                 found = tree_log_probs(call, model, batch) if together else loop_log_probs(call, batch)
                 for (i, _), log_probs in zip(rows, found, strict=False):
@@ -225,17 +203,19 @@ class AnswerLogProbValue:
         return [self._tree(request, tokenizer) for request in requests]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
-        """Returns a tree: prompt and completion are the trunk, with one branch for each answer at each boundary.
+        """Return prompt and completion up to the last boundary as the trunk, with a branch per boundary and answer.
 
-        The branches are in the order of the boundaries: all answers at b_0, then all answers at b_1, and so on. The
-        trunk ends at the last boundary. Without boundaries or answers, the tree is empty.
+        Without boundaries or answers, the tree is empty.
         """
         if not request.boundaries or not any(request.answers):
             return Tree((), ())
         ids = request.prompt_ids + request.completion_ids
         prefixes = [len(request.prompt_ids) + boundary for boundary in request.boundaries]
         if self.force_prompt is None:
-            texts = [END_THOUGHT + ASK if is_open else ASK for is_open in _open_thoughts(ids, prefixes, tokenizer)]
+            pieces = tokenizer.batch_decode([ids[start:end] for start, end in pairwise([0, *prefixes])])
+            # A thought is open if the last tag before the boundary is `<think>`.
+            is_open = [text.rfind("<think>") > text.rfind("</think>") for text in accumulate(pieces)]
+            texts = [END_THOUGHT + ASK if thinks else ASK for thinks in is_open]
         else:
             texts = [self.force_prompt] * len(prefixes)
         answers = {text: self._answers(request.answers, text, tokenizer) for text in {*texts}}
@@ -244,10 +224,7 @@ class AnswerLogProbValue:
         return Tree(ids[: max(prefixes)], tuple(branches))
 
     def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
-        """Returns one pair per answer: the tokens of force prompt and answer, and the index of the first answer token.
-
-        Empty answers are left out.
-        """
+        """Return per answer the tokens of force prompt and answer, and the index of the answer's first token."""
         texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         found = []
@@ -259,17 +236,16 @@ class AnswerLogProbValue:
         return found
 
     def _values(self, branches: list[list[float]], request: ValueRequest) -> list[float]:
-        """Returns one value per boundary, from the log-probs of the answers' tokens at all boundaries."""
+        """Return one value per boundary, from the log-probs of the answers' tokens at all boundaries."""
         count = len(request.boundaries)
         if not branches:
             return [math.nan] * count
         means = torch.tensor([fmean(max(one, FLOOR) for one in tokens) for tokens in branches], dtype=torch.double)
-        values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)
-        values = values.masked_fill(~means.view(count, -1).isfinite().all(dim=1), math.nan)
+        values = means.view(count, -1).logsumexp(dim=1).clamp(max=0)  # NaN if one is NaN
         return (values if self.space == "log" else values.exp()).tolist()
 
-    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
-        """Returns whether tree passes of this model are right; all ranks test a new model together."""
+    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Callable[[int], int]) -> bool:
+        """Return whether tree passes of this model are right; all ranks test a new model together."""
         if model not in self._flaws:
             flaw = packing_obstacle(model)
             if flaw is None:
@@ -284,15 +260,3 @@ class AnswerLogProbValue:
                 )
             self._flaws[model] = flaw
         return self._flaws[model] is None
-
-
-def _open_thoughts(ids: Sequence[int], prefixes: Sequence[int], tokenizer: Any) -> list[bool]:
-    """Returns for each prefix whether a thought is open at its end: the last tag in the prefix is `<think>`.
-
-    Args:
-        ids: token ids of prompt and completion.
-        prefixes: the number of tokens of each prefix, in increasing order.
-        tokenizer: the tokenizer of the model.
-    """
-    pieces = tokenizer.batch_decode([ids[start:end] for start, end in pairwise([0, *prefixes])])
-    return [text.rfind("<think>") > text.rfind("</think>") for text in accumulate(pieces)]
