@@ -128,9 +128,14 @@ def check_prompt_ids(
         ends: ids of the tokens that end a completion.
         context: largest number of tokens of prompt and completion together; None = unknown.
     Raises:
-        ValueError: if a prompt fills the context, ends with an end token, or begins with `bos_token` twice, because a
-            text from a chat template already has the token that the tokenizer adds.
+        ValueError: if a prompt is empty, fills the context, ends with an end token, or begins with `bos_token` twice,
+            because a text from a chat template already has the token that the tokenizer adds.
     """
+    if not all(prompt_ids):
+        raise ValueError(
+            "A prompt has no token: the tokenizer, or its chat template, writes it as nothing. See what "
+            "tokenizer.apply_chat_template(prompt, tokenize=False) returns, and correct the prompt or the template."
+        )
     if context is not None and (longest := max(map(len, prompt_ids))) >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
