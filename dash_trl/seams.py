@@ -75,9 +75,14 @@ def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor 
 
 
 class Unread(TorchFunctionMode):
-    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number."""
+    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number.
+
+    `torch.tensor` of a number fills a tensor on the GPU, because the CPU would wait for a copy of the number.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tensor and isinstance(args[0], float):
+            return torch.full((), *args, **kwargs)
         return args[0] if function is Tensor.item else function(*args, **(kwargs or {}))
 
 

@@ -23,6 +23,7 @@ from dash_trl.update import (
     forget_longest,
     isolation_flaw,
     short_windows,
+    to_device,
     tree_attention,
     varlen_arguments,
     varlen_flaw,
@@ -112,14 +113,14 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
     with _attention(base_model, TREE_ATTENTION):
         logits = model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            logits_to_keep=torch.tensor(predictors, device=device),
+            input_ids=to_device(torch.tensor([ids]), device),
+            position_ids=to_device(torch.tensor([positions]), device),
+            logits_to_keep=to_device(torch.tensor(predictors), device),
             trees=tuple(shapes),
             use_cache=False,
             **kernel,
         ).logits[0]
-    wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
+    wanted = to_device(torch.tensor(targets), device).unsqueeze(1).split(LOGITS_AT_ONCE)
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
     parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)
     log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]

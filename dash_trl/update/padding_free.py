@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
@@ -62,8 +65,7 @@ class PackedLayout:
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
         position_ids: [1, L] int64, position of each token in its row.
-        ignored: [1, L] bool, True = the token's log-prob is not needed.
-        sources: [K] int64, positions of the K needed log-probs in the L − 1 outputs of the fused LM head.
+        sources: [K] int64, positions in the packed row of the tokens before the K tokens whose log-probs are needed.
         targets: [K] int64, positions of the same log-probs in the flattened [B, T].
         trees: the trees that the packed row consists of; their tokens add up to L.
         rows: number of rows that have a token.
@@ -71,7 +73,6 @@ class PackedLayout:
 
     tokens: Tensor
     position_ids: Tensor
-    ignored: Tensor
     sources: Tensor
     targets: Tensor
     trees: tuple[TreeShape, ...]
@@ -99,7 +100,6 @@ class PackedLayout:
         return cls(
             tokens=computed.flatten().nonzero().squeeze(1),
             position_ids=positions[computed].unsqueeze(0),
-            ignored=~in_row.unsqueeze(0),
             sources=in_row[1:].nonzero().squeeze(1),
             targets=wanted[:, -logits_to_keep:].flatten().nonzero().squeeze(1),
             trees=tuple(_trees(prompts.tolist(), lengths, shared.tolist())),
@@ -155,8 +155,8 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         layout: the layout of the micro-batch, on the device of `input_ids`.
         flash: True = the model uses FlashAttention, False = SDPA.
     Returns:
-        `input_ids`, `position_ids` and `labels`, [1, L] each, and the arguments with which the attention function keeps
-        rows apart. If the log-prob of a token is not needed, its label is −100.
+        `input_ids` and `position_ids`, [1, L] each, `shift_labels`, [1, K], and the arguments with which the attention
+        function keeps rows apart.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -164,11 +164,32 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         "attention_mask": no_mask(packed_ids),
         "position_ids": layout.position_ids,
         "trees": layout.trees,
-        "labels": packed_ids.masked_fill(layout.ignored, -100),
+        "shift_labels": packed_ids.index_select(1, layout.sources + 1),
     }
     if flash or input_ids.device.type in VARLEN_DTYPES:
         inputs |= varlen_arguments(layout.trees, input_ids.device)
     return inputs
+
+
+@contextmanager
+def _scored(model: Any, sources: Tensor) -> Iterator[None]:
+    """Give TRL's LM head only the hidden states at `sources`. It would select them by a mask, and wait for a GPU."""
+
+    def select(backbone: Any, args: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state.index_select(1, sources)
+
+    backbone = next(one for one in model.modules() if isinstance(one, PreTrainedModel)).base_model
+    hook = backbone.register_forward_hook(select)
+    try:
+        with patch("trl.trainer.utils._use_triton", _every_position):
+            yield
+    finally:
+        hook.remove()
+
+
+def _every_position(device: torch.device) -> bool:
+    """Let TRL's LM head score all positions that it gets. Its kernel is the same."""
+    return False
 
 
 def packed_log_probs(
@@ -205,16 +226,16 @@ def packed_log_probs(
     if layout is None:
         layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
     options = {"output_router_logits": True} if compute_aux_loss else {}
-    outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
+    with _scored(model, layout.sources):
+        outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
+        """Turn the output of the fused LM head, [1, K], into [B, T] with 0 for padding.
 
-        Value i of the output belongs to packed token i + 1. The result is computed from the output even if no value is
-        needed. So a pass over dummy rows has a backward pass, whose gradients are 0.
+        The result is computed from the output even if no value is needed. So a pass over dummy rows has a backward
+        pass, whose gradients are 0.
         """
-        target = values.new_zeros(len(input_ids) * logits_to_keep)
-        target = target.index_copy(0, layout.targets, values[0][layout.sources])
+        target = values.new_zeros(len(input_ids) * logits_to_keep).index_copy(0, layout.targets, values[0])
         return target.view(len(input_ids), logits_to_keep)
 
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
