@@ -18,7 +18,7 @@ VARLEN = [*[KERNEL] * 3, *["cuda torch.int32 1 True"] * 2]
 def cases(python, tmp_path_factory):
     compiler = shutil.which("g++")
     if compiler is None or torch.version.cuda or torch.version.hip:
-        pytest.skip("no g++ to build the device with" if compiler is None else "this torch has a GPU's own device")
+        pytest.skip("the device needs g++, and a torch that has no GPU's device")
     guard, home = tmp_path_factory.mktemp("device") / "guard.so", Path(torch.__file__).parent
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", ROOT / "tests/fake_cuda/guard.cpp"]
     link = ["-o", guard, f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]

@@ -118,7 +118,7 @@ def test_a_padded_pass_gives_what_a_packed_pass_gives(name):
     this, padding = SimpleNamespace(accelerator=MagicMock()), passes_of(model)  # not in the dtype of an earlier trainer
     trls = partial(GRPOTrainer._get_per_token_logps_and_entropies, this)
     trial = {"vocabulary": 97, "pad_token_id": 0, "device": torch.device("cpu")}
-    padding.prepare(model, [model], trls, **trial, ranks=SimpleNamespace(rank=1, largest=int))
+    padding.prepare(model, [model], trls, **trial, ranks=SimpleNamespace(rank=1, largest=int), gradients=False)
     trls = padding.padded(trls)
     padded, *_ = padding.run(partial(padding.log_probs, trls), model, inputs)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)

@@ -155,6 +155,8 @@ def attended(
         seen |= (sequence[:, None] == of_key + 1) & (key_left == 1)
     if fault == "alone":
         seen &= key_left <= lengths[of_key]
+    if fault == "no gradient":
+        key = key.detach()
     states = (one.transpose(0, 1) for one in (query, key, value))
     output = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
     return output.transpose(0, 1).contiguous()
@@ -167,11 +169,11 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
     Args:
         dtypes: those for which there is a kernel.
         fault: what is wrong with the kernel. "upper-left": its causal mask; "leak": a sequence sees the last key of the
-            sequence before; "alone": a branch does not see its trunk.
+            sequence before; "alone": a branch does not see its trunk; "no gradient": the keys get none.
     """
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert window_size[1] == 0 and enable_gqa and len({one.dtype for one in (query, key, value)}) == 1
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):  # as in torch 2.11
+        assert window_size[1] == 0 and len({one.dtype for one in (query, key, value)}) == 1
         window, scale = window_size[0] % 512, scale or query.shape[2] ** -0.5  # -1: all
         return attended(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale, window, fault)
 

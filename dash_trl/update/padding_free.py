@@ -324,6 +324,7 @@ class ModelPasses:
         pad_token_id: int,
         device: torch.device,
         ranks: Ranks,
+        gradients: bool,
     ) -> None:
         """Test passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
 
@@ -338,6 +339,7 @@ class ModelPasses:
             pad_token_id: token id of the padding.
             device: the device of the models.
             ranks: the ranks of the run.
+            gradients: True = test the policy's gradients, too. With ZeRO-3 and FSDP, a backward pass is a collective.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -357,10 +359,28 @@ class ModelPasses:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
             # model's own code. It is not unwrapped, because accelerate's unwrapping would remove DDP's `no_sync`.
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
-            trials = partial(self._flaw, list(zip(called, models, strict=True)), padded, vocabulary, device, ranks)
-            self.padded_because = trials(shared=False)
+
+            def flaw(shared: bool) -> str | None:
+                """Return a flaw of packed passes of a model on any rank, with or without a shared prompt."""
+                same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
+                flaws = [
+                    packing_flaw(
+                        partial(packed_log_probs, one, flash=self.flash, same_prompt=same_prompt),
+                        partial(padded, one),
+                        model,
+                        vocabulary=vocabulary,
+                        device=device,
+                        shared=shared,
+                        gradients=gradients and model is models[0],
+                    )
+                    for one, model in zip(called, models, strict=True)
+                ]
+                found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
+                return next(filter(None, flaws), "another rank found a flaw") if found else None
+
+            self.padded_because = flaw(shared=False)
             if self.min_shared is not None:
-                self.alone_because = trials(shared=True)
+                self.alone_because = flaw(shared=True)
                 if self.alone_because and ranks.rank == 0:
                     logger.warning(
                         f"{self._name}: rows with the same prompt do not share it, because {self.alone_because}. The "
@@ -371,43 +391,6 @@ class ModelPasses:
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
                 "is the same, but it takes longer."
             )
-
-    def _flaw(
-        self,
-        models: Sequence[tuple[Any, Any]],
-        padded: Callable[..., Any],
-        vocabulary: int,
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        shared: bool,
-    ) -> str | None:
-        """Test packed passes of the models on all ranks.
-
-        Args:
-            models: pairs of the model as it is called and the transformers model inside.
-            padded: TRL's method for log-probs.
-            vocabulary: see `prepare`.
-            device: the device of the models.
-            ranks: the ranks of the run.
-            shared: True = test samples with a shared prompt, False = samples without.
-        Returns:
-            A text that describes a flaw of one of the models; `None` if no model has a flaw on any rank.
-        """
-        same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
-        flaws = [
-            packing_flaw(
-                partial(packed_log_probs, called, flash=self.flash, same_prompt=same_prompt),
-                partial(padded, called),
-                model,
-                vocabulary=vocabulary,
-                device=device,
-                shared=shared,
-            )
-            for called, model in models
-        ]
-        found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
-        return next(filter(None, flaws), "another rank found a flaw") if found else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.

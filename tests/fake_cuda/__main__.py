@@ -47,8 +47,7 @@ QWEN |= dict(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True
 MODELS = dict.fromkeys(("qwen2", "qwen3", "llama", "gemma"), {}) | {name: FAMILIES[name] for name in APART}
 HEADS = SIZES | dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=16)
 LOSSES: dict[str, dict[str, Any]] = {
-    "correction": {"logprobs": True},
-    "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "gspo": {"importance_sampling_level": "sequence"},
     "vespo": {"loss_type": "vespo", "logprobs": True},
     "beta, entropy": {"beta": 0.04, "entropy_coef": 0.1},
     "dapo": {},
@@ -122,7 +121,6 @@ def place(trainer: Any, config: Any, *, lora: bool = False, checkpointing: bool 
             model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
         if checkpointing:
             model.gradient_checkpointing_enable()
-            model.enable_input_require_grads()
     trainer.model = trainer.model_wrapped = model.train()
     trainer._passes = seams.new_passes(trainer)
     with trainer.accelerator.autocast():
@@ -206,7 +204,6 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     torch.cuda._lazy_init = lambda: None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
