@@ -371,7 +371,8 @@ class ModelPasses:
                         vocabulary=vocabulary,
                         device=device,
                         shared=shared,
-                        gradients=gradients and model is models[0],
+                        # DDP, which a compiled policy may be called with, would wait for gradients of parameters.
+                        gradients=gradients and not self.compiled and model is models[0],
                     )
                     for one, model in zip(called, models, strict=True)
                 ]
