@@ -1,10 +1,12 @@
 """`DASHConfig`: TRL's `GRPOConfig` and the few options that DASH adds."""
 
+import logging
 import os
 import re
 from dataclasses import dataclass
 from typing import get_type_hints
 
+import torch
 from transformers.hf_argparser import HfArg
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -12,6 +14,7 @@ from trl import GRPOConfig
 from dash_trl.sampling import check_urls
 from dash_trl.update import ESTIMATORS, OFF_POLICY_LOSSES, registered
 
+logger = logging.getLogger(__name__)
 TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 # Option → the words that it accepts. TRL refuses an unknown word only after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -91,6 +94,16 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 
 
+def computes_bf16() -> bool:
+    """Return whether the accelerator computes in bf16. GPUs before Ampere emulate it, which is slower than float32."""
+    if not torch.cuda.is_available():
+        return is_torch_bf16_gpu_available()
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    if not native:
+        logger.warning("This GPU does not compute in bf16, so passes compute in float32. --fp16 true is faster.")
+    return native
+
+
 @dataclass
 class DASHConfig(GRPOConfig):
     r"""Configuration of `DASHTrainer`: all options of `trl.GRPOConfig`, and the ones below.
@@ -137,7 +150,8 @@ class DASHConfig(GRPOConfig):
             window's groups. The first groups with signal are trained on. `1`: off. Needs `max_steps`; see
             docs/howto/dynamic-sampling.md.
         bf16 (`bool` or `None`, defaults to `None`):
-            Compute in bf16. `None`: if a GPU can and `fp16` is not set; otherwise in float32. TRL's default is `True`.
+            Compute in bf16. `None`: if a GPU can (Ampere and newer) and `fp16` is not set; otherwise in float32. TRL's
+            default is `True`.
         logging_nan_inf_filter (`bool`, defaults to `False`):
             Transformers' option, whose default `True` makes each micro-step wait for the device. A loss that is not
             finite is 0 in the log anyway, and its optimizer step is skipped (`skipped_steps`).
@@ -227,7 +241,7 @@ class DASHConfig(GRPOConfig):
             self.use_vllm = True
             self.vllm_mode = "server"
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            self.bf16 = not self.fp16 and not self.use_cpu and computes_bf16()
         super().__post_init__()
         for name in ("output_dir", "vllm_weight_dir"):  # a reward function may change the current folder
             if (path := getattr(self, name)) is not None:

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.integrations import TrackioCallback
+from transformers.integrations import TrackioCallback, hub_kernels
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.extras.profiling import profiling_context
@@ -75,9 +75,14 @@ def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor 
 
 
 class Unread(TorchFunctionMode):
-    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number."""
+    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number.
+
+    `torch.tensor` of a number fills a tensor on the GPU, because the CPU would wait for a copy of the number.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tensor and isinstance(args[0], float):
+            return torch.full((), *args, **kwargs)
         return args[0] if function is Tensor.item else function(*args, **(kwargs or {}))
 
 
@@ -104,9 +109,16 @@ def new_passes(trainer: Any) -> ModelPasses:
     """Build the `ModelPasses`, which run the passes of the policy and the reference model, padding-free if possible."""
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
+    models = [model.get_base_model() if is_peft_model(model) else model for model in models]
+    for model in models:
+        if model.use_kernels:  # all but RoPE, because the hub's kernel for it has no backward pass
+            mapping = hub_kernels.get_kernel_mapping_transformers()
+            mapping.pop("rotary_pos_emb", None)
+            hub_kernels.register_kernel_mapping(mapping, inherit_mapping=False)
+            model.set_use_kernels(True)
     adapter = getattr(trainer.model, "active_peft_config", None)
     passes = ModelPasses(
-        [model.get_base_model() if is_peft_model(model) else model for model in models],
+        models,
         invoked_adapter=bool(getattr(adapter, "alora_invocation_tokens", None)),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,

@@ -199,6 +199,7 @@ class DASHTrainer(GRPOTrainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         seams.begin_trackio(self)
+        self.model_wrapped.train()  # with `use_kernels`, the layers of training
         with self.accelerator.autocast():
             self._passes.prepare(
                 self.model_wrapped,
@@ -208,6 +209,7 @@ class DASHTrainer(GRPOTrainer):
                 pad_token_id=self._tokenizer.pad_token_id,
                 device=self.accelerator.device,
                 ranks=self.ranks,
+                gradients=not (self.is_deepspeed_enabled or self.is_fsdp_enabled),
             )
         return prepared
 

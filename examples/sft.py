@@ -26,10 +26,10 @@ from datasets import Dataset
 from torch.distributed.elastic.multiprocessing.errors import record
 from toy_programs import program_dataset, program_model
 from train_math import MathArguments, load_tokenizer, train
-from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward
+from dash_trl.config import computes_bf16
 from dash_trl.evaluation import TOY
 from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.rewards import completion_text, last_boxed
@@ -58,7 +58,7 @@ class SupervisedConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            self.bf16 = not self.fp16 and not self.use_cpu and computes_bf16()
         super().__post_init__()
 
 

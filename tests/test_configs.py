@@ -7,6 +7,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from dash_trl.config import computes_bf16
+
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Supervised ones have another script, and a test of their own. `test_paper.py` says which there are.
@@ -115,3 +117,9 @@ def test_the_runs_differ_in_nothing_else():
         assert read(path)["dataset_name"] == ("evalplus/mbppplus" if program else "nlile/hendrycks-MATH-benchmark")
         assert ("train_code.py" in path.read_text()) == program
         assert read(path)["output_dir"].endswith(f"/{path.stem}")
+
+
+def test_a_gpu_that_emulates_bf16(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not computes_bf16() and "--fp16 true" in caplog.text

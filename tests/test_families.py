@@ -17,6 +17,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
@@ -79,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         kv_lora_rank=16,
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
-        v_head_dim=16,
+        v_head_dim=8,
     ),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "falcon_h1": dict(
@@ -94,6 +95,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         ssm_state_size=8,
     ),
 }
+
+
+def fla(states, q, k, v, g, beta, initial_state=None, cu_seqlens=None, of=torch_chunk_gated_delta_rule, **settings):
+    """The gated delta rule with FLA's signature. It notes the initial states."""
+    states.append(initial_state)
+    assert cu_seqlens is None
+    return of(q, k, v, g=g, beta=beta, initial_state=initial_state, **settings)
 
 
 PROBLEMS = Dataset.from_dict({"prompt": [f"{'1 + ' * (i % 5)}{i} = " for i in range(64)]})  # of different lengths
@@ -153,14 +161,9 @@ def test_the_update_is_trls(name, tmp_path):
 def test_kernels_of_a_gpu(name, tmp_path, monkeypatch):
     """Windows and states with FlashAttention, SDPA's varlen kernel, and a delta rule with FLA's signature."""
     model = save_tiny_model(tmp_path / "model", config=config_of(name))
-    rule, states = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
-
-    def fla(q, k, v, g, beta, initial_state=None, cu_seqlens=None, **settings):
-        states.append(initial_state)
-        assert cu_seqlens is None
-        return rule(q, k, v, g=g, beta=beta, initial_state=initial_state, **settings)
-
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", fla)
+    states: list[Any] = []
+    noting = lambda *args, **kwargs: fla(states, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", noting)
     trl = parameters(run(GRPOTrainer, model, tmp_path / "out", learning_rate=0.1).model)
     states.clear()
     flash = run(DASHTrainer, model, tmp_path / "out", learning_rate=0.1, loaded=with_flash_stand_in(model))

@@ -99,8 +99,6 @@ def flaw_of(model: torch.nn.Module, *, shared: bool = False) -> str | None:
     [
         pytest.param(torch.float32, 0.2, id="float32, sharp"),
         pytest.param(torch.bfloat16, 0.02, id="bfloat16, untrained"),
-        pytest.param(torch.float32, 0.02, id="float32, untrained", marks=pytest.mark.exhaustive),
-        pytest.param(torch.bfloat16, 0.2, id="bfloat16, sharp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_verdict(tiny_model, caplog, dtype, scale):
@@ -146,6 +144,7 @@ def test_a_kernel_that_is_wrong_is_found(dtype, scale):
         ("upper-left", [False, True]),
         ("alone", [False, True]),
         ("leak", [True, True]),
+        ("no gradient", [scale == 0.2] * 2),  # an untrained model hardly depends on the keys
     ):
         with on_varlen(dtype, fault=fault):
             found = [flaw_of(model, shared=shared) for shared in (False, True)]

@@ -1,23 +1,13 @@
 """Rows with the same prompt compute it once: attention, layout, packing, and the update, against one row at a time."""
 
-from collections.abc import Callable
-from functools import partial
-from inspect import signature
-from itertools import accumulate, pairwise
-from typing import Any
-
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     MixtralConfig,
     OPTConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from dash_trl import DASHTrainer
@@ -25,116 +15,13 @@ from dash_trl.monitoring import packing_metrics
 from dash_trl.rollout import Survivors
 from dash_trl.update import (
     MicroBatch,
-    TreeShape,
     has_dropout,
     plan_share,
-    tree_attention,
-    varlen_arguments,
 )
-from tests.test_padding_free import ARCHITECTURES, packable, passes_of
-from tests.tiny import assert_same_update, on_varlen, parameters, run, save_tiny_model, with_flash_stand_in
+from tests.test_padding_free import ARCHITECTURES, passes_of
+from tests.tiny import on_varlen, run, save_tiny_model
 
-TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
-ATTACHED = (TreeShape(7, (3, 1, 5), attach=(2, 7, 4)), TreeShape(4), TreeShape(9, (2, 2), attach=(1, 1)))
 SMALL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
-CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
-MODULE = torch.nn.Module()
-MODULE.num_key_value_groups = 2
-
-
-def states(dtype: torch.dtype, trees: tuple[TreeShape, ...] = TREES) -> list[torch.Tensor]:
-    """Queries of 4 heads, keys and values of 2."""
-    generator = torch.Generator().manual_seed(0)
-    length = sum(map(len, trees))
-    return [
-        torch.randn(1, count, length, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for count in (4, 2, 2)
-    ]
-
-
-def one_row_at_a_time(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, trees: tuple[TreeShape, ...]
-) -> torch.Tensor:
-    """[1, L, H, D], by plain causal attention over prefix and branch."""
-    outputs, start = [], 0
-    for tree in trees:
-        trunk = list(range(start, start + tree.trunk))
-        bounds = pairwise([0, *accumulate((tree.trunk, *tree.branches))])
-        for (first, last), before in zip(bounds, (0, *tree.attached), strict=True):
-            own = list(range(start + first, start + last))
-            row = trunk[:before] + own
-            q, k, v = query[:, :, row], key[:, :, row], value[:, :, row]
-            row_output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
-            outputs.append(row_output[:, :, -len(own) :])
-        start += len(tree)
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value_size", "trees", "on_gpu"),
-    [
-        (torch.float32, 8, TREES, False),
-        (torch.bfloat16, 8, TREES, False),
-        # As in DeepSeek's models.
-        (torch.float32, 4, TREES, False),
-        (torch.float64, 8, TREES, False),
-        (torch.float64, 8, ATTACHED, False),
-        (torch.float64, 8, TREES, True),
-        (torch.float64, 8, ATTACHED, True),
-        (torch.bfloat16, 8, TREES, True),
-    ],
-)
-def test_attention_and_its_gradients(dtype, value_size, trees, on_gpu):
-    found, expected = states(dtype, trees), states(torch.float64, trees)
-    query, key, value = found
-    kernel = varlen_arguments(trees, query.device) if on_gpu else {}
-    with on_varlen(dtype):
-        output, _ = tree_attention(MODULE, query, key, value[..., :value_size], None, trees, scaling=0.5, **kernel)
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    reference = one_row_at_a_time(*expected, scale=0.5, trees=trees)[..., :value_size]
-    (output * weights).sum().backward()
-    (reference * weights).sum().backward()
-    close = {"atol": CLOSE[dtype], "rtol": CLOSE[dtype]}
-    torch.testing.assert_close(output.double(), reference, **close)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.grad.double(), other.grad, **close)
-
-
-def kept(compute: Callable[[], Any]) -> int:
-    """Bytes of the tensors that a computation keeps for its backward pass."""
-    storages = {}
-
-    def note(saved: torch.Tensor) -> torch.Tensor:
-        storages[saved.untyped_storage()._cdata] = saved.untyped_storage()
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        compute()
-    return sum(one.nbytes() for one in storages.values())
-
-
-@pytest.mark.skipif("enable_gqa" not in signature(varlen_attn).parameters, reason="an older torch")
-@pytest.mark.parametrize(("prompt", "completion"), [(4000, 100), (4000, 1000), (512, 100)])
-def test_a_pass_on_a_gpu_keeps_no_more_than_trls(prompt, completion, monkeypatch):
-    """With torch's own kernel, on tensors without data: the CPU's PyTorch knows the shapes alone.
-
-    Copies of keys weigh most if there are as many heads of keys as of queries.
-    """
-    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: False)  # it knows no such device
-    settings = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
-    with torch.device("meta"):
-        model = packable(Qwen2ForCausalLM(Qwen2Config(**settings, num_hidden_layers=1, use_cache=False)).bfloat16())
-
-    def of(trees: tuple[TreeShape, ...]) -> int:
-        ids = torch.zeros(1, sum(map(len, trees)), dtype=torch.long, device="meta")
-        kernel = {"trees": trees, "attention_mask": ids[None, None], **varlen_arguments(trees, ids.device)}
-        return kept(lambda: model.model(ids, position_ids=ids, **kernel).last_hidden_state.sum().backward())
-
-    rows = torch.tensor([[prompt, completion, completion, number // 8] for number in range(64)])
-    passes = plan_share(rows[None], max_rows=8, width=prompt + completion, min_shared=15)
-    groups = max(len(one.rows[0]) for one in passes) // 8
-    shared, trls = (TreeShape(prompt - 1, (completion + 1,) * 8),) * groups, (TreeShape(prompt + completion),) * 8
-    assert 0.4 < of(shared) / of(trls) <= 1
 
 
 def test_dropout_is_seen():
@@ -184,29 +71,18 @@ def test_figures_of_packing():
     assert [one.rows for one in micro_batches] == [((0, 1),)]
 
 
-def test_attention_of_a_gpu_shares_prompts(tmp_path, caplog):
-    """FlashAttention, and SDPA with a kernel for float32, then with one for bfloat16 alone; on the CPU, autocast.
-
-    Under autocast, rotary embeddings leave queries and keys in float32, beside values in bfloat16.
-    """
+def test_kernels_that_cannot_share_or_pack(tmp_path, caplog):
+    """One that is blind to trunks, and one for bfloat16 alone."""
     path = save_tiny_model(tmp_path / "model")
     questions = Dataset.from_dict({"prompt": [f"{number} + 1 = " * 20 for number in range(16)]})
-    begin = partial(run, DASHTrainer, path, tmp_path, constant=0.2, dataset=questions)
-    flash = [begin(loaded=with_flash_stand_in(path), share_prompts=share) for share in (False, True)]
-    with on_varlen(torch.float32):
-        sdpa = begin()
-    with on_varlen(torch.bfloat16):
-        mixed, padded = begin(bf16=True), begin()
-    with on_varlen(torch.float32, fault="alone"):
-        blind = begin().state.log_history[0]
-    for trainer in (flash[1], sdpa, mixed, begin(bf16=True)):
-        assert trainer.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
-    for trainer in (flash[1], sdpa, padded):
-        assert_same_update(parameters(path), parameters(flash[0].model), parameters(trainer.model))
-    assert padded.state.log_history[0]["packing/padding_free"] == 0
-    assert blind["packing/padding_free"] == 1 and blind["packing/shared_tokens"] == 0
+    figures = []
+    for dtype, fault in ((torch.float32, "alone"), (torch.bfloat16, "")):
+        with on_varlen(dtype, fault=fault):
+            trainer = run(DASHTrainer, path, tmp_path, constant=0.2, dataset=questions)
+        figures += [trainer.state.log_history[0][f"packing/{name}"] for name in ("padding_free", "shared_tokens")]
+    assert figures == [1, 0, 0, 0]
     assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
-    assert caplog.text.count("not padding-free, because SDPA has no varlen kernel for torch.float32 on cpu") == 1
+    assert "not padding-free, because SDPA has no varlen kernel for torch.float32 on cpu" in caplog.text
 
 
 def test_where_rows_of_a_group_go():

@@ -3,12 +3,16 @@
 import math
 import threading
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from kernels import Mode
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations import hub_kernels
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
@@ -45,7 +49,21 @@ def updates_are_equal(start, one, other):
     assert_same_update(start, parameters(one.model), parameters(other.model))
 
 
-def test_kernels_of_the_hub_fall_back_on_a_cpu(tiny_model, tmp_path):
+class Rope(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple:
+        return q.detach(), k.detach()
+
+
+class Norm(torch.nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.detach()
+
+
+def test_kernels_of_the_hub_without_a_backward_pass_do_not_train(tiny_model, tmp_path, monkeypatch):
+    """That of RoPE, which is mapped for training, and those for inference, which the trial of a run takes."""
+    rope, norm = (Mock(**{"load.return_value": kind}) for kind in (Rope, Norm))
+    mapping = {"rotary_pos_emb": {"cpu": rope}, "RMSNorm": {"cpu": {Mode.INFERENCE: norm}}}
+    monkeypatch.setattr(hub_kernels, "_KERNEL_MAPPING_CACHE", mapping)
     plain, fused = (
         run(DASHTrainer, tiny_model, tmp_path, loaded=AutoModelForCausalLM.from_pretrained(tiny_model, use_kernels=use))
         for use in (False, True)

@@ -11,7 +11,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,8 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 VOCABULARY = 300
 EOS = 1  # <|im_end|>
 ON_GPU = bool(os.environ.get("TEST_ON_GPU"))  # True = trainers train on the GPU, so that the package is tested on it
-VARLEN_DTYPES.pop("cuda")  # so that models in float32 are packed on a GPU, too
+if ON_GPU:
+    VARLEN_DTYPES.pop("cuda")  # so that models in float32 are packed on a GPU, too
 UNKNOWN = (math.nan, -9999.0, -math.inf)  # in place of a log-prob
 
 
@@ -155,60 +155,27 @@ def attended(
         seen |= (sequence[:, None] == of_key + 1) & (key_left == 1)
     if fault == "alone":
         seen &= key_left <= lengths[of_key]
+    if fault == "no gradient":
+        key = key.detach()
     states = (one.transpose(0, 1) for one in (query, key, value))
     output = scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
     return output.transpose(0, 1).contiguous()
 
 
-varlen = torch.library.custom_op("dash_trl_tests::varlen", attended, mutates_args=())
-
-
-@torch.library.custom_op("dash_trl_tests::varlen_backward", mutates_args=())
-def varlen_backward(
-    gradient: Tensor,
-    states: Sequence[Tensor],
-    ends: Sequence[Tensor],
-    longest: Sequence[int],
-    scale: float,
-    window: int,
-) -> list[Tensor]:
-    def gradients() -> list[Tensor]:
-        leaves = [one.detach().requires_grad_() for one in states]
-        output = attended(*leaves, ends, longest, scale, window, "")
-        return [one.contiguous() for one in torch.autograd.grad(output, leaves, gradient)]
-
-    with ThreadPoolExecutor(1) as pool:  # within an operation, autograd records nothing
-        return pool.submit(gradients).result()
-
-
-def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *states, ends, ctx.longest, ctx.scale, ctx.window, _ = inputs
-    ctx.save_for_backward(*states, *ends)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple:
-    *states, ends, key_ends = ctx.saved_tensors
-    gradients = varlen_backward(gradient, states, [ends, key_ends], ctx.longest, ctx.scale, ctx.window)
-    return (*gradients, [None] * 2, *[None] * 4)
-
-
-varlen.register_autograd(_backward, setup_context=_keep)
-
-
 @contextmanager
 def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
-    """Lets packed passes on the CPU compute attention as on a GPU, by one operation forward and one backward.
+    """Lets packed passes on the CPU compute attention as on a GPU.
 
     Args:
         dtypes: those for which there is a kernel.
         fault: what is wrong with the kernel. "upper-left": its causal mask; "leak": a sequence sees the last key of the
-            sequence before; "alone": a branch does not see its trunk.
+            sequence before; "alone": a branch does not see its trunk; "no gradient": the keys get none.
     """
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert window_size[1] == 0 and enable_gqa and len({one.dtype for one in (query, key, value)}) == 1
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):  # as in torch 2.11
+        assert window_size[1] == 0 and len({one.dtype for one in (query, key, value)}) == 1
         window, scale = window_size[0] % 512, scale or query.shape[2] ** -0.5  # -1: all
-        return varlen(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale, window, fault)
+        return attended(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale, window, fault)
 
     with pytest.MonkeyPatch.context() as patch:
         for device in ("cpu", "cuda"):

@@ -20,6 +20,7 @@ from dash_trl.update import (
     forget_longest,
     isolation_flaw,
     short_windows,
+    to_device,
     tree_attention,
     varlen_arguments,
     varlen_flaw,
@@ -106,15 +107,15 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
     with _tree_attention(base_model):
         logits = model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            logits_to_keep=torch.tensor(predictors, device=device),
+            input_ids=to_device(torch.tensor([ids]), device),
+            position_ids=to_device(torch.tensor([positions]), device),
+            logits_to_keep=to_device(torch.tensor(predictors), device),
             trees=tuple(shapes),
             use_cache=False,
             **kernel,
         ).logits[0]
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
-    wanted = torch.tensor(targets, device=device).split(LOGITS_AT_ONCE)
+    wanted = to_device(torch.tensor(targets), device).split(LOGITS_AT_ONCE)
     parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)
     values = iter(torch.cat([_log_probs(part, tokens) for part, tokens in parts]).tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]

@@ -8,6 +8,7 @@ mixed samples, training would compute wrong log-probs without an error. So befor
 
     isolation   other tokens in the first sample do not change the log-probs of the second sample
     layout      the log-probs of a packed sample equal the log-probs of the sample alone, within rounding
+    gradients   with respect to the embeddings, they are equal, too, within rounding
     prompt      if the samples share a prompt, other tokens in the prompt change the log-probs of each sample
 
 The isolation test compares passes of the same shapes, which round in the same way. So the test finds even a very small
@@ -88,7 +89,14 @@ def isolation_flaw(
 
 
 def packing_flaw(
-    packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device, shared: bool = False
+    packed: Any,
+    padded: Any,
+    model: Any,
+    *,
+    vocabulary: int,
+    device: torch.device,
+    shared: bool = False,
+    gradients: bool = True,
 ) -> str | None:
     """Test whether a model can run packed passes; see `isolation_flaw`.
 
@@ -99,6 +107,7 @@ def packing_flaw(
         vocabulary: number; the test uses token ids below it.
         device: the device of the model.
         shared: True = test samples with the same prompt, which `packed` computes once.
+        gradients: True = test the gradients, too.
     Returns:
         A text that describes what is wrong with packed passes; `None` if they are right.
     """
@@ -113,13 +122,35 @@ def packing_flaw(
         values = function(ids.to(device), mask.to(device), ids.shape[1] - prompt)[0]
         return [found[: len(row) - prompt] for found, row in zip(values, rows, strict=True)]
 
+    dtype = computing_dtype(model)
     with torch.no_grad(), evaluating(model, checkpointing=True), short_windows(model):
-        return isolation_flaw(
+        flaw = isolation_flaw(
             *(partial(log_probs, function) for function in (packed, padded)),
             vocabulary=vocabulary,
-            dtype=computing_dtype(model),
+            dtype=dtype,
             others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
         )
+    if flaw or not gradients:
+        return flaw
+    samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
+    with torch.enable_grad(), evaluating(model), short_windows(model):
+        expected, found = (_gradient(model, partial(log_probs, function, samples)) for function in (padded, packed))
+    shift = _distance(found, expected) / expected.float().abs().mean().item()
+    return None if shift <= _rounding(dtype) else f"the gradient of a packed pass differs by {shift:.0%}"
+
+
+def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
+    """Return the gradient of the sum of a pass's log-probs with respect to a vector that is added to all embeddings."""
+    added: list[Tensor] = []
+
+    def add(module: Any, args: Any, output: Tensor) -> Tensor:
+        added.append(output.new_zeros(output.shape[-1], requires_grad=True))
+        return output + added[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(add)
+    total = torch.cat([*log_probs()]).sum()
+    hook.remove()
+    return torch.autograd.grad(total, added[0])[0]
 
 
 def padding_effect(
@@ -219,9 +250,8 @@ def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[Non
             arguments on to their layers, and a test of packed passes must run the same code as training.
     """
     training = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in training if checkpointing else ():
-        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    for module in training:  # `model.eval()` would replace the layers of a model with `use_kernels`
+        module.training = checkpointing and bool(getattr(module, "gradient_checkpointing", False))
     try:
         yield
     finally:

@@ -48,9 +48,9 @@ class Rows:
             batch_first=True,
             padding_value=-1,
         )
-        padding = tokens < 0
-        known = torch.arange(tokens.shape[1]) < torch.tensor([*map(len, prefixes)]).unsqueeze(1)
-        tables = tokens.clamp(min=0), padding, (~padding & ~known).flatten().nonzero().squeeze(1)
+        starts = [row * tokens.shape[1] + len(prefix) for row, prefix in enumerate(prefixes)]
+        places = [torch.arange(len(own)) + start for start, (_, own) in zip(starts, found, strict=True)]
+        tables = tokens.clamp(min=0), tokens < 0, torch.cat(places)
         return cls(*(copied(one, device) for one in tables))
 
     def unpack(self, packed: Tensor) -> Tensor:

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
@@ -62,8 +65,7 @@ class PackedLayout:
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
         position_ids: [1, L] int64, position of each token in its row.
-        ignored: [1, L] bool, True = the token's log-prob is not needed.
-        sources: [K] int64, positions of the K needed log-probs in the L − 1 outputs of the fused LM head.
+        sources: [K] int64, positions in the packed row of the tokens before the K tokens whose log-probs are needed.
         targets: [K] int64, positions of the same log-probs in the flattened [B, T].
         trees: the trees that the packed row consists of; their tokens add up to L.
         rows: number of rows that have a token.
@@ -71,7 +73,6 @@ class PackedLayout:
 
     tokens: Tensor
     position_ids: Tensor
-    ignored: Tensor
     sources: Tensor
     targets: Tensor
     trees: tuple[TreeShape, ...]
@@ -99,7 +100,6 @@ class PackedLayout:
         return cls(
             tokens=computed.flatten().nonzero().squeeze(1),
             position_ids=positions[computed].unsqueeze(0),
-            ignored=~in_row.unsqueeze(0),
             sources=in_row[1:].nonzero().squeeze(1),
             targets=wanted[:, -logits_to_keep:].flatten().nonzero().squeeze(1),
             trees=tuple(_trees(prompts.tolist(), lengths, shared.tolist())),
@@ -155,8 +155,8 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         layout: the layout of the micro-batch, on the device of `input_ids`.
         flash: True = the model uses FlashAttention, False = SDPA.
     Returns:
-        `input_ids`, `position_ids` and `labels`, [1, L] each, and the arguments with which the attention function keeps
-        rows apart. If the log-prob of a token is not needed, its label is −100.
+        `input_ids` and `position_ids`, [1, L] each, `shift_labels`, [1, K], and the arguments with which the attention
+        function keeps rows apart.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -164,11 +164,32 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         "attention_mask": no_mask(packed_ids),
         "position_ids": layout.position_ids,
         "trees": layout.trees,
-        "labels": packed_ids.masked_fill(layout.ignored, -100),
+        "shift_labels": packed_ids.index_select(1, layout.sources + 1),
     }
     if flash or input_ids.device.type in VARLEN_DTYPES:
         inputs |= varlen_arguments(layout.trees, input_ids.device)
     return inputs
+
+
+@contextmanager
+def _scored(model: Any, sources: Tensor) -> Iterator[None]:
+    """Give TRL's LM head only the hidden states at `sources`. It would select them by a mask, and wait for a GPU."""
+
+    def select(backbone: Any, args: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state.index_select(1, sources)
+
+    backbone = next(one for one in model.modules() if isinstance(one, PreTrainedModel)).base_model
+    hook = backbone.register_forward_hook(select)
+    try:
+        with patch("trl.trainer.utils._use_triton", _every_position):
+            yield
+    finally:
+        hook.remove()
+
+
+def _every_position(device: torch.device) -> bool:
+    """Let TRL's LM head score all positions that it gets. Its kernel is the same."""
+    return False
 
 
 def packed_log_probs(
@@ -205,16 +226,16 @@ def packed_log_probs(
     if layout is None:
         layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
     options = {"output_router_logits": True} if compute_aux_loss else {}
-    outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
+    with _scored(model, layout.sources):
+        outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
+        """Turn the output of the fused LM head, [1, K], into [B, T] with 0 for padding.
 
-        Value i of the output belongs to packed token i + 1. The result is computed from the output even if no value is
-        needed. So a pass over dummy rows has a backward pass, whose gradients are 0.
+        The result is computed from the output even if no value is needed. So a pass over dummy rows has a backward
+        pass, whose gradients are 0.
         """
-        target = values.new_zeros(len(input_ids) * logits_to_keep)
-        target = target.index_copy(0, layout.targets, values[0][layout.sources])
+        target = values.new_zeros(len(input_ids) * logits_to_keep).index_copy(0, layout.targets, values[0])
         return target.view(len(input_ids), logits_to_keep)
 
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
@@ -303,6 +324,7 @@ class ModelPasses:
         pad_token_id: int,
         device: torch.device,
         ranks: Ranks,
+        gradients: bool,
     ) -> None:
         """Test passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
 
@@ -317,6 +339,7 @@ class ModelPasses:
             pad_token_id: token id of the padding.
             device: the device of the models.
             ranks: the ranks of the run.
+            gradients: True = test the policy's gradients, too. With ZeRO-3 and FSDP, a backward pass is a collective.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -336,10 +359,29 @@ class ModelPasses:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
             # model's own code. It is not unwrapped, because accelerate's unwrapping would remove DDP's `no_sync`.
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
-            trials = partial(self._flaw, list(zip(called, models, strict=True)), padded, vocabulary, device, ranks)
-            self.padded_because = trials(shared=False)
+
+            def flaw(shared: bool) -> str | None:
+                """Return a flaw of packed passes of a model on any rank, with or without a shared prompt."""
+                same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
+                flaws = [
+                    packing_flaw(
+                        partial(packed_log_probs, one, flash=self.flash, same_prompt=same_prompt),
+                        partial(padded, one),
+                        model,
+                        vocabulary=vocabulary,
+                        device=device,
+                        shared=shared,
+                        # DDP, which a compiled policy may be called with, would wait for gradients of parameters.
+                        gradients=gradients and not self.compiled and model is models[0],
+                    )
+                    for one, model in zip(called, models, strict=True)
+                ]
+                found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
+                return next(filter(None, flaws), "another rank found a flaw") if found else None
+
+            self.padded_because = flaw(shared=False)
             if self.min_shared is not None:
-                self.alone_because = trials(shared=True)
+                self.alone_because = flaw(shared=True)
                 if self.alone_because and ranks.rank == 0:
                     logger.warning(
                         f"{self._name}: rows with the same prompt do not share it, because {self.alone_because}. The "
@@ -350,43 +392,6 @@ class ModelPasses:
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
                 "is the same, but it takes longer."
             )
-
-    def _flaw(
-        self,
-        models: Sequence[tuple[Any, Any]],
-        padded: Callable[..., Any],
-        vocabulary: int,
-        device: torch.device,
-        ranks: Ranks,
-        *,
-        shared: bool,
-    ) -> str | None:
-        """Test packed passes of the models on all ranks.
-
-        Args:
-            models: pairs of the model as it is called and the transformers model inside.
-            padded: TRL's method for log-probs.
-            vocabulary: see `prepare`.
-            device: the device of the models.
-            ranks: the ranks of the run.
-            shared: True = test samples with a shared prompt, False = samples without.
-        Returns:
-            A text that describes a flaw of one of the models; `None` if no model has a flaw on any rank.
-        """
-        same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
-        flaws = [
-            packing_flaw(
-                partial(packed_log_probs, called, flash=self.flash, same_prompt=same_prompt),
-                partial(padded, called),
-                model,
-                vocabulary=vocabulary,
-                device=device,
-                shared=shared,
-            )
-            for called, model in models
-        ]
-        found = ranks.sum(torch.tensor(len(flaws) - flaws.count(None)))
-        return next(filter(None, flaws), "another rank found a flaw") if found else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.

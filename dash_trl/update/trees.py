@@ -156,8 +156,10 @@ def _by_varlen(
         key, value = key.index_select(0, key_tokens), value.index_select(0, key_tokens)
     sequences = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    output: Any = varlen.varlen_attn(query, key, value, *sequences, scale=scaling, window_size=window, enable_gqa=True)
-    return output.unsqueeze(0)
+    kernel: Any = varlen.varlen_attn
+    # torch 2.11 has no such argument, and takes fewer heads of keys all the same.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(kernel).parameters else {}
+    return kernel(query, key, value, *sequences, scale=scaling, window_size=window, **grouped).unsqueeze(0)
 
 
 def _of_tree(
@@ -335,8 +337,6 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
         f"SDPA has no varlen kernel for {dtype} on {device.type} (use bf16=True)": dtype
         not in VARLEN_DTYPES.get(device.type, ()),
         "SDPA's varlen kernel needs a GPU of the Ampere generation or newer": not ampere,
-        f"SDPA's varlen kernel needs a newer torch than {torch.__version__}": "enable_gqa"
-        not in signature(varlen.varlen_attn).parameters,
         f"SDPA's varlen kernel needs heads of at most 256 numbers, a multiple of 8, not {size}": size > 256 or size % 8,
         "SDPA's varlen kernel needs values of the keys' size": getattr(config, "v_head_dim", size) != size,
         "SDPA's varlen kernel has no dropout": any(
