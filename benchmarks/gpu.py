@@ -99,10 +99,7 @@ def update(kind: str, share: float, given: argparse.Namespace, *callbacks: Any) 
     model.use_kernels = given.use_kernels
     settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": rows // 8, "max_steps": 2 + STEPS}
     settings |= {"beta": 0.0, "loss_type": "dr_grpo", "bf16": ON_GPU, "use_cpu": not ON_GPU, **own}
-    vocabulary = model.config.vocab_size - 100
-    workload = Scripted(
-        share, rows, 8, median=longest / 4, longest=longest, vocabulary=vocabulary, prompt_tokens=prompt
-    )
+    workload = Scripted(constant=share, rows=rows, longest=longest, prompt_tokens=prompt)
     clock = Clock()
     clock.start = {name: one.detach().cpu() for name, one in model.named_parameters()}
     gc.collect()  # the trainer before this one would count as memory

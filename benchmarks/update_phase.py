@@ -17,7 +17,6 @@ over that of shared prompts. `--family` takes a model with windows of 128 tokens
 (qwen3.5) instead.
 """
 
-import math
 import statistics
 from itertools import product
 from typing import Any
@@ -33,7 +32,8 @@ from dash_trl.comparison import Scripted
 ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
 SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)
 COUNTED_STEPS = 3
-MEDIAN, LONGEST = math.exp(4.787), 512
+PROMPT = 16  # tokens
+LONGEST = 512
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -67,9 +67,9 @@ class TokenLimit(TrainerCallback):
         self.workload, self.limits = workload, []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        prompts, lengths = [len(ids) for ids in self.workload.prompt_ids], self.workload.lengths
-        real = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
-        self.limits.append(ROWS * (max(prompts) + max(lengths)) / sum(real[self.workload.constant_groups * GROUP :]))
+        lengths = self.workload.lengths
+        real = [PROMPT + length for length in lengths]
+        self.limits.append(ROWS * (PROMPT + max(lengths)) / sum(real[self.workload.constant_groups * GROUP :]))
 
 
 def compare(path: str, share: float, beta: float) -> dict[str, float]:
@@ -84,7 +84,7 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     }
     clocks = {}
     for name, kind in (("trl", GRPOTrainer), ("dash", DASHTrainer)):
-        workload = Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=280)
+        workload = Scripted(constant=share, rows=ROWS, group=GROUP, longest=LONGEST, prompt_tokens=PROMPT)
         clocks[name], limit = harness.Clock(), TokenLimit(workload)
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, settings, callbacks=[clocks[name], limit]).train()
@@ -112,7 +112,7 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for name in (*kinds, "dash", "plain"):  # dash and plain are close, so each runs before and after the other
         kind, own = kinds[name]
-        workload = Scripted(0.0, rows, group, median=MEDIAN, longest=LONGEST, vocabulary=280, prompt_tokens=prompt)
+        workload = Scripted(constant=0.0, rows=rows, group=group, longest=LONGEST, prompt_tokens=prompt)
         clock = harness.Clock()
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, {**settings, **own}, callbacks=[clock]).train()

@@ -54,15 +54,14 @@ def sandbox() -> str:
 def passes(name: str) -> str:
     """Returns how the passes of a model run, as far as its config tells. A test before training decides."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    from dash_trl.multimodal import is_multimodal
+    from dash_trl.multimodal import auto_class
     from dash_trl.update import packing_obstacle
 
     config = AutoConfig.from_pretrained(name)
-    kind = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config)
+        model = auto_class(config).from_config(config)
     obstacle = packing_obstacle(model)
     how = "without padding, and a shared prompt once" if obstacle is None else f"padded, because {obstacle}"
     return f"{type(model).__name__}, {model.num_parameters() / 1e9:.2f} B parameters, trained on text, {how}"
@@ -73,14 +72,13 @@ def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
     from transformers import HfArgumentParser
     from trl import ModelConfig
 
-    from dash_trl.comparison import compare_update
+    from dash_trl.comparison import Scripted, compare_update
 
     (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
-    sizes = {"prompt_tokens": given.prompt_tokens, "completion_tokens": given.completion_tokens}
-    report, is_equal = compare_update(model, rows=given.rows, **sizes)
-    if not is_equal:
-        raise ValueError(f"the update is not TRL's\n       {report}")
-    return report
+    script = Scripted(
+        constant=1 / 4, rows=given.rows, longest=given.completion_tokens, prompt_tokens=given.prompt_tokens
+    )
+    return compare_update(model, script)
 
 
 PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}
@@ -92,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", help="a hub name or a directory")
     parser.add_argument("--update", action="store_true", help="compare an optimizer step with TRL's")
-    parser.add_argument("--rows", type=int, default=32, help="rows of the step, a multiple of 8")
+    parser.add_argument("--rows", type=int, default=32, help="rows of the step, in groups of 8")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--completion_tokens", type=int, default=512, help="limit of a completion's tokens")
     given, options = parser.parse_known_args(argv)

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether a model has more parts than a language model, such as a vision tower."""
     return config.get_text_config() is not config
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' auto class that loads a model whole."""
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 
 def class_of(config: PreTrainedConfig) -> Any:

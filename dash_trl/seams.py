@@ -415,7 +415,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
         yield batches
     rows = len(trainer._logs["prompt"])
     for name, values in columns.items():
-        columns[name] = deque([*[None] * rows, *trained.get(name, []), *values][-rows:])
+        columns[name] = deque([*trained.get(name, [None] * rows), *values][-rows:])
 
 
 def evaluated_figures(trainer: Any) -> dict[str, float | None]:

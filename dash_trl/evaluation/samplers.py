@@ -22,14 +22,12 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
 )
 
 from dash_trl.checks import check_prompt_ids, plain_prompt
-from dash_trl.multimodal import is_multimodal
+from dash_trl.multimodal import auto_class
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint
 from dash_trl.seams import decoded, with_settings
 from dash_trl.serve import visible_gpus, vllm_servers
@@ -93,8 +91,7 @@ class Checkpoint:
             dtype: dtype of the weights.
             device: the device of the model.
         """
-        kind = AutoModelForImageTextToText if is_multimodal(self.config) else AutoModelForCausalLM
-        model = kind.from_pretrained(self.base, dtype=dtype)
+        model = auto_class(self.config).from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
             from peft import PeftModel  # imported here, since most runs have no adapter
 
