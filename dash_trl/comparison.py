@@ -8,7 +8,6 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
 from dash_trl.config import DASHConfig, computes_bf16
 from dash_trl.multimodal import without_towers
-from dash_trl.trainer import DASHTrainer
 
 GROUP = 8
 EXACT = 1e-5  # by so much gradients in float32 may differ (docs/concepts/exact.md)
@@ -45,14 +43,13 @@ class Scripted:
     group: int = GROUP
     longest: int
     prompt_tokens: int
-    lengths: Sequence[int] = ()
     __name__ = "scripted"
 
     def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         """Return the fields of a `rollout_func` for N prompts."""
         draw = random.Random(trainer.state.global_step)
         drawn = [round(draw.lognormvariate(0, 0.8) * self.longest / 4) for _ in prompts]
-        self.lengths = [min(max(length, 8), self.longest) for length in drawn]
+        self.lengths: list[int] = [min(max(length, 8), self.longest) for length in drawn]
         return {
             "prompt_ids": [_ids(random.Random(prompt), self.prompt_tokens) for prompt in prompts],
             "completion_ids": [_ids(draw, length) for length in self.lengths],
@@ -136,7 +133,7 @@ def make_step(kind: Any, model: ModelConfig, script: Scripted, *, bf16: bool) ->
         "model_init_kwargs": {"dtype": model.dtype, "attn_implementation": model.attn_implementation},
     }
     with tempfile.TemporaryDirectory() as folder:
-        config = DASHConfig if kind is DASHTrainer else GRPOConfig
+        config = GRPOConfig if kind is GRPOTrainer else DASHConfig
         trainer = kind(
             model=model.model_name_or_path,
             reward_funcs=script,
@@ -163,8 +160,8 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((gradient - other.get(name, 0)).abs().max().item() for name, gradient in one.items()) / largest
 
 
-def compare_update(model: ModelConfig, script: Scripted) -> str:
-    """Compare one optimizer step of both trainers; see `make_step`.
+def compare_update(model: ModelConfig, script: Scripted, trainer: Any) -> str:
+    """Compare one optimizer step of TRL's trainer and of `DASHTrainer`, which is `trainer`; see `make_step`.
 
     Returns:
         A report for the terminal.
@@ -174,7 +171,7 @@ def compare_update(model: ModelConfig, script: Scripted) -> str:
     bf16 = computes_bf16()
     exact = make_step(GRPOTrainer, replace(model, dtype="float32"), script, bf16=False)
     theirs = make_step(GRPOTrainer, model, script, bf16=bf16)
-    ours = make_step(DASHTrainer, model, script, bf16=bf16)
+    ours = make_step(trainer, model, script, bf16=bf16)
     found = difference(theirs.gradients, ours.gradients)
     bound = max(EXACT, MARGIN * difference(exact.gradients, theirs.gradients))
     packed = "without padding" if ours.figures["packing/padding_free"] else "padded"

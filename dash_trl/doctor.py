@@ -72,13 +72,14 @@ def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
     from transformers import HfArgumentParser
     from trl import ModelConfig
 
+    import dash_trl.trainer
     from dash_trl.comparison import Scripted, compare_update
 
     (model,) = HfArgumentParser(ModelConfig).parse_args_into_dataclasses(["--model_name_or_path", name, *options])
     script = Scripted(
         constant=1 / 4, rows=given.rows, longest=given.completion_tokens, prompt_tokens=given.prompt_tokens
     )
-    return compare_update(model, script)
+    return compare_update(model, script, dash_trl.trainer.DASHTrainer)
 
 
 PARTS = {"training": training, "GPUs": gpus, "programs in a sandbox (CodeReward)": sandbox}

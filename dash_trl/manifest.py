@@ -25,7 +25,7 @@ CHUNK, MOST = 1 << 20, 1 << 30  # of a file above 1 GiB, each k-th MiB counts, s
 def new_run(checkpoint: str | None) -> dict[str, int]:
     """Return the runs that lead to a new one, which is the last, each with its last step that counts."""
     name = f"{datetime.now():%F %T} {secrets.token_hex(2)}"
-    return {**(_runs(Path(checkpoint)) if checkpoint else {}), name: sys.maxsize}
+    return {**(runs_of(Path(checkpoint)) if checkpoint else {}), name: sys.maxsize}
 
 
 def begin(folder: Path, runs: dict[str, int]) -> None:
@@ -37,7 +37,7 @@ def begin(folder: Path, runs: dict[str, int]) -> None:
 def finish(folder: Path, runs: dict[str, int]) -> None:
     """List the files of a checkpoint that has been saved."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LIST]
-    write(folder / LIST, {"runs": runs, "files": {name: _checksum(folder / name) for name in names}})
+    write(folder / LIST, {"runs": runs, "files": {name: checksum(folder / name) for name in names}})
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
     current, reasons = _read(folder / RUN).get("runs"), []
     found = {int(end): path for path in folder.glob("checkpoint-*") if (end := path.name[11:]).isdigit()}
     for _, path in sorted(found.items(), reverse=True) or [(0, folder)]:
-        name, step = [*_runs(path).items()][-1]
+        name, step = [*runs_of(path).items()][-1]
         if current and step > current.get(name, -1):
             reasons.append(f"{path} is of another run ({name})")
         elif damaged := _damaged(path):
@@ -69,11 +69,12 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
 
 def _damaged(checkpoint: Path) -> list[str]:
     files = _read(checkpoint / LIST).get("files", {LIST: []})  # [] is the checksum of a file that does not exist
-    wrong = [name for name, known in files.items() if _checksum(checkpoint / name) != known]
+    wrong = [name for name, known in files.items() if checksum(checkpoint / name) != known]
     return wrong or [TRAINER_STATE_NAME][bool(_read(checkpoint / TRAINER_STATE_NAME)) :]
 
 
-def _runs(checkpoint: Path) -> dict[str, int]:
+def runs_of(checkpoint: Path) -> dict[str, int]:
+    """Return the runs that led to a checkpoint, each with its last step that counts."""
     return _read(checkpoint / LIST).get("runs") or {checkpoint.name: 0}
 
 
@@ -85,7 +86,8 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _checksum(path: Path) -> list[int]:
+def checksum(path: Path) -> list[int]:
+    """Return size and CRC-32 of a file; empty if there is no file."""
     if not path.is_file():
         return []
     size, crc = path.stat().st_size, 0

@@ -6,7 +6,6 @@ from trl import ModelConfig
 
 from dash_trl import DASHTrainer, command, comparison
 
-SIZES = {"rows": 16, "prompt_tokens": 8, "completion_tokens": 24}
 SCRIPT = comparison.Scripted(constant=0.5, rows=16, longest=24, prompt_tokens=8)
 
 
@@ -32,13 +31,20 @@ class GradientDropped(DASHTrainer):
     "settings", [{}, {"dtype": "bfloat16"}, {"use_peft": True, "lora_target_modules": "all-linear"}]
 )
 def test_an_update_is_trls(tiny_model, settings):
-    assert "without padding" in comparison.compare_update(ModelConfig(tiny_model, **settings), SCRIPT)
+    report = comparison.compare_update(ModelConfig(tiny_model, **settings), SCRIPT, DASHTrainer)
+    assert "without padding; shared prompts left out" in report
 
 
 @pytest.mark.parametrize("trainer", [RowLost, TokenMasked, GradientDropped])
-def test_a_fault_is_found(tiny_model, monkeypatch, capsys, trainer):
-    monkeypatch.setattr(comparison, "DASHTrainer", trainer)
-    options = [text for name, value in SIZES.items() for text in (f"--{name}", str(value))]
+def test_a_fault_is_found(tiny_model, trainer):
     for dtype in ("float32", "bfloat16"):
-        assert command.main(["doctor", tiny_model, "--update", *options, "--dtype", dtype]) == 1
-        assert "no   an update" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="the update is not TRL's"):
+            comparison.compare_update(ModelConfig(tiny_model, dtype=dtype), SCRIPT, trainer)
+
+
+def test_the_command(tiny_model, capsys):
+    options = ["--update", "--rows", "16", "--prompt_tokens", "8", "--completion_tokens", "24"]
+    assert command.main(["doctor", tiny_model, *options, "--use_peft"]) == 0
+    assert "the gradients differ by" in capsys.readouterr().out
+    assert command.main(["doctor", "no/model", *options]) == 1
+    assert "no   an update of no/model" in capsys.readouterr().out

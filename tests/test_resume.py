@@ -83,7 +83,7 @@ def test_checkpoints_of_another_run_do_not_count(tmp_path, caplog):
 def test_of_a_large_file_each_kth_part_counts(tmp_path):
     (tmp_path / "file").write_bytes(b"0123456789")
     with mock.patch.multiple(manifest, CHUNK=2, MOST=4):
-        assert manifest._checksum(tmp_path / "file") == [10, zlib.crc32(b"0167")]
+        assert manifest.checksum(tmp_path / "file") == [10, zlib.crc32(b"0167")]
 
 
 def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp_path, caplog):
@@ -102,7 +102,7 @@ def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp
     assert "/checkpoint-1, not from a later one:" in caplog.text and "checkpoint-3 is of another" in caplog.text
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert checkpoint_to_resume(True, str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert [*manifest._runs(tmp_path / "checkpoint-2").values()] == [1, 2]
+    assert [*manifest.runs_of(tmp_path / "checkpoint-2").values()] == [1, 2]
 
 
 class SeededRollouts:
