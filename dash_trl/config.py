@@ -114,28 +114,32 @@ class DASHConfig(GRPOConfig):
             below this threshold, or if it has no reward: a function failed, or none applies. With `0.0` and `beta=0`,
             the update is exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops the same
             rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`) or 99 (`"group"`); see
-            docs/concepts/exact.md. `None`: off. `kl` and `entropy` in the log are of kept rows, TRL's of all.
+            docs/concepts/exact.md. `None` turns the filter off. The logged `kl` and `entropy` are means over the rows
+            that are kept; TRL's are means over all rows.
         filter_denominator (`str`, defaults to `"all"`):
-            Rows that the loss is divided by. `"all"`: dropped ones, too, as if their advantages were 0 (the paper).
-            `"kept"`: kept ones of the optimizer step, so steps are larger when few are kept.
+            Which rows count in the denominator of the loss. `"all"`: dropped rows, too, as if their advantages were 0
+            (as in the paper). `"kept"`: only the rows of the optimizer step that are kept, so a step is larger if few
+            rows are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
-            `multi_objective_aggregation`. Without these: `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`,
-            `"reinforce_plus_plus_baseline"`, `"grpo_passk"` (see `dash_trl.update.advantages`).
+            `multi_objective_aggregation`. These options have no effect on `"rloo"`, `"single_path"`,
+            `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"` (see
+            `dash_trl.update.advantages`).
         loss_type (`str`, defaults to `"dapo"`):
-            One of TRL's losses or, for rollouts of older weights with the sampler's log-probs
-            (`docs/concepts/staleness.md`), `"aipo"` or `"decoupled_ppo"`. `"aipo"` weights each token by min(r,
-            `aipo_delta`) and has no other term; r is its probability under the policy by that under the sampler.
-            `"decoupled_ppo"` is `"dapo"` whose old policy is the weights with which training on the window began, with
-            TRL's importance-sampling correction in the mode `"token_truncate"`: ratios to the sampler are truncated at
-            `vllm_importance_sampling_clip_max`.
+            One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
+            sampled, and need the sampler's log-probs (docs/concepts/staleness.md). `"aipo"` weights each token by
+            min(r, `aipo_delta`) and has no other term; r is the token's probability under the policy, divided by its
+            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with two settings: its old policy is the
+            weights with which training on the window began, and TRL's importance-sampling correction truncates ratios
+            to the sampler at `vllm_importance_sampling_clip_max` (mode `"token_truncate"`).
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio has no gradient.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
-            Largest number of prompt and completion tokens in one model pass: as many as fit in memory. A shared prompt
-            counts once; of each row's copy of its keys, 12 count as a token. Padding counts if the model cannot run
-            padding-free. A longer row runs alone. `None`: as TRL's padded micro-batch, `per_device_train_batch_size`
-            times the longest row.
+            Largest number of prompt and completion tokens in one model pass. Set it to what fits in memory, so that
+            many short rows run in one pass. A shared prompt counts once, but each of its rows has a copy of its keys,
+            and 12 of these count as a token. Padding counts if passes are padded. A row with more tokens runs in a pass
+            of its own. `None`: as many tokens as TRL's padded micro-batch, `per_device_train_batch_size` times the
+            longest row.
         share_prompts (`bool` or `None`, defaults to `None`):
             Compute a prompt only once for all rows of a model pass that have it. The update is the same. `None`:
             prompts of at least 16 tokens. `True`: of at least 2. `False`: none.
@@ -145,10 +149,10 @@ class DASHConfig(GRPOConfig):
             `"decoupled_ppo"`; see docs/howto/async.md. Without servers, at most `1`: the trainer samples the next
             window while a `RewardRunner` scores.
         max_num_gen_batches (`int`, defaults to `1`):
-            Dynamic sampling (DAPO; verl's name). While some groups of a window have no signal
-            (`gradient_filter_threshold` keeps none of their rows), sample further prompts, up to this many times a
-            window's groups. The first groups with signal are trained on. `1`: off. Needs `max_steps`; see
-            docs/howto/dynamic-sampling.md.
+            Dynamic sampling (DAPO; the option has verl's name). If some groups of a window have no signal
+            (`gradient_filter_threshold` keeps none of their rows), further prompts are sampled, until the window is
+            full of groups with signal, or this many times its number of groups have been sampled. `1`: off. Needs
+            `max_steps`; see docs/howto/dynamic-sampling.md.
         bf16 (`bool` or `None`, defaults to `None`):
             Compute in bf16. `None`: if a GPU can (Ampere and newer) and `fp16` is not set; otherwise in float32. TRL's
             default is `True`.
@@ -161,8 +165,9 @@ class DASHConfig(GRPOConfig):
             scored next. Needs reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
             docs/howto/slow-rewards.md.
         eval_k (`list[int]` or `None`, defaults to `None`):
-            Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems, from
-            `num_generations_eval` completions each. Correct = a reward above 0.5. See docs/howto/evaluate.md.
+            Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They use
+            the `num_generations_eval` completions of each problem; a completion is correct if its reward is above 0.5.
+            See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that a call of a tool, or of an environment's `reset` or `get_reward`, may take. After that, its row
             is not trained on; see docs/howto/tools.md.
@@ -171,11 +176,11 @@ class DASHConfig(GRPOConfig):
             them. Implies `use_vllm=True` and `vllm_mode="server"`. Without a usable one, the run waits at most
             `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
-            Seconds without an answer from a server that has requests, or for a weight update. Then other servers get
-            its requests, and it gets none until it has answered a probe.
+            Seconds that a server with requests may be silent, or that a weight update may take. After that, other
+            servers get its requests, and it gets none until it has answered a probe.
         vllm_weight_dir (`str` or `None`, defaults to `None`):
-            Folder for the servers' weights, which trainer and servers see under the same path; fast in memory, such as
-            `/dev/shm`. `None`: a folder in `output_dir`.
+            Folder to which the trainer writes weights for the servers, which must see it under the same path. A folder
+            in memory, such as `/dev/shm`, is fast. `None`: a folder in `output_dir`.
     """
 
     gradient_filter_threshold: float | None = HfArg(
