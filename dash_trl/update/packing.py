@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 # Most cells per token of the budget in a pass's tables, such as token ids. All rows are as wide as the longest row.
-# At 30 bytes per cell, this is 0.5 kB per token. Qwen2.5-0.5B keeps 43 kB per token for the backward pass, even with
-# gradient checkpointing: 24 layers × 896 numbers × 2 bytes.
+# At 30 bytes per cell, this is 0.5 kB per token. Qwen2.5-0.5B keeps 86 kB per token for the backward pass, even with
+# gradient checkpointing: 24 layers × 896 numbers × 4 bytes (float32 weights under bf16; bf16 weights: half of it).
 CELLS_PER_TOKEN = 16
 # Number of copied keys that take the memory of a computed token. A layer of a model with as many heads of keys as of
 # queries keeps keys and values of a copy, and 12 times as much for a token. The backward pass adds gradients of copies.
