@@ -188,16 +188,19 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, w
             see("server", prompt)
             end.wait(SECONDS)
 
-    def wait(*_: Any) -> None:
+    def wait(seconds: float) -> bool:
         with changed:
-            assert changed.wait_for(lambda: list(map(len, seen.values())) == [4, 4, 8], SECONDS), seen
+            return changed.wait_for(lambda: list(map(len, seen.values())) == [4, 4, 8], seconds)
 
     def interrupt(window: int) -> None:
-        wait()
-        raise KeyboardInterrupt
+        for _ in range(round(20 * SECONDS)):
+            trainers[0]._run.collector.start_rewards_of_sampled()  # as after each pass
+            if wait(1 / 20):
+                raise KeyboardInterrupt
+        raise AssertionError(seen)
 
     def press() -> None:
-        wait()
+        wait(SECONDS)
         ctrl_c()
         while not run_ended.wait(30):  # Python misses a signal that comes just before the thread blocks
             ctrl_c()
