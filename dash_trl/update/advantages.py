@@ -1,7 +1,8 @@
 """Advantage estimators: pure functions that compute advantages from the rewards of whole groups.
 
-`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `ESTIMATORS` also has
-estimators that TRL's GRPOTrainer does not offer. Their names are those in verl.
+`group_advantages` implements TRL's options (GRPO, Dr. GRPO, GDPO). `ESTIMATORS` adds estimators that TRL's GRPOTrainer
+does not offer, under verl's names. Each takes rewards [M, G] (NaN = unscored), and returns advantages [M, G], 0 for
+unscored rows. If the baseline is the group's, the only scored row of a group gets 0, too.
 
 Letters: N rows (the G rows of a group are adjacent), F reward functions, G group size, M = N / G groups.
 """
@@ -32,17 +33,16 @@ def group_advantages(
 ) -> Tensor:
     """Compute GRPO's advantages (DeepSeekMath, arXiv 2402.03300, 4.1.2; DASH, eq. 4), as TRL 1.16 defines them.
 
-    `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4). Here σ is the standard
+    `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4). σ is the unbiased standard
     deviation of the group ("group") or of all N rows ("batch"); with "none" (DASH's eq. 4, Dr. GRPO) there is no
-    division. `normalize_then_sum` (GDPO, arXiv 2601.05242): the rewards of each function are normalised in their group.
-    Then the weighted sum of the normalised rewards is normalised over all N rows.
+    division. `normalize_then_sum` (GDPO, arXiv 2601.05242): each function's rewards are normalised in their group, then
+    their weighted sum over all N rows.
 
-    All standard deviations are unbiased. Deviation from TRL: if all rewards of a group are equal, the advantages are
-    exactly 0. In TRL, they can be rounding errors of float32 divided by 1e-4.
+    Deviation from TRL: a group of equal rewards gets exactly 0 instead of rounding errors divided by 1e-4.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored:
-            it is left out of every mean and standard deviation, and its advantage is 0.
+        rewards: [N, F]; NaN = the function does not apply to the row. A row whose rewards are all NaN is unscored: no
+            mean or standard deviation includes it, and its advantage is 0.
         weights: [F], the weight of each reward function.
         group_size: G, which divides N.
         scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
@@ -50,7 +50,7 @@ def group_advantages(
     Returns:
         [N] float32 on the CPU, in the order of the rows.
     Raises:
-        ValueError: if a tensor has another shape, or if the rows do not split into whole groups.
+        ValueError: if a tensor has a wrong shape, or if the rows do not split into whole groups.
     """
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     total, advantages = _in_groups(rewards, weights, group_size)
@@ -75,13 +75,8 @@ def group_advantages(
 def rloo(rewards: Tensor) -> Tensor:
     """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as in TRL's RLOOTrainer.
 
-    The baseline does not depend on row i, so the gradient is unbiased. Deviation from RLOOTrainer: no KL term is added
-    to the reward.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-    Returns:
-        [M, G]; 0 for unscored rows, and for the only scored row of a group.
+    The baseline does not depend on row i, so the gradient is unbiased. Deviation from RLOOTrainer: the reward has no KL
+    term.
     """
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
@@ -90,14 +85,7 @@ def rloo(rewards: Tensor) -> Tensor:
 def grpo_passk(rewards: Tensor) -> Tensor:
     """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for all other rows (pass@k: arXiv 2503.19595, as in verl).
 
-    Without the best row, the best reward of the group would be r_second. So r_best − r_second is the contribution of
-    the best row. If two rows share the best reward, all advantages are 0. With rewards of 0 and 1, a group has signal
-    only if exactly one of its rows has the reward 1.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-    Returns:
-        [M, G]; 0 for unscored rows, and for the only scored row of a group.
+    Without the best row, the group's best reward would be r_second, so the row contributes r_best − r_second.
     """
     best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
     gap = best.values[:, :1] - best.values[:, 1:]
@@ -108,13 +96,7 @@ def grpo_passk(rewards: Tensor) -> Tensor:
 def single_path(rewards: Tensor) -> Tensor:
     """A_i = r_i − mean r over all N rows: the single-path method (DASH, eq. 3).
 
-    The mean is over all rows, not over a group. So a group whose rewards are all equal can have advantages other than
-    0.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-    Returns:
-        [M, G]; 0 for unscored rows.
+    The mean is not the group's, so a group of equal rewards can have advantages other than 0.
     """
     return _from_mean(rewards.view(1, -1)).nan_to_num(nan=0.0).view_as(rewards)
 
@@ -122,13 +104,7 @@ def single_path(rewards: Tensor) -> Tensor:
 def reinforce_plus_plus(rewards: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
-    It divides the advantages of `single_path` by the standard deviation of all rewards. Deviation from verl: in verl's
-    mean and standard deviation, each row has its number of tokens as its weight; here all rows have the same weight.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-    Returns:
-        [M, G]; 0 for unscored rows.
+    Deviation: all rows have the same weight; verl weights each row by its number of tokens.
     """
     return (single_path(rewards) / (_std(rewards.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
@@ -136,14 +112,8 @@ def reinforce_plus_plus(rewards: Tensor) -> Tensor:
 def reinforce_plus_plus_baseline(rewards: Tensor) -> Tensor:
     """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r ("REINFORCE++ w/ baseline", arXiv 2501.03262).
 
-    σ(c) is over all N rows. `group_advantages` with `scale_rewards="batch"` divides by the standard deviation of r
-    instead of c. Deviation: verl computes the mean and σ of c over tokens, so a longer row has a larger weight. This
-    mean is not 0, and verl subtracts it. So in verl, groups whose rewards are all equal have advantages other than 0.
-
-    Args:
-        rewards: [M, G], one reward per row; NaN = unscored.
-    Returns:
-        [M, G]; 0 for unscored rows, and for the only scored row of a group.
+    σ(c) is over all N rows; `group_advantages` with `scale_rewards="batch"` divides by σ(r). Deviation: verl computes
+    the mean and σ of c over tokens, and subtracts this mean, so a group of equal rewards has advantages other than 0.
     """
     centred = _from_mean(rewards)
     return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
@@ -174,16 +144,16 @@ def outcome_advantages(
     Rewards of a group that differ only by rounding errors count as equal.
 
     Args:
-        estimator: name of an estimator of `ESTIMATORS`; "grpo" stands for `group_advantages`.
-        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
+        estimator: a name in `ESTIMATORS`; "grpo" stands for `group_advantages`.
+        rewards: [N, F], NaN as in `group_advantages`.
         weights: [F], the weight of each reward function.
         group_size: G >= 2, which divides N.
-        scale_rewards: see `group_advantages`; other estimators ignore it.
-        multi_objective_aggregation: see `group_advantages`; other estimators ignore it.
+        scale_rewards: see `group_advantages`; used by "grpo" only.
+        multi_objective_aggregation: see `group_advantages`; used by "grpo" only.
     Returns:
         [N] float32 on the CPU, in the order of the rows; 0 for unscored rows.
     Raises:
-        ValueError: if a tensor has another shape, or if the rows do not split into whole groups.
+        ValueError: if the name is unknown, a tensor has a wrong shape, or the rows do not split into whole groups.
     """
     outcome = registered(estimator, "outcome", "estimator").outcome
     if outcome is None:
@@ -194,18 +164,17 @@ def outcome_advantages(
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of each row's rewards, r_i = Σ_k w_k r_ik, for example in an estimator of your own.
+    """Compute each row's weighted sum of rewards, r_i = Σ_k w_k r_ik, for example in an estimator of your own.
 
-    The result is NaN for an unscored row, because an unscored row must not count as 0. To sum or average the result
-    over a group, use `nansum` or `nanmean`.
+    An unscored row must not count as 0, so its sum is NaN. Use `nansum` or `nanmean` over a group.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply to the row. A row in which all F rewards are NaN is unscored.
+        rewards: [N, F]; NaN = the function does not apply to the row. A row whose rewards are all NaN is unscored.
         weights: [F], the weight of each reward function, on any device.
     Returns:
-        [N], in the order of the rows; NaN for an unscored row.
+        [N]; NaN for an unscored row.
     Raises:
-        ValueError: if a tensor has another shape.
+        ValueError: if a tensor has a wrong shape.
     """
     check_tensor("rewards", rewards, N=None, F=None)
     check_tensor("weights", weights, F=rewards.shape[1])
@@ -214,17 +183,15 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Tensor:
-    """Check the advantages that an estimator returned, and set those of unscored rows to 0.
+    """Check an estimator's advantages, and return them as float32 [N], with 0 for unscored rows.
 
     Args:
-        advantages: the return value of the estimator, which should be a float tensor [N].
-        rewards: [N, F], the rewards that the estimator was given.
-        culprit: name of the estimator, for the error.
-    Returns:
-        [N] float32.
+        advantages: the estimator's result.
+        rewards: [N, F], the rewards that the estimator got; NaN as in `group_advantages`.
+        culprit: the estimator's name, for the error.
     Raises:
-        ValueError: if `advantages` is not a float tensor [N], or if an advantage of a scored row is not finite. One
-            such advantage would turn every parameter of the model into NaN.
+        ValueError: if `advantages` is no float tensor [N], or if the advantage of a scored row is not finite, because
+            it would turn every parameter into NaN.
     """
     check_tensor(f"What {culprit} returned", advantages, floats=True, N=len(rewards))
     unscored = rewards.isnan().all(dim=1).to(advantages.device)
@@ -240,7 +207,7 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
 
 
 def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return two tensors [M, G, 1]: the weighted sum of each row's rewards, and this sum minus its group's mean."""
+    """Return two tensors [M, G, 1]: each row's weighted sum of rewards, and this sum minus its group's mean."""
     total = weighted_rewards(rewards, weights)
     if group_size < 1 or len(total) % group_size:
         raise ValueError(
@@ -257,14 +224,9 @@ def _from_mean(rewards: Tensor) -> Tensor:
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Subtract the group's mean from each value, ignoring NaN.
+    """Subtract the group's mean from each value of [M, G, …], ignoring NaN. Values that differ only by rounding give 0.
 
-    If the values of a group differ only by rounding errors, the result is exactly 0.
-
-    Args:
-        values: [M, G] or [M, G, K].
-        scale: same shape; for each value, the sum of the absolute terms from which it was computed. Its rounding error
-            is proportional to this sum.
+    `scale` has the sum of the absolute terms of each value, because rounding errors are proportional to it.
     """
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
@@ -273,10 +235,7 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Compute the unbiased standard deviation along `dim`; the result has length 1 in this dimension.
-
-    NaN is ignored. If fewer than two values are not NaN, the result is NaN.
-    """
+    """Compute the unbiased standard deviation along `dim`, ignoring NaN; fewer than two values give NaN."""
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

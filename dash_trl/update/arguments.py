@@ -1,7 +1,4 @@
-"""Checks tensor arguments, so that a wrong shape or dtype raises an error that names the argument.
-
-Without the check, PyTorch may broadcast a tensor of a wrong shape and return a wrong result without an error.
-"""
+"""Checks tensor arguments, because PyTorch may broadcast a tensor of a wrong shape and return a wrong result."""
 
 from typing import Any
 
@@ -9,16 +6,13 @@ from torch import Tensor
 
 
 def check_tensor(name: str, value: Any, *, floats: bool = False, **sizes: int | None) -> None:
-    """Check that an argument is a tensor with the expected shape and dtype.
+    """Raise a `ValueError` if an argument is no tensor, or has a wrong shape or dtype.
 
     Args:
-        name: name of the argument, for the error.
-        value: value of the argument.
+        name: the argument's name, for the error.
+        value: the argument's value.
         floats: True = the dtype must be a floating-point type.
         sizes: letter = expected length, for each dimension in order. `None`: any length.
-    Raises:
-        ValueError: if the value is no tensor, or has a wrong shape or dtype. The message names the argument, what the
-            value is, and what is expected.
     """
     expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
     if not isinstance(value, Tensor):

@@ -1,8 +1,7 @@
 """The registry of advantage estimators, by name.
 
-`DASHConfig(advantage_estimator=name)` uses the `outcome` form of an estimator, and
-`ProcessRewardCallback(estimator=name)` its `credit` form. `dash_trl.update.advantages` registers the outcome forms, and
-`dash_trl.process_rewards.credit` the credit forms.
+`dash_trl.update.advantages` registers their outcome forms, for `DASHConfig(advantage_estimator=name)`, and
+`dash_trl.process_rewards.credit` their credit forms, for `ProcessRewardCallback(estimator=name)`.
 """
 
 from collections.abc import Callable
@@ -14,18 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Estimator:
-    """How rewards become advantages. Register an estimator of your own before you make the config or the callback::
+    """How rewards become advantages. Register your own estimator before you create the config or the callback::
 
         ESTIMATORS["mine"] = Estimator(credit=function)
 
     Args:
-        outcome: function (rewards [M, G]) → advantages [M, G], for M groups of G rows; NaN = the row is unscored. None
-            = `DASHConfig` refuses the name.
-        credit: function (`Rewards`, `CreditSettings`) → advantages [N, T]. None = `ProcessRewardCallback` refuses the
-            name.
-        settings: the fields of `CreditSettings` that `credit` uses. None = any.
-        per_group: True = the advantages of a group depend on no other group. `reward_pipeline` and
-            `max_num_gen_batches` need this.
+        outcome: function (rewards [M, G]) → advantages [M, G], for M groups of G rows; NaN = unscored. `DASHConfig`
+            needs it.
+        credit: function (`Rewards`, `CreditSettings`) → advantages [N, T]. `ProcessRewardCallback` needs it.
+        settings: the fields of `CreditSettings` that `credit` uses. `None`: any.
+        per_group: True = a group's advantages depend on no other group. `reward_pipeline` and `max_num_gen_batches`
+            need this.
     """
 
     outcome: Callable[[Tensor], Tensor] | None = None
@@ -34,7 +32,7 @@ class Estimator:
     per_group: bool = False
 
     def __call__(self, rewards: Any, settings: Any) -> Tensor:
-        """Returns `credit(rewards, settings)`."""
+        """Return `credit(rewards, settings)`."""
         assert self.credit is not None, "`registered` refuses estimators without a credit form"
         return self.credit(rewards, settings)
 
@@ -43,13 +41,13 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def registered(name: str, form: str, option: str) -> Estimator:
-    """Returns the estimator that an option names.
+    """Return the estimator that an option names.
 
     Args:
-        name: the value of the option.
-        form: "outcome" or "credit", the form that the option needs. "grpo" always has both, because the outcome form of
-            GRPO is `group_advantages`, which takes more arguments.
-        option: name of the option, for the error.
+        name: the option's value.
+        form: "outcome" or "credit". "grpo" has both, because its outcome form is `group_advantages`, which takes more
+            arguments.
+        option: the option's name, for the error.
     Raises:
         ValueError: if no estimator with this name has this form.
     """

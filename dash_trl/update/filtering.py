@@ -1,9 +1,8 @@
 """Gradient filtering: decides from the advantages which rows are dropped before model passes (the paper's Section 3.5).
 
-A row whose advantage is 0 has no policy gradient. If every term of the loss contains the advantage, dropping the row
-changes only the time that a step takes. Some terms do not contain the advantage: KL with beta > 0, the entropy bonus,
-auxiliary losses. With these terms, filtering is an approximation, as in the paper, because a dropped row no longer
-contributes to them.
+A row whose advantage is 0 has no policy gradient. If every loss term contains the advantage, dropping the row changes
+only the time of a step. KL with beta > 0, the entropy bonus and auxiliary losses do not contain it. With these,
+filtering is an approximation, as in the paper, because a dropped row no longer contributes to them.
 
 Letters: B rows, T completion tokens.
 """
@@ -15,14 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Filtered:
-    """The result of the filter for B rows. Every row is True in exactly one of the four masks.
+    """The result of the filter: four masks [B] bool. Every row is True in exactly one of them.
 
     Attributes:
-        keep: [B] bool, True = the row is a survivor.
-        constant: [B] bool, True = dropped, because `max_t |A_t| = 0`. Usually all rewards of the group are equal, or
-            the row has no loss token.
-        threshold: [B] bool, True = dropped, because `max_t |A_t|` is above 0 and below the threshold.
-        unscored: [B] bool, True = dropped, because the row is unscored.
+        keep: True = the row is a survivor.
+        constant: True = dropped, because `max_t |A_t|` is 0 (equal rewards, or no loss token).
+        threshold: True = dropped, because `max_t |A_t|` is above 0 and below the threshold.
+        unscored: True = dropped, because the row is unscored.
     """
 
     keep: Tensor
@@ -31,21 +29,18 @@ class Filtered:
     unscored: Tensor
 
     def rows(self, rows: Tensor) -> "Filtered":
-        """Return the result for some of the rows, given their indices in the order of the result."""
+        """Return the result for the rows with the given indices."""
         return Filtered(**{name: mask[rows] for name, mask in vars(self).items()})
 
 
 def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold: float | None) -> Filtered:
-    """Decide which rows are dropped: unscored rows, and rows whose `max_t |A_t|` is 0 or below the threshold.
-
-    `max_t |A_t|` is the largest absolute advantage of the row's loss tokens.
+    """Drop unscored rows, and rows whose `max_t |A_t|` over their loss tokens is 0 or below the threshold.
 
     Args:
         advantages: [B], or [B, T] for per-token credit.
         loss_mask: [B, T], 1 = a token that the loss counts.
         scored: [B] bool, True = the row is scored.
-        threshold: smallest `max_t |A_t|` of a row that is kept, at least 0. With 0, only unscored rows and rows whose
-            advantages are all 0 are dropped. `None`: every row is kept, as in TRL.
+        threshold: smallest `max_t |A_t|` of a kept row, at least 0. `None`: every row is kept, as in TRL.
     """
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     signal = (per_token.abs() * loss_mask).amax(dim=1)

@@ -1,20 +1,19 @@
 """Tests by running a model that the samples of a packed row do not influence each other.
 
-A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps the
-samples apart only if each layer hands the keyword arguments of `forward` on to the attention function, and if the model
-builds no attention mask of its own. A model's configuration does not show whether these conditions hold. If a model
-mixed samples, training would compute wrong log-probs without an error. So before the first training pass,
-`packing_flaw` packs three samples, and `isolation_flaw` tests these properties::
+A packed row is one sequence of several samples. A model keeps them apart only if each layer hands the keyword arguments
+of `forward` on to the attention function, and if the model builds no attention mask of its own. Its configuration does
+not show this, and log-probs of mixed samples are wrong without an error. So before the first training pass,
+`packing_flaw` packs three samples and tests these properties::
 
     isolation   other tokens in the first sample do not change the log-probs of the second sample
     layout      the log-probs of a packed sample equal the log-probs of the sample alone, within rounding
     gradients   with respect to the embeddings, they are equal, too, within rounding
     prompt      if the samples share a prompt, other tokens in the prompt change the log-probs of each sample
 
-The isolation test compares passes of the same shapes, which round in the same way. So the test finds even a very small
-leak, also in bfloat16 and with a model whose log-probs depend little on the context. In a mixture of experts, however,
-other tokens change the rounding, because they change which tokens an expert computes together. To measure this effect,
-the third sample is changed. It cannot leak into the second sample, because attention is causal.
+The isolation test compares passes of the same shapes, which round in the same way, so it finds even a very small leak.
+In a mixture of experts, however, other tokens change the rounding, because they change which tokens an expert computes
+together. Other tokens in the third sample measure this effect: they cannot leak into the second one, because attention
+is causal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,18 +50,15 @@ def isolation_flaw(
     dtype: torch.dtype,
     others: tuple[LogProbs, LogProbs] | None = None,
 ) -> str | None:
-    """Test packed passes, and describe what is wrong with them.
+    """Test packed passes, and describe what is wrong with them; return `None` if there is no flaw.
 
     Args:
-        packed: function that runs all samples in one packed row. An exception counts as a flaw, because the `forward`
-            of a model may not accept the arguments of packed passes.
-        alone: function that runs each sample in a row of its own.
-        vocabulary: number; the test uses token ids below it.
+        packed: function that runs all samples in one packed row. An exception counts as a flaw, because a model's
+            `forward` may refuse the arguments of packed passes.
+        alone: function that runs each sample in its own row.
+        vocabulary: upper bound of token ids.
         dtype: the dtype in which the model computes.
-        others: two functions like `packed` and `alone`, but with another shared prompt before the samples. This prompt
-            has the same last token as the prompt of `packed` and `alone`. `None`: the samples do not share a prompt.
-    Returns:
-        A text that describes the flaw; `None` if there is no flaw.
+        others: `packed` and `alone` with another shared prompt that ends with the same token. `None`: no shared prompt.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
     expected = alone(samples)
@@ -98,18 +94,15 @@ def packing_flaw(
     shared: bool = False,
     gradients: bool = True,
 ) -> str | None:
-    """Test whether a model can run packed passes; see `isolation_flaw`.
+    """Test whether a model can run packed passes, and describe the flaw (see `isolation_flaw`).
 
     Args:
         packed: function (input_ids, attention_mask, logits_to_keep) → (log-probs, …) that runs packed passes.
-        padded: function with the same arguments and results that calls TRL's method.
-        model: the model that both functions call.
-        vocabulary: number; the test uses token ids below it.
-        device: the device of the model.
-        shared: True = test samples with the same prompt, which `packed` computes once.
+        padded: the same function for padded passes, by TRL's method.
+        model: the model that both call.
+        vocabulary: upper bound of token ids.
+        shared: True = the samples have the same prompt, which `packed` computes once.
         gradients: True = test the gradients, too.
-    Returns:
-        A text that describes what is wrong with packed passes; `None` if they are right.
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
@@ -140,7 +133,7 @@ def packing_flaw(
 
 
 def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
-    """Return the gradient of the sum of a pass's log-probs with respect to a vector that is added to all embeddings."""
+    """Return the gradient of the sum of the log-probs with respect to a vector that is added to all embeddings."""
     added: list[Tensor] = []
 
     def add(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -160,13 +153,11 @@ def padding_effect(
 
     Args:
         plain: function like `padded` of `packing_flaw`.
-        placed: the same function, with position ids that do not count padding.
-        model: the model that the functions call.
-        vocabulary: number; the test uses token ids below it.
-        pad_token_id: token id of the padding.
-        device: the device of the model.
+        placed: `plain` with position ids that do not count padding.
+        model: the model that both call.
+        vocabulary: upper bound of token ids.
     Returns:
-        0: only with position ids. 1: not with position ids. 2: in both cases.
+        1 if padding does not change `placed`; otherwise 0 if it does not change `plain`, 2 if it changes both.
     """
     row = _tokens(SAMPLE_TOKENS[0], 0, vocabulary)
 
@@ -186,12 +177,9 @@ def padding_effect(
 
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
-    """Context manager that shortens the sliding windows of a model to `WINDOW` tokens, fewer than a sample has.
+    """Context manager that shortens a model's sliding windows to `WINDOW` tokens, fewer than a sample has.
 
-    Without it, samples would have to be longer than a window to show that a layer loses the window.
-
-    Args:
-        model: a transformers model.
+    Otherwise, a sample is too short to show that a layer loses its window.
     """
     owners = [one for module in model.modules() for one in (module, getattr(module, "config", None))]
     found: list[Any] = [one for one in owners if isinstance(getattr(one, "sliding_window", None), int)]
@@ -206,12 +194,7 @@ def short_windows(model: Any) -> Iterator[None]:
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
-    """Measure how much other tokens in the first or third sample change the log-probs `found` of the second sample.
-
-    Returns:
-        The mean change with other tokens in the first sample (the smallest of all draws), and with other tokens in the
-        third sample (the largest of all draws).
-    """
+    """Return how other tokens in the first sample, and in the third, change the log-probs `found` of the second."""
     first, second, third = samples
     moved, regrouped = [], []
     for draw in range(DRAWS):
@@ -242,12 +225,10 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 @contextmanager
 def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
-    """Context manager that puts a model into evaluation mode (no dropout), and at the end restores each module's mode.
+    """Context manager that puts a model into evaluation mode (no dropout), and restores each module's mode at the end.
 
-    Args:
-        model: the model.
-        checkpointing: True = modules with gradient checkpointing are in training mode. In this mode they may pass other
-            arguments on to their layers, and a test of packed passes must run the same code as training.
+    With `checkpointing`, modules with gradient checkpointing are in training mode. In this mode they may pass other
+    arguments on to their layers, and a test of packed passes must run the same code as training.
     """
     training = {module: module.training for module in model.modules()}
     for module in training:  # `model.eval()` would replace the layers of a model with `use_kernels`

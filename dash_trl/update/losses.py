@@ -1,25 +1,18 @@
 """Losses for rollouts that older weights sampled, and the weight of each pass in an optimizer step.
 
-The losses for such rollouts are `OFF_POLICY_LOSSES`. Each is a sum over loss tokens::
+Each loss of `OFF_POLICY_LOSSES` is a sum over loss tokens::
 
     aipo              −(1/N) Σ min(π/μ, δ) Â                                                        δ: aipo_delta
     decoupled_ppo     −(1/N) Σ min(π_prox/μ, c) min(u Â, clip(u, 1 − ε, 1 + ε_high) Â),  u = π/π_prox
                                                                    c: vllm_importance_sampling_clip_max
 
 μ, π_prox and π are the probabilities of a token under the sampler, under the weights at the beginning of the generation
-window, and under the weights that are trained. Â is the advantage. N is the number of loss tokens by which TRL's `dapo`
-divides; with `filter_denominator="kept"`, N counts only the loss tokens of survivors.
+window, and under the weights in training. Â is the advantage. N is the number of loss tokens by which TRL's `dapo`
+divides; with `filter_denominator="kept"`, only survivors count.
 
 AIPO comes from LlamaRL (arXiv 2505.24034); here it is per token and without KL and entropy terms, as in PRIME-RL. The
-gradient also passes through the minimum: a token with π/μ above δ has the gradient 0, whatever the sign of Â. Decoupled
-PPO comes from AReaL (arXiv 2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
-
-The trainer computes a loss for each pass. Packing changes the number of passes of an optimizer step, and the rows of
-each pass. `loss_scale` and `regularizer_weight` return the weight of each pass, with which the optimizer step does not
-depend on packing. The regularizers (the entropy bonus and the router loss of a mixture of experts) do not contain the
-advantage. TRL adds them to every micro-batch with the weight 1 / accumulation steps. Here, their weight in a pass is
-proportional to the loss tokens of the pass. This is an approximation, because regularizers are averaged over survivors
-instead of all rows, and a router loss is not linear in the batch.
+gradient passes through the minimum: a token with π/μ above δ has the gradient 0, whatever the sign of Â. Decoupled PPO
+comes from AReaL (arXiv 2505.24298), which does not truncate the first factor (c = inf).
 
 Letters: B rows, T completion tokens, R ranks.
 """
@@ -60,15 +53,13 @@ CLIPPED_LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", *OFF_POLICY_LOSSES
 
 
 def aipo(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, *, delta: float) -> Tensor:
-    """Return −min(π/μ, δ) Â of each token.
+    """Return −min(π/μ, δ) Â of each token, [B, T].
 
     Args:
         log_probs: [B, T], log π.
         behaviour: [B, T], log μ.
         advantages: [B, 1] or [B, T].
         delta: δ, the upper bound of π/μ.
-    Returns:
-        [B, T].
     """
     return -(log_probs - behaviour).exp().clamp(max=delta) * advantages
 
@@ -76,20 +67,20 @@ def aipo(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, *, delta: flo
 def with_token_loss(
     inputs: dict[str, Any], log_probs: Tensor, mask: Tensor, per_token_loss: Callable[..., Tensor | None], args: Any
 ) -> dict[str, Any]:
-    """Return the inputs of TRL's loss with which its loss of each token is `per_token_loss`.
+    """Return inputs with which TRL's loss computes `per_token_loss` for each token.
 
-    TRL computes −min(r Â, clip(r) Â), r = π/π_old. If π_old is π itself, and Â is minus the loss, this is the loss, and
-    so is its gradient: those of π and π_old in r cancel.
+    TRL computes −min(r Â, clip(r) Â), r = π/π_old. With π_old = π and Â = −loss, this is the loss, and so is its
+    gradient, because the gradients of π and π_old in r cancel.
 
     Args:
         inputs: the inputs of a pass.
         log_probs: [B, T], log π in this pass.
         mask: [B, T], 1 = a token that the loss counts.
         per_token_loss: `DASHTrainer.per_token_loss`. If it returns `None`, the inputs stay as they are.
-        args: the settings of the run, of which `loss_type` determines over what TRL takes the mean.
+        args: the settings of the run.
     Raises:
-        ValueError: if the function does not return one loss per token, if TRL's formula is another with `loss_type`, or
-            if TRL would use r for its mask or its KL term.
+        ValueError: if the function does not return one loss per token, if `loss_type` has another formula, or if TRL
+            would use r for its mask or KL term.
     """
     old = inputs.get("old_per_token_logps", log_probs.detach())
     loss = per_token_loss(log_probs, old, inputs["advantages"].view(len(mask), -1), mask)
@@ -115,13 +106,11 @@ def with_token_loss(
 
 
 def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return which loss tokens have an unknown log-prob, because the sampler did not report it (NaN or `NO_LOG_PROB`).
+    """Return [B, T] bool, True = a loss token whose log-prob the sampler did not report (NaN or `NO_LOG_PROB`).
 
     Args:
         sampling_per_token_logps: [B, T].
         loss_mask: [B, T], 1 = a token that the loss counts.
-    Returns:
-        [B, T] bool, True = a loss token whose log-prob is unknown.
     """
     return ~(sampling_per_token_logps > NO_LOG_PROB) & loss_mask.bool()
 
@@ -137,20 +126,17 @@ def importance_sampling_ratio(
 ) -> Tensor:
     """Compute the importance sampling ratio w = π_old / π_sampler, as TRL 1.16 defines it.
 
-    In the token modes, w is the ratio of each token. In the sequence modes, w is the product of a row's token ratios.
-    The truncate modes clip w to [clip_min, clip_max] (TIS). The mask modes set w to 0 outside of this range (MIS).
-
-    TRL computes w of all rows when it generates them, before rewards are known. Our trainer calls this function later,
-    for survivors only.
+    In the token modes, w is the ratio of each token; in the sequence modes, it is the product of a row's token ratios.
+    The truncate modes clip w to [clip_min, clip_max] (TIS); the mask modes set w to 0 outside of this range (MIS). TRL
+    computes w before rewards are known; our trainer computes it afterwards, for survivors only.
 
     Args:
         old_per_token_logps: [B, T], log π_old.
-        sampling_per_token_logps: [B, T], log π_sampler. A token whose log-prob the sampler did not report
-            (`unknown_log_probs`) counts as a ratio of 1.
+        sampling_per_token_logps: [B, T], log π_sampler. An unknown log-prob (`unknown_log_probs`) gives a ratio of 1.
         loss_mask: [B, T], 1 = a token that the loss counts.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-        clip_min: lower bound of w. `None`: no lower bound.
-        clip_max: upper bound of w. `None`: no upper bound.
+        clip_min: lower bound of w, or `None`.
+        clip_max: upper bound of w, or `None`.
     Returns:
         [B, T] for the token modes, [B, 1] for the sequence modes.
     """
@@ -169,22 +155,20 @@ def importance_sampling_ratio(
 def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, share: Share) -> float:
     """Return the factor for a micro-batch's loss that makes the loss of a share independent of packing.
 
-    TRL averages the loss over the b rows of a micro-batch, over the `a` micro-steps and over the R ranks. So each row
-    has the weight 1 / (b·a·R) = 1 / all_rows. After packing, micro-batches have different numbers of rows, and a row
-    would have the weight 1 / (rows·a·R). With `passes` = a·R, these factors correct the weight::
+    TRL averages the loss over the b rows of a micro-batch, the `a` micro-steps and the R ranks, so each row has the
+    weight 1 / (b·a·R) = 1 / all_rows. Packing changes b. With `passes` = a·R, these factors correct the weight::
 
         all:   rows · passes / all_rows   (row means)      tokens · passes / all_tokens   (bnpo)      1 (token sums)
         kept:  rows · passes / kept_rows                   tokens · passes / kept_tokens      all_tokens / kept_tokens
 
-    With "all", the update is exactly GRPO's. With "kept", the loss is an average over the survivors of the share.
-    Deviation: in TRL, bnpo divides by the number of tokens of each *local* micro-batch. Here it divides by the number
-    of tokens of the share, which does not depend on packing.
+    With "all", the update is exactly GRPO's. With "kept", the loss is an average over survivors. Deviation: TRL's bnpo
+    divides by the tokens of each *local* micro-batch, which depend on packing.
 
     Args:
         loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
         denominator: "all" or "kept" (`filter_denominator`).
-        rows: number of rows of this micro-batch, dummy rows included, because TRL's mean counts them, too.
-        tokens: number of loss tokens of this micro-batch on this rank.
+        rows: rows of this micro-batch. Dummy rows count, because TRL's mean counts them.
+        tokens: loss tokens of this micro-batch on this rank.
         share: the counts of the share, over all ranks.
     """
     divisor_rows, divisor_tokens = share.all_rows, share.all_tokens
@@ -200,12 +184,12 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, shar
 def regularizer_weight(tokens: int, share: Share) -> float:
     """Return the weight of the regularizers (entropy bonus, router loss) in a pass: tokens · passes / kept_tokens.
 
-    The weight applies before the mean over micro-steps and ranks. In TRL, it is 1 in each micro-batch. Here, the
-    weights of all passes of a share add up to `share.passes` = micro-steps × ranks, which is the number of TRL's
-    micro-batches.
+    The weight applies before the mean over micro-steps and ranks. TRL has the weight 1 in each of `share.passes`
+    micro-batches; the weights of a share have the same sum. With filtering, the regularizers are approximate: they are
+    averaged over survivors only, and a router loss is not linear in the batch.
 
     Args:
-        tokens: number of loss tokens of the pass on this rank; 0 for a pass over dummy rows, whose weight is then 0.
+        tokens: loss tokens of the pass on this rank; 0 for dummy rows.
         share: the counts of the share, over all ranks.
     """
     return tokens * share.passes / max(share.kept_tokens, 1)

@@ -1,12 +1,12 @@
-"""Recurrent and convolutional layers in packed passes. Such a layer (a mixer) gets the rows one by one::
+"""Recurrent and convolutional layers in packed passes. Such a layer (a mixer) gets the rows as a padded batch::
 
     packed row [1, L, ·] ──► rows [R, W, ·], padded on the right ──► mixer ──► packed row [1, L, ·]
 
 A row is a trunk, or a branch after the trunk tokens before it. A mixer is causal, so padding on the right does not
-reach the tokens of a row. So this works for every mixer (Mamba, short convolutions).
+reach the tokens.
 
-In layers with the gated delta rule, only the convolution and the rule get rows, and a branch begins with the state at
-the end of its trunk. So a shared prompt is computed once.
+In layers with the gated delta rule, only the convolution and the rule get rows. A branch begins with its trunk's last
+state, so a shared prompt is computed once.
 
 Letters: L tokens of the packed row, R rows, W tokens of the longest row, C channels.
 """
@@ -26,13 +26,12 @@ from dash_trl.update.trees import TreeShape, copied, sequences
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a packed row.
+    """The rows of a packed pass, as a padded batch.
 
     Attributes:
-        tokens: [R, W] int64, the tokens of each row as indices in the packed row; 0 for padding.
+        tokens: [R, W] int64, each row's tokens as indices in the packed row; 0 for padding.
         padding: [R, W] bool, True = padding.
-        places: [·] int64, positions in the flattened [R, W] of the tokens whose results are needed: each token of the
-            packed row once.
+        places: [·] int64, positions in the flattened [R, W] that have each token of the packed row once.
     """
 
     tokens: Tensor
@@ -41,7 +40,7 @@ class Rows:
 
     @classmethod
     def of(cls, found: Sequence[tuple[Tensor, Tensor]], device: torch.device, before: int | None = None) -> "Rows":
-        """Build rows from `sequences`; `before`: number of trunk tokens at the beginning of a branch. `None`: all."""
+        """Build rows from `sequences`. A branch begins with its last `before` trunk tokens (`None`: with all)."""
         prefixes = [one if before is None else one[max(0, len(one) - before) :] for one, _ in found]
         tokens = pad_sequence(
             [torch.cat([prefix, own]) for prefix, (_, own) in zip(prefixes, found, strict=True)],
@@ -58,7 +57,7 @@ class Rows:
         return packed[0].index_select(0, self.tokens.flatten()).unflatten(0, self.tokens.shape)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Turn [R, W, …] into [·, …], the results of the needed tokens."""
+        """Turn [R, W, …] into [·, …], the results at `places`."""
         return rows.flatten(0, 1).index_select(0, self.places)
 
 
@@ -69,7 +68,7 @@ def _rows(trees: tuple[TreeShape, ...], device: torch.device, before: int | None
 
 @lru_cache(maxsize=2)
 def _trunks_and_branches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[Rows, Rows, Tensor, Tensor]:
-    """Return trunks, branches without trunk tokens, the trunk of each branch, and the order of their tokens."""
+    """Return trunks, branches without trunk tokens, each branch's trunk, and the order of their tokens."""
     trunks: list[tuple[Tensor, Tensor]] = []
     branches: list[tuple[Tensor, Tensor]] = []
     owners = []
@@ -85,7 +84,7 @@ def _trunks_and_branches(trees: tuple[TreeShape, ...], device: torch.device) -> 
 def _convolution(
     function: Any, channels: Tensor, weight: Tensor, *others: Any, trees: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Compute a causal convolution of [1, C, L] within each row of a packed pass; otherwise call `function`."""
+    """Convolve [1, C, L] within each row of a packed pass; otherwise call `function`."""
     if trees is None:
         return function(channels, weight, *others, **kwargs)
     rows = _rows(trees, channels.device, weight.shape[-1] - 1)
@@ -128,13 +127,12 @@ FUNCTIONS: dict[str, Any] = {"causal_conv1d_fn": _convolution, "torch_chunk_gate
 
 
 def _note_trees(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Tell the mixers of a layer which trees the pass has. A hook before `forward`, also when it is computed again."""
+    """Tell a layer's mixers the trees of a pass. The hook also runs when checkpointing computes the layer again."""
     for mixer in layer.children():
         mixer.trees = kwargs.get("trees")
 
 
 def _unpack(mixer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give a mixer the rows of a packed pass. A hook before `forward`."""
     if mixer.trees is None:
         return None
     states, *others = args or (kwargs.pop("hidden_states"),)
@@ -144,18 +142,14 @@ def _unpack(mixer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _pack(mixer: Any, args: Any, output: Tensor) -> Tensor | None:
-    """Pack the results of a mixer. A hook after `forward`."""
     return None if mixer.trees is None else _rows(mixer.trees, output.device).pack(output).unsqueeze(0)
 
 
 def keep_rows_apart(model: nn.Module) -> None:
-    """Let the mixers of a model keep the rows of packed passes apart. Other passes stay as they are.
+    """Let the mixers of a transformers model keep the rows of packed passes apart.
 
-    Modules with a convolution (`torch.nn.Conv1d`) count as mixers. The test before training finds others. Those without
-    the delta rule get hooks, so a pickle of the model can be used only with this package.
-
-    Args:
-        model: a transformers model.
+    Modules with a `torch.nn.Conv1d` count as mixers; `packing_flaw` finds others. Mixers without the delta rule get
+    hooks, so a pickle of the model can be used only with this package.
     """
     for layer in [*model.modules()]:
         for mixer in layer.children():

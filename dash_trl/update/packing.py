@@ -1,7 +1,6 @@
 """Packing: distributes survivors over few micro-batches.
 
-All ranks get the same number of micro-batches. Every rank computes the plan of all ranks from one gathered table of
-lengths, so the ranks need no further collective to agree on the plan.
+Every rank computes the plan of all ranks from one gathered table of lengths, so they need no further collective.
 
 Letters: R ranks, M rows per rank (dropped rows included).
 """
@@ -26,7 +25,7 @@ class MicroBatch:
     """The rows of one model pass.
 
     Attributes:
-        rows: for each rank, the indices of the rows that the rank runs. A rank without rows runs a dummy row.
+        rows: for each rank, the indices of its rows. A rank without rows runs a dummy row.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -46,24 +45,21 @@ def plan_share(
     padding_free: bool = True,
     min_shared: int | None = None,
 ) -> list[MicroBatch]:
-    """Distribute the survivors of a share over micro-batches.
+    """Distribute the survivors of a share (the rows of a window that one optimizer step uses) over micro-batches.
 
-    A share is the rows of a window that one optimizer step uses. All ranks get the same number of micro-batches,
-    because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a collective under DDP. No micro-batch
-    exceeds its budget of tokens, nor `CELLS_PER_TOKEN` times the budget with padding, unless it is a single row of more
-    tokens.
+    All ranks get the same number of micro-batches, because a pass is a collective under ZeRO-3 and FSDP, and a backward
+    pass is a collective under DDP. Only a single row may exceed the budget of tokens, or `CELLS_PER_TOKEN` times the
+    budget with padding.
 
     Args:
-        lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
-            length 0.
+        lengths: [R, M, 4] int, see `RolloutBatch.lengths`. A dropped row has completion length 0.
         max_rows: number of rows of TRL's micro-batches, used if `max_tokens` is `None`.
-        max_tokens: largest number of tokens of a micro-batch. If `padding_free`, only tokens that the model computes
-            are counted; otherwise, padding is counted, too. `None`: `max_rows` × `width`, as TRL's padded micro-batches
-            have, in at most as many micro-batches as would have `max_rows` rows each.
+        max_tokens: token budget of a micro-batch. `None`: `max_rows` × `width`, as in TRL, and never more micro-batches
+            than with `max_rows` rows each.
         width: see `Part.width`.
-        padding_free: True = passes are padding-free, False = padded.
-        min_shared: rows whose common prompt lets them share at least this number of tokens are kept in one micro-batch
-            as far as they fit. `None`: no row shares its prompt.
+        padding_free: False = passes are padded, and the budget counts padding.
+        min_shared: rows that share at least this number of prompt tokens stay together as far as they fit. `None`: no
+            row shares its prompt.
     Returns:
         The micro-batches, in the order in which they run; rows are indices into M.
     """
@@ -97,20 +93,7 @@ def _pack(
     padding_free: bool,
     min_shared: int | None,
 ) -> list[list[int]]:
-    """Pack the rows of one rank into bins; see `plan_share`.
-
-    Args:
-        prompts: number of prompt tokens of each row.
-        completions: number of completion tokens of each row; 0 for a dropped row.
-        same: checksum of each row's prompt; see `RolloutBatch.lengths`.
-        max_rows: see `plan_share`.
-        max_tokens: see `plan_share`.
-        width: see `plan_share`.
-        padding_free: see `plan_share`.
-        min_shared: see `plan_share`.
-    Returns:
-        Lists of row indices, one list per bin.
-    """
+    """Pack the rows of one rank into bins; see `plan_share`. `same` has a checksum of each row's prompt."""
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     budget = max_rows * width if max_tokens is None else max_tokens
     if not padding_free:
@@ -123,7 +106,7 @@ def _pack(
         families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
 
     def tokens(unit: Sequence[int]) -> int:
-        """Count the tokens that the model computes for a unit. The last prompt token is computed again in each row."""
+        """Count the tokens that the model computes for a unit. Each row computes the last prompt token again."""
         trunk, copied = prompts[unit[0]] - 1, max_tokens is None and len(unit) > 1
         return trunk + copied * trunk * len(unit) // COPIES_PER_TOKEN + sum(completions[row] + 1 for row in unit)
 
@@ -153,15 +136,12 @@ def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_t
 def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) -> list[list[int]]:
     """Distribute rows over as few bins of at most `max_tokens` tokens as best-fit-decreasing finds.
 
-    The number of bins is at most 11/9 of the smallest possible number, plus 1. A row with more than `max_tokens` tokens
-    gets a bin of its own.
+    The number of bins is at most 11/9 of the smallest possible number, plus 1. A row with more tokens gets its own bin.
 
     Args:
-        rows: indices of rows, or of units or trees, which are distributed in the same way.
+        rows: indices of rows, units or trees.
         tokens: row → its number of tokens.
         max_tokens: token budget of a bin.
-    Returns:
-        Lists of rows, one list per bin.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
@@ -178,11 +158,7 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
 
 
 def _sorted_bins(rows: list[int], prompts: list[int], completions: list[int], budget: int) -> list[list[int]]:
-    """Pack the rows of one rank into bins of rows with similar lengths.
-
-    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included: at most `budget`, unless
-    it is a single row.
-    """
+    """Pack the rows of one rank into bins of rows with similar lengths; `budget` counts padding."""
     bins: list[list[int]] = []
     prompt = completion = 0
     for row in sorted(rows, key=lambda row: (-completions[row], -prompts[row], row)):

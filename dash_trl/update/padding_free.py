@@ -1,14 +1,13 @@
 """Padding-free model passes: the rows of a micro-batch lie end to end in one packed row, and attend only to themselves.
 
-Rows with the same prompt p share it: the prompt is computed once, except for its last token. The last prompt token
-predicts the first token of a completion c, so it is computed again before each completion::
+Rows with the same prompt p share it: the prompt is computed once, except for its last token. This token predicts the
+first token of a completion c, so it is computed before each completion::
 
     packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
     positions     0 … P−2         P−1 P P+1 …       P−1 P …
 
-The function that transformers' attention interface calls restricts the attention of each token to the token's own row:
-FlashAttention with its varlen kernels, or `tree_attention` if the model uses SDPA. Nothing is computed for padding, and
-attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
+FlashAttention's varlen kernels, or `tree_attention` for SDPA, restrict the attention of each token to its own row.
+Attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -59,15 +58,14 @@ MIN_SHARED = 15
 class PackedLayout:
     """Which tokens of a padded micro-batch form the packed row, and which log-probs of the packed row are needed.
 
-    Build the layout on the CPU, where the masks are. If it were computed from a mask on a GPU, the CPU would have to
-    wait for the GPU in each pass.
+    Build the layout on the CPU, where the masks are, because the CPU would have to wait for a mask on a GPU.
 
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
         position_ids: [1, L] int64, position of each token in its row.
         sources: [K] int64, positions in the packed row of the tokens before the K tokens whose log-probs are needed.
-        targets: [K] int64, positions of the same log-probs in the flattened [B, T].
-        trees: the trees that the packed row consists of; their tokens add up to L.
+        targets: [K] int64, positions of these log-probs in the flattened [B, T].
+        trees: the trees; their tokens add up to L.
         rows: number of rows that have a token.
     """
 
@@ -84,9 +82,8 @@ class PackedLayout:
 
         Args:
             attention_mask: [B, P + T], 1 = a token, 0 = padding; on the CPU.
-            logits_to_keep: T; the log-probs of the last T columns are needed.
-            same_prompt: [B] bool, True = the row shares its prompt with the previous row. `None`: no row shares its
-                prompt.
+            logits_to_keep: T; the last T columns are completions.
+            same_prompt: [B] bool, True = the row shares the previous row's prompt. `None`: no row does.
         """
         mask = attention_mask.bool()
         wanted = mask.clone()
@@ -114,7 +111,7 @@ def _key(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> tupl
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
-    """Yield the trees of a packed row: one for the rows that share a prompt, one for each other row with a token."""
+    """Yield one tree for the rows that share a prompt, and one for each other row with a token."""
     starts = [row for row, length in enumerate(lengths) if length and not shared[row]]
     for first, end in zip(starts, [*starts[1:], len(lengths)], strict=True):
         family = [row for row in range(first, end) if lengths[row]]
@@ -126,13 +123,11 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
 
 
 def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
-    """Return which rows of a micro-batch share their prompt with the previous row, for `PackedLayout.of`.
+    """Return [B] bool, True = the row shares the previous row's prompt, for `PackedLayout.of`.
 
     Args:
         inputs: the inputs of a pass.
-        min_shared: number of tokens; a prompt with more tokens is shared.
-    Returns:
-        [B] bool, True = the row shares its prompt with the previous row.
+        min_shared: only prompts with more tokens are shared.
     """
     real = inputs["prompt_mask"].bool()
     prompts = inputs["prompt_ids"].masked_fill(~real, -1)
@@ -148,15 +143,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict[str, Any]:
-    """Build the model inputs of one packed row, for TRL's fused LM head.
+    """Build the inputs of a model with TRL's fused LM head from token ids [B, P + T].
 
-    Args:
-        input_ids: [B, P + T], the token ids of the micro-batch.
-        layout: the layout of the micro-batch, on the device of `input_ids`.
-        flash: True = the model uses FlashAttention, False = SDPA.
-    Returns:
-        `input_ids` and `position_ids`, [1, L] each, `shift_labels`, [1, K], and the arguments with which the attention
-        function keeps rows apart.
+    `input_ids` and `position_ids` are [1, L], `shift_labels` is [1, K]. The other inputs tell the attention function
+    (FlashAttention if `flash`, otherwise SDPA) how to keep rows apart.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -207,18 +197,15 @@ def packed_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass.
 
-    It replaces TRL's method `_get_per_token_logps_and_entropies` and returns the same values.
+    It replaces TRL's method `_get_per_token_logps_and_entropies`. Arguments that are not listed are as in TRL's method.
 
     Args:
-        model: the model.
-        input_ids: [B, P + T], the token ids.
+        input_ids: [B, P + T].
         attention_mask: [B, P + T], 1 = a token, 0 = padding.
-        logits_to_keep: T, the number of completion columns.
-        flash: True = the model uses FlashAttention, False = SDPA.
+        logits_to_keep: T.
+        flash: True = FlashAttention, False = SDPA.
         layout: the layout of `attention_mask`. `None`: it is built here.
-        same_prompt: see `PackedLayout.of`; only used if `layout` is `None`.
-        compute_entropy: True = return entropies, too.
-        compute_aux_loss: True = return the MoE auxiliary loss, too.
+        same_prompt: see `PackedLayout.of`; only used without `layout`.
         ignored: TRL's image arguments, which are `None` for a text model.
     Returns:
         Log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
@@ -230,11 +217,7 @@ def packed_log_probs(
         outputs = model(**pack_inputs(input_ids, layout, flash=flash), **options, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        """Turn the output of the fused LM head, [1, K], into [B, T] with 0 for padding.
-
-        The result is computed from the output even if no value is needed. So a pass over dummy rows has a backward
-        pass, whose gradients are 0.
-        """
+        """Turn [1, K] into [B, T], 0 for padding. `values` is used even if K = 0, so dummy rows have gradients."""
         target = values.new_zeros(len(input_ids) * logits_to_keep).index_copy(0, layout.targets, values[0])
         return target.view(len(input_ids), logits_to_keep)
 
@@ -244,26 +227,22 @@ def packed_log_probs(
 class ModelPasses:
     """Decides whether passes are padding-free, builds their inputs, and runs them in place of TRL's method.
 
-    Except for `share_prompts`, an argument that is True may rule out padding-free passes or shared prompts.
-
     Args:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
-        invoked_adapter: True = an aLoRA adapter is active from its last invocation in a row on. In a packed row, all
-            samples before the last invocation would run without the adapter.
+        invoked_adapter: True = an aLoRA adapter is active from its last invocation in a row on. In a packed row,
+            earlier samples would run without it.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
         noisy_embeddings: True = NEFTune adds noise to the embeddings.
-        compiled: True = the model is compiled by torch.compile. With SDPA, torch.compile traces the rows of a packed
-            row one by one. So it needs a graph for each number of rows, and gives up after 8 graphs. With
-            FlashAttention, one graph is enough for any number of rows.
+        compiled: True = torch.compile compiles the model. With SDPA, it needs a graph for each number of rows, and
+            gives up after 8. With FlashAttention, one graph is enough.
         share_prompts: see `DASHConfig`.
-        router_losses: True = the loss includes the MoE auxiliary loss, which depends on all tokens of a pass. If rows
-            shared a prompt, this loss would count the prompt once instead of once per row.
+        router_losses: True = the loss includes the MoE auxiliary loss, which would count a shared prompt once instead
+            of once per row.
     Attributes:
         flash: True = the policy uses FlashAttention.
-        padded_because: the reason why passes are padded. `None`: they are padding-free.
-        alone_because: the reason why no row shares its prompt. `None`: rows may share prompts.
-        compiled: see the argument.
-        full_width: True = all passes are as wide as their window, as in TRL, because their width changes their results.
+        padded_because: why passes are padded. `None`: they are padding-free.
+        alone_because: why no row shares its prompt. `None`: rows may share prompts.
+        full_width: True = passes are as wide as their window, as in TRL, because their width changes their results.
     """
 
     def __init__(
@@ -311,7 +290,7 @@ class ModelPasses:
 
     @property
     def min_shared(self) -> int | None:
-        """Number of tokens; rows share a prompt if it has more tokens than this. `None`: no row shares its prompt."""
+        """Rows share a prompt if it has more tokens than this number. `None`: no row shares its prompt."""
         return None if self.padded_because or self.alone_because else self._least_shared
 
     def prepare(
@@ -328,18 +307,16 @@ class ModelPasses:
     ) -> None:
         """Test passes of the models; warn if passes must be padded, or if the test of shared prompts fails.
 
-        Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP. Call it after the models are
-        prepared for training, not before.
+        Call it on every rank, because a pass is a collective under ZeRO-3 and FSDP, and after the models are prepared
+        for training.
 
         Args:
-            wrapped: the policy as the training loop calls it, with its wrappers.
-            models: the policy and, if there is one, the reference model, without the wrappers of the training loop.
+            wrapped: the policy with the training loop's wrappers.
+            models: the policy and the reference model, if there is one, without these wrappers.
             padded: TRL's method for log-probs.
-            vocabulary: number; the test uses token ids below it, which the model and the tokenizer must have.
-            pad_token_id: token id of the padding.
-            device: the device of the models.
-            ranks: the ranks of the run.
-            gradients: True = test the policy's gradients, too. With ZeRO-3 and FSDP, a backward pass is a collective.
+            vocabulary: upper bound of token ids that the model and the tokenizer have.
+            gradients: True = test the policy's gradients, too. Pass False under ZeRO-3 and FSDP, where a backward pass
+                is a collective.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -361,7 +338,7 @@ class ModelPasses:
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
 
             def flaw(shared: bool) -> str | None:
-                """Return a flaw of packed passes of a model on any rank, with or without a shared prompt."""
+                """Return a flaw that any rank finds in packed passes, with or without a shared prompt."""
                 same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
                 flaws = [
                     packing_flaw(
@@ -394,30 +371,14 @@ class ModelPasses:
             )
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
-        """Build the inputs of a pass on the CPU, including its `PackedLayout` as `layout`.
-
-        Args:
-            survivors: the survivors of a window.
-            rows: as in `Survivors.micro_batch`.
-            size: as in `Survivors.micro_batch`.
-            pad_token_id: as in `Survivors.micro_batch`.
-        """
+        """Build the inputs of a pass on the CPU (see `Survivors.micro_batch`), with its `PackedLayout` as `layout`."""
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trimmed=not self.full_width)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
 
     def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
-        """Run a pass over `inputs`.
-
-        Args:
-            log_probs: the trainer's method for log-probs.
-            model: the model.
-            inputs: the inputs of the pass, on the device.
-            kwargs: further arguments of `log_probs`.
-        Returns:
-            What `log_probs` returns.
-        """
+        """Run a pass over `inputs` by `log_probs`, the trainer's method, and return its result."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         width = inputs["completion_ids"].shape[1]
@@ -429,11 +390,7 @@ class ModelPasses:
             self._running = None, None
 
     def padded(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Return TRL's method for log-probs, with position ids if padding before a prompt would shift positions.
-
-        Args:
-            log_probs: TRL's method.
-        """
+        """Return `log_probs`, TRL's method, with position ids if padding before a prompt would shift positions."""
         return self._placed(log_probs) if self._places else log_probs
 
     def _placed(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -455,19 +412,9 @@ class ModelPasses:
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Compute log-probs by one pass: a packed pass if passes are padding-free, otherwise a padded pass.
+        """Compute log-probs by a packed pass if passes are padding-free, otherwise by a padded pass without dummy rows.
 
-        A padded pass runs only the rows that have a token, so it computes padding, but no dummy row without tokens.
-
-        Args:
-            padded: the result of `self.padded`.
-            model: as in TRL's method.
-            input_ids: as in TRL's method.
-            attention_mask: as in TRL's method.
-            logits_to_keep: as in TRL's method.
-            kwargs: as in TRL's method.
-        Returns:
-            As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
+        `padded` is the result of `self.padded`; everything else is as in TRL's method.
         """
         key, layout = self._running
         if layout is None or key != _key(input_ids, attention_mask, logits_to_keep):  # a layout belongs to its mask

@@ -1,8 +1,8 @@
 """Decides which model passes run in which micro-step, as a state machine without a clock, a model or a collective.
 
-Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (after fewer at the end of an epoch). A
-new window is sampled every `steps_per_generation × num_iterations` micro-steps. A *share* is the rows of a
-window that one optimizer step uses; its survivors are packed together, and run in its last micro-step::
+Transformers steps the optimizer after `gradient_accumulation_steps` micro-steps (fewer at the end of an epoch). A new
+window is sampled every `steps_per_generation × num_iterations` micro-steps. A *share* is the rows of a window that one
+optimizer step uses; its survivors are packed together, and run in its last micro-step::
 
     steps_per_generation = 4, gradient_accumulation_steps = 2        steps_per_generation = 2, … = 4
     window     |---------------|---------------|                     |-------|-------|-------|-------|
@@ -24,18 +24,17 @@ from dash_trl.update.packing import MicroBatch
 class Share:
     """Counts of a share over all ranks, from which `loss_scale` computes the weight of a pass.
 
-    If the rewards of the share's rows come in several parts, `kept_rows` and `kept_tokens` count only the rows of one
-    part, because the survivors of the whole share are not known before the last part.
+    If rewards come in several parts, `kept_rows` and `kept_tokens` count one part, because later survivors are unknown.
 
     Attributes:
-        first: the first micro-step of the share.
-        micro_steps: number of micro-steps of the share.
+        first: the first micro-step.
+        micro_steps: number of micro-steps.
         passes: micro-steps × ranks.
         all_rows: number of rows, dropped rows included.
-        all_tokens: the share's portion of the window's loss tokens, dropped rows included. It is not counted: each
-            micro-step of the window is given the same number of tokens.
+        all_tokens: number of loss tokens, dropped rows included: the window's number, divided evenly among its
+            micro-steps.
         kept_rows: number of survivors.
-        kept_tokens: number of loss tokens of the survivors.
+        kept_tokens: number of the survivors' loss tokens.
     """
 
     first: int
@@ -52,9 +51,9 @@ class Pass:
     """A model pass over one micro-batch.
 
     Attributes:
-        micro_batch: the rows of the pass, as positions in the share or the part of it that was planned.
-        share: the share of the micro-batch; the weight of the pass in the loss depends on its counts.
-        tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
+        micro_batch: the rows, as positions in the planned share or part.
+        share: the share; its counts determine the weight of the pass in the loss.
+        tokens: for each rank, its number of loss tokens.
     """
 
     micro_batch: MicroBatch
@@ -63,19 +62,17 @@ class Pass:
 
 
 class Schedule:
-    """Plans the passes of each micro-step.
+    """Plans the passes of each micro-step. Arguments that are not listed are TRL's options.
 
     Args:
-        steps_per_generation: TRL's option.
-        num_iterations: TRL's option.
         accumulation: `gradient_accumulation_steps`.
-        rows_per_step: `per_device_train_batch_size`, the number of rows of a rank in a micro-step.
+        rows_per_step: `per_device_train_batch_size`, a rank's rows in a micro-step.
         pack: function that takes a part and returns its micro-batches; see `plan_share`.
     Attributes:
         generate_every: number of micro-steps from one window to the next.
-        optimizer_step: range of the micro-steps of the running optimizer step.
-        ran_model: True = this optimizer step has had at least one pass; set when the pass is planned.
-        shares: the shares of this optimizer step, also those without survivors, by their first micro-step.
+        optimizer_step: the micro-steps of the running optimizer step.
+        ran_model: True = a pass of this optimizer step has been planned.
+        shares: first micro-step → share of this optimizer step, also without survivors.
     """
 
     def __init__(
@@ -99,18 +96,14 @@ class Schedule:
         self._sampled_at: int | None = None
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
-        """Begin an optimizer step.
+        """Begin an optimizer step with `micro_steps` micro-steps, of which `first` is the first.
 
-        If `global_step` has not changed since the last call, Transformers has not stepped the optimizer, as at the end
-        of a stream. Then the gradients of the previous micro-steps keep accumulating.
+        If `global_step` has not changed since the last call (at the end of a stream), Transformers has not stepped the
+        optimizer, and gradients keep accumulating.
 
-        Args:
-            first: the first micro-step of the optimizer step.
-            micro_steps: the number of micro-steps of the optimizer step.
-            global_step: the number of optimizer steps taken before.
         Raises:
-            ValueError: if the previous optimizer step was cut short with micro-steps left to run. (At the end of the
-                last epoch, there is no later call, and the run ends without these micro-steps, as in TRL.)
+            ValueError: if the previous optimizer step has micro-steps left. (At the end of the last epoch, there is no
+                later call, and these micro-steps do not run, as in TRL.)
         """
         if global_step == self._global_step and first < self.optimizer_step.stop:
             raise ValueError(
@@ -124,37 +117,22 @@ class Schedule:
         self.optimizer_step = range(first, first + micro_steps)
 
     def completed(self, micro_step: int, global_step: int) -> int:
-        """Return the number of micro-steps of all completed optimizer steps.
-
-        A resumed run continues at this micro-step. Within an optimizer step, the number is smaller than the number of
-        micro-steps that have run.
-
-        Args:
-            micro_step: the number of micro-steps that have run.
-            global_step: the number of completed optimizer steps.
-        """
+        """Return the number of micro-steps of all completed optimizer steps, at which a resumed run continues."""
         return self._completed if global_step == self._global_step else micro_step
 
     def samples_again(self, micro_step: int) -> bool:
-        """Whether a run that is resumed at micro-step `micro_step` samples the window in use again.
-
-        It does if the window begins at `micro_step` or later.
-        """
+        """Whether a run resumed at `micro_step` samples the window in use again, because it begins there or later."""
         return self._sampled_at is not None and self._sampled_at >= micro_step
 
     def window_due(self, micro_step: int) -> bool:
-        """Whether a new window begins at this micro-step; False again after `window_sampled`."""
+        """Whether a new window begins at this micro-step, and has not been sampled."""
         return micro_step % self.generate_every == 0 and self._sampled_at != micro_step
 
     def window_sampled(self, micro_step: int) -> None:
-        """Record that a window was sampled at this micro-step."""
         self._sampled_at = micro_step
 
     def has_whole_share(self, micro_step: int) -> bool:
-        """Whether the optimizer step runs a full share of the window: neither fewer nor more rows than usual.
-
-        At the end of a stream, an optimizer step runs fewer rows.
-        """
+        """Whether the optimizer step runs a full share of the window. At the end of a stream, it runs fewer rows."""
         return len(self.micro_steps_of_share(micro_step)) == min(self.accumulation, self.steps_per_generation)
 
     def micro_steps_of_share(self, micro_step: int) -> range:
@@ -168,21 +146,12 @@ class Schedule:
         return (micro_step + 1) % self.steps_per_generation == 0
 
     def shares_of_window(self, micro_step: int) -> list[range]:
-        """Return the micro-steps of each share of a window when it is used first, counted from its first micro-step.
-
-        Args:
-            micro_step: the micro-step with which the window begins.
-        """
+        """Return the micro-steps of each share of a new window, counted from the window's first, `micro_step`."""
         ends = range(self.optimizer_step.stop - micro_step, self.steps_per_generation, self.accumulation)
         return [range(*one) for one in pairwise([0, *ends, self.steps_per_generation])]
 
     def plan(self, micro_step: int, part: Part) -> list[Pass]:
-        """Plan the passes over a share, or over a part of it. They run in the last micro-step of the share.
-
-        Args:
-            micro_step: the last micro-step of the share.
-            part: the share, or the part.
-        """
+        """Plan the passes over a share or a part of it, which run in the last micro-step of the share, `micro_step`."""
         lengths = part.lengths
         steps, ranks = self.micro_steps_of_share(micro_step), len(lengths)
         share = Share(

@@ -1,7 +1,4 @@
-"""Counts optimizer steps that are skipped because their gradient is not finite.
-
-If too many steps in a row are skipped, `SkippedSteps.count` raises an error, because the run has stopped learning.
-"""
+"""Counts optimizer steps that are skipped because their gradient is not finite."""
 
 import math
 
@@ -13,13 +10,13 @@ LOSS_SCALE_HALVINGS = 16
 
 
 class SkippedSteps:
-    """Counts the skipped optimizer steps of a run, and ends the run if too many in a row are skipped.
+    """Counts skipped optimizer steps, and ends a run after too many in a row, because it has stopped learning.
 
     Args:
-        loss_scaling: True = the loss is scaled (fp16). The first steps of a run are then skipped until the loss scaler
-            has found a scale with finite gradients, so more skipped steps are allowed.
+        loss_scaling: True = a loss scaler (fp16) skips the first steps until gradients are finite, so more skipped
+            steps are allowed.
     Attributes:
-        total: number of skipped steps of the whole run. A resumed run begins with its checkpoint's number.
+        total: number of skipped steps. A resumed run begins with its checkpoint's number.
         in_a_row: number of skipped steps since the last step that was not skipped.
         most_in_a_row: the run ends when `in_a_row` reaches this number.
     """
@@ -34,11 +31,10 @@ class SkippedSteps:
         Args:
             norm: the gradient norm. DeepSpeed's is −1 if it could not be computed, and `None` if it computes none.
             step: number of the optimizer step, from 1.
-            by_deepspeed: True = DeepSpeed has skipped the step. `None`: there is no DeepSpeed, and a step is skipped if
-                its norm is not finite.
+            by_deepspeed: whether DeepSpeed has skipped the step. `None`: without DeepSpeed, the norm decides.
         Raises:
-            RuntimeError: if too many steps in a row were skipped, or if DeepSpeed has applied a gradient that is not
-                finite, because its check of gradients is turned off.
+            RuntimeError: if too many steps in a row were skipped, or if DeepSpeed, without its check of gradients, has
+                applied a gradient that is not finite.
         """
         finite = norm is None or 0 <= norm < math.inf
         if by_deepspeed is False and not finite:

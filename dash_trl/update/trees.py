@@ -3,13 +3,11 @@
     packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
                         ▲ attach 1    ▲ attach 2
 
-A token of the trunk attends to the trunk up to itself. A token of a branch attends to the trunk tokens before the
-position where the branch attaches, and to the tokens of its own branch up to itself. A sequence that shares no token
-with another one is a tree without branches.
+A token of a branch attends to the trunk tokens before the position where the branch attaches, and to its own branch up
+to itself. A sequence that shares no token is a tree without branches.
 
-On a GPU, one call of a varlen kernel computes a layer: each trunk and each branch is a sequence with its own keys
-(`varlen_arguments`). On a CPU, `tree_attention` computes one after the other. `enable_padding_free` tells which models
-can use these functions.
+On a GPU, one call of a varlen kernel computes a layer (`varlen_arguments`). On a CPU, `tree_attention` computes the
+trunks and branches one after the other.
 
 Letters: H heads, L tokens of the packed row, D head size.
 """
@@ -54,7 +52,7 @@ class TreeShape:
     Attributes:
         trunk: number of trunk tokens.
         branches: number of tokens of each branch.
-        attach: number of trunk tokens before each branch. `None`: all branches attach at the end of the trunk.
+        attach: number of trunk tokens before each branch. `None`: all trunk tokens.
     """
 
     trunk: int
@@ -85,16 +83,14 @@ def tree_attention(
         module: the attention module.
         query: [1, H, L, D].
         key: [1, ·, L, D]; it may have fewer heads than `query` (GQA).
-        value: [1, ·, L, D]; it may have fewer heads, too.
-        attention_mask: if there are trees, `None` or the mask of `no_mask`. Some models (Doge) build a mask of their
-            own, which this function would ignore.
-        trees: the trees; their tokens add up to L. `None` outside packed passes (generation, evaluation).
-        kwargs: further arguments of transformers' SDPA. If `varlen_arguments` are among them, `varlen_attn` computes
-            the attention of all trees.
+        value: [1, ·, L, D], with the heads of `key`.
+        attention_mask: with trees, `None` or the mask of `no_mask`.
+        trees: the trees; their tokens add up to L. `None` outside packed passes.
+        kwargs: as in transformers' function. With `varlen_arguments`, `varlen_attn` computes all trees.
     Returns:
         [1, L, H, D], and `None` in place of attention weights.
     Raises:
-        ValueError: if there are both trees and a mask of the model's own.
+        ValueError: if there are trees and a model's own mask (Doge), which would be ignored.
     """
     if trees is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -112,23 +108,15 @@ def tree_attention(
 def no_mask(input_ids: Tensor) -> Tensor:
     """Return the attention mask of a packed pass: [1, 1, 1, L] int64, ones, which packed passes ignore.
 
-    Transformers leaves a mask of four dimensions as it is. It would read a mask of two, for which the CPU would have to
-    wait for the GPU. Without a mask, it would notice that positions restart, and build an L × L mask. SDPA refuses
-    integers, so a layer that loses the trees of its pass raises an error.
-
-    Args:
-        input_ids: [1, L] int64.
+    Transformers leaves a mask of four dimensions as it is. It would read a mask of two, and the CPU would wait for the
+    GPU. Without a mask, it would notice that positions restart, and build an L × L mask. SDPA refuses integers, so a
+    layer that loses the trees of its pass raises an error.
     """
     return torch.ones_like(input_ids)[None, None]
 
 
 def refuse_own_mask(module: nn.Module, attention_mask: Tensor | None) -> None:
-    """Raise a `ValueError` if a packed pass has another mask than that of `no_mask`.
-
-    Args:
-        module: the attention module.
-        attention_mask: the mask that it got.
-    """
+    """Raise a `ValueError` if a packed pass has another mask than that of `no_mask`."""
     if attention_mask is not None and attention_mask.dtype != torch.int64:
         raise ValueError(f"{type(module).__name__} has an attention mask of its own, which packed passes would ignore.")
 
@@ -197,13 +185,7 @@ def _of_tree(
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend transformers' FlashAttention function to trees, where a branch has fewer queries than keys.
-
-    Args:
-        attention: the function that transformers has registered.
-    Returns:
-        A function that takes `varlen_arguments`, too. Without these, it does what `attention` does.
-    """
+    """Extend transformers' FlashAttention function to trees, where a branch has fewer queries than keys."""
 
     @wraps(attention)
     def forward(
@@ -242,13 +224,8 @@ def sequences(trees: Sequence[TreeShape]) -> list[tuple[Tensor, Tensor]]:
 def varlen_arguments(trees: Sequence[TreeShape], device: torch.device) -> dict[str, Any]:
     """Return the arguments with which varlen kernels compute the attention of the trees, under transformers' names.
 
-    Each trunk and each branch is a sequence. The keys of a branch are the trunk tokens before it and its own tokens.
-
-    Args:
-        trees: the trees of a packed row.
-        device: the device of the tensors. They are made on the CPU; nothing waits for a GPU.
-    Returns:
-        Name of the argument → value. `key_tokens` is included if a tree has branches: the indices of the keys.
+    Each trunk and each branch is a sequence. The keys of a branch are the trunk tokens before it and its own tokens;
+    `key_tokens` has their indices, if there are branches. Tensors are made on the CPU, so nothing waits for a GPU.
     """
     found = sequences(trees)
     key_tokens = [*map(torch.cat, found)]
@@ -270,11 +247,7 @@ def copied(value: Tensor, device: torch.device) -> Tensor:
 
 
 def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Return why rows of a model cannot be packed together. `None`: nothing is known against it.
-
-    Args:
-        model: a transformers model.
-    """
+    """Return why rows of a model cannot be packed together. `None`: nothing is known against it."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if others := sorted({*layers} - PACKABLE_LAYERS):
         return f"it has layers of the type {others[0]}"
@@ -284,14 +257,14 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def rope_by_width(model: nn.Module) -> str | None:
-    """Return why the frequencies of a model's RoPE depend on the longest position of a pass. `None`: they do not."""
+    """Return why a model's RoPE depends on the longest position of a pass. `None`: it does not."""
     types = (str(getattr(module, "rope_type", "")) for module in model.modules())  # a dict if layers differ
     found = next((one for one in types if "dynamic" in one or "longrope" in one), None)
     return found and f"its RoPE ({found}) depends on the longest position of a pass"
 
 
 def forget_longest(model: nn.Module) -> None:
-    """Let the next pass compute the frequencies of dynamic RoPE from its own positions, not from earlier ones."""
+    """Let the next pass compute dynamic RoPE from its own positions, not from earlier ones."""
     for module in model.modules():
         for name in vars(module):
             if name.endswith("max_seq_len_cached"):
@@ -301,18 +274,14 @@ def forget_longest(model: nn.Module) -> None:
 def has_dropout(model: nn.Module) -> bool:
     """Whether a pass in training mode draws random numbers.
 
-    A pass draws random numbers if the model has a dropout module with p > 0. Some modules have no dropout module but
-    store a rate, which they pass to a function (OPT's `dropout`, Mixtral's `jitter_noise`). So a float attribute above
-    0 with "drop" or "jitter" in its name counts as dropout, too.
-
-    Args:
-        model: any module.
+    Some modules have no `nn.Dropout`, but a rate that they pass to a function (OPT's `dropout`, Mixtral's
+    `jitter_noise`). So a float attribute above 0 with "drop" or "jitter" in its name counts as dropout, too.
     """
     return any(map(_draws, model.modules()))
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module itself, without its children, has dropout; see `has_dropout`."""
+    """Whether a module itself, without its children, has dropout."""
     return (
         isinstance(module, nn.Dropout)
         and module.p > 0
@@ -324,12 +293,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return the reason why PyTorch's `varlen_attn` cannot compute a model's attention. `None`: it can.
-
-    Args:
-        model: a transformers model with SDPA.
-        device: the device on which the model computes.
-    """
+    """Return why PyTorch's `varlen_attn` cannot compute the attention of a model with SDPA. `None`: it can."""
     config, dtype = model.config.get_text_config(), computing_dtype(model)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -347,19 +311,13 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Register an attention function with which a model can run packed passes.
+    """Register an attention function with which a model can run packed passes, or return why it cannot.
 
     The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
-    apart. This function replaces the attention function that this process has registered under the name of the model's
-    attention ("sdpa", "flash_attention_2", …) by a function that can handle trees. For passes without trees, both
-    functions do the same. The function gets no new name: the model's config would have to contain this name, and then
-    a pickle of the model could be used only with this package.
+    apart. The new function replaces the one registered under the name of the model's attention ("sdpa", …). A new name
+    would be in the model's config, and a pickle of the model could be used only with this package.
 
-    Args:
-        model: a transformers model.
-    Returns:
-        The reason why the model cannot run packed passes. `None`: nothing is known against packed passes, and
-        `packing_flaw` has to test them.
+    If the result is `None`, `packing_flaw` still has to test the model.
     """
     if (obstacle := packing_obstacle(model)) is not None:
         return obstacle
