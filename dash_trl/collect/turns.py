@@ -17,14 +17,7 @@ from dash_trl.tools import Conversation, Conversations
 
 @dataclass(frozen=True)
 class Rounds:
-    """Samples rows with several turns in this process, in rounds: a round samples one turn of every waiting row.
-
-    All ranks call every method at the same point.
-
-    Attributes:
-        host: the trainer.
-        conversations: runs tools and environments.
-    """
+    """Samples rows with several turns in this process. All ranks call every method at the same point."""
 
     host: Host
     conversations: Conversations
@@ -42,7 +35,7 @@ class Rounds:
         Args:
             rows: the rows.
             ids: token ids of each first turn.
-            log_probs: the sampler's log-probs of each first turn. `None`: unknown.
+            log_probs: the sampler's log-probs of each first turn, if known.
         Returns:
             The tuple of TRL's `_tool_call_loop`.
         """
@@ -67,10 +60,9 @@ class Rounds:
     def _generate(self, contexts: list[list[int]], first: bool) -> tuple[list[list[int]], list[Any] | None]:
         """Sample one turn of each row, given the token ids that the turn continues.
 
-        Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
-        completion of a prompt with a single token, and drops the completion. With tensor parallelism, TRL finds a
-        rank's completions by multiplying its place in its group by its own number of prompts. So all ranks must pass
-        the same number of prompts.
+        Sampling may be a collective, so a rank without waiting rows samples a dummy completion and drops it. With
+        tensor parallelism, TRL finds a rank's completions by its place times its number of prompts, so all ranks pass
+        the same number.
         """
         args, rows, wanted = self.host.args, len(contexts), 0
         if not on_servers(self.host):
