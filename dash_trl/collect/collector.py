@@ -48,7 +48,6 @@ class Credited(NamedTuple):
 
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
-        filtered: which rows the filter keeps and drops.
         silent: bool for the groups of all ranks, True = `compute_advantages` gave only 0.
     """
 
@@ -62,10 +61,7 @@ class Collector:
     """Collects the windows of a run. All ranks call `window` at the same point, and wait together for its parts.
 
     Attributes:
-        host: the trainer.
         queue: hands out the prompts of later windows and further rounds, if there are any.
-        sampler: samples completions.
-        rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
     """
@@ -100,7 +96,6 @@ class Collector:
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
-            micro_step: the micro-step with which the window begins.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step
                 takes. `None`: rewards are awaited together.
             shares: see `LogProbs.added`.
@@ -139,9 +134,7 @@ class Collector:
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Number the prompts of a generation batch, and tokenize them once, because a chat template may depend on the
-        time.
-        """
+        """Number the prompts of a generation batch, and tokenize them once: a chat template may depend on the time."""
         tokenized: tuple[Any, ...] = ()
         if self.sampler.needs_token_ids:
             with self._recorder.timed("generate"):
@@ -229,7 +222,7 @@ class Collector:
     def _by_group(
         self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], shares: Sequence[range]
     ) -> Iterator[Part]:
-        """Yield the parts of a window as rewards come. If several optimizer steps use it, `batch` has its log-probs
+        """Yield the parts of a window as rewards come. If several optimizer steps use it, `batch` has log-probs
         already.
         """
         arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
@@ -278,7 +271,6 @@ class Collector:
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
     def _width(self, rollouts: RolloutBatch) -> int:
-        """Return `Part.width` of a window with these rows."""
         return self._ranks.largest(int(rollouts.lengths()[:, :2].amax(dim=0).sum()))
 
     # ------------------------------------------------------------------ logs

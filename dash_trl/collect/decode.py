@@ -53,14 +53,14 @@ class Sampled:
         completions: B texts or lists of messages; see `seams.decoded`.
         policy_version: [B, 2] int64; see `RolloutBatch`.
         prompts: B texts or conversations, including the text that environments added.
-        log_probs: the sampler's log-probs: B lists with one number per completion token; `None` or NaN = unknown.
-            `None` instead of the lists: all are unknown.
-        own_tokens: B lists with one number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
+        log_probs: B lists of the sampler's log-probs, one per completion token; `None` or NaN = unknown. `None` instead
+            of the lists: all are unknown.
+        own_tokens: B lists with a number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
             wrote it. `None`: the policy wrote all tokens.
-        columns: extra fields of a `rollout_func`: name → a list with one value per row, or one value for all rows.
+        columns: extra fields of a `rollout_func`: name → a list with a value per row, or one value for all rows.
         calls: B pairs: the numbers of tool calls and of failed tool calls. Empty: there are no tools.
-        failures: B texts that say how a tool or the environment of a row failed, so that the row is unscored; `None`:
-            neither failed. Empty: there are no tools and no environments.
+        failures: B texts that say how a tool or the environment of an unscored row failed; `None`: neither failed.
+            Empty: there are neither tools nor environments.
     """
 
     prompt_ids: list[list[int]]
@@ -77,9 +77,7 @@ class Sampled:
 
     @property
     def failed(self) -> Tensor | None:
-        """[B] bool: True = a tool or the environment of the row failed. `None`: there are neither tools nor
-        environments.
-        """
+        """[B] bool: True = a tool or the environment of the row failed. `None`: there are no tools or environments."""
         return torch.tensor([one is not None for one in self.failures]) if self.failures else None
 
     def lengths(self) -> list[int]:
@@ -121,10 +119,8 @@ def to_rollouts(
     """Convert sampled rows to padded tensors on the CPU.
 
     Args:
-        sampled: the B rows of this rank.
         examples: the return value of `Sampled.examples`.
         group: [B] int64; see `RolloutBatch`.
-        pad_token_id: token id of padding.
         masked: [B] bool, True = no token of this completion counts in the loss (TRL's `mask_truncated_completions`).
         pad_to_multiple_of: pad prompts and completions to a multiple of this number of tokens.
     """

@@ -22,14 +22,14 @@ SMOOTHING = 0.2  # the weight of the last window in the running average of the s
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    The first round samples as many groups as a window has. If windows are sampled ahead, it samples more when recent
-    windows had few groups with signal, so that training rarely waits for a second round. A further round samples as
-    many groups as will probably fill the window, but at most as many as a window has.
+    The first round samples as many groups as a window has, or more if windows are sampled ahead and recent windows had
+    few groups with signal, so that training rarely waits for a second round. A further round samples as many groups as
+    will probably fill the window, at most a whole window.
 
     Attributes:
         groups: number of groups of a window on a rank.
         ranks: R.
-        most: `max_num_gen_batches`: all rounds of a window have at most `most` · `groups` groups on a rank.
+        most: `max_num_gen_batches`: a window samples at most `most` · `groups` groups on a rank.
         ahead: True = windows are sampled ahead.
         share: running average of the share of groups with signal. A checkpoint saves it.
     """
@@ -52,7 +52,9 @@ class DynamicSampling:
         return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self.most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
-        """Return the number of groups that each rank samples in the next round; 0 if the window or its limit is full.
+        """Return the number of groups that each rank samples in the next round.
+
+        It is 0 if the window is full of groups with signal, or its limit of groups is reached.
 
         Args:
             signal: for each round so far, [R, K] bool, True = the group has signal.
@@ -88,7 +90,7 @@ def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: i
     """Choose the groups of the window: first groups with signal, then silent groups if there is room left.
 
     A round offers the first group of each rank, then the second group of each rank, and so on, so that ranks get about
-    the same number. For example, with two ranks and room for 4 groups (+ = signal, − = silent)::
+    the same number. With two ranks and room for 4 groups (+ = signal, − = silent)::
 
         round 0    rank 0: A+ B−    rank 1: C− D+       A, C, B, D: two groups with signal
         round 1    rank 0: E+ F+    rank 1: G− H−       E, G, F, H: two more, so the window is full
@@ -97,7 +99,6 @@ def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: i
     Args:
         signal: for each round, [R, K] bool, True = the group has signal.
         room: number of groups of the window on all ranks; at most the number of groups in all rounds.
-        rank: index of this rank.
         group_size: number of rows of a group.
     Returns:
         Two tensors [B] bool for this rank's rows of all rounds: True = the row's group is chosen; True = it is chosen

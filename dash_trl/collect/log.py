@@ -40,7 +40,7 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
     """Return TRL's figures about rewards.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN only does not count in the weighted sum.
+        rewards: [N, F]; NaN = the function does not apply. A row whose rewards are all NaN does not count in the sum.
         names: names of the F reward functions.
         weights: [F], the weight of each reward function.
     """
@@ -124,8 +124,6 @@ class WindowLog:
         """Log the rewards of a window, its table of completions, and the values that reward functions have logged.
 
         Args:
-            prompts: the B prompts of this rank.
-            completions: the B completions of this rank.
             rewards: [N, F]; NaN = the function does not apply, or the row is unscored.
             advantages: [N], the mean advantage of a row's loss tokens.
             silent: [groups] bool for all ranks, True = all advantages by outcome of the group are 0.

@@ -4,8 +4,8 @@
 
 A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of later windows.
 
-Rows with tools or environments have several turns. This process samples them in `Rounds`. On servers, each row proceeds
-by itself: ask a server for a turn ──► run the tools ──► ask a server ──► …
+Rows with tools or environments have several turns. This process samples them in `Rounds`. On servers, each row by
+itself asks a server for a turn, runs the tools, and asks again.
 """
 
 from collections.abc import Coroutine, Iterator, Sequence
@@ -35,7 +35,6 @@ class Sampler:
     """Base of all samplers. All ranks call a method at the same point, except `start_rewards_of_sampled` and `forget`.
 
     Args:
-        host: the trainer.
         rewards: gets rows as soon as they are sampled.
         conversations: runs tools and environments. `None`: rows have one turn.
     Attributes:
@@ -56,7 +55,6 @@ class Sampler:
         """Sample this rank's rows of a generation batch, or wait for them, and return them.
 
         Args:
-            prompts: the generation batch.
             new: generation batches that the sampler has not been given before, in the order of their numbers. `prompts`
                 is among them, unless an earlier call had it. The sampler may sample the others ahead.
         """
@@ -73,16 +71,13 @@ class Sampler:
         )
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        """See `sample`."""
         raise NotImplementedError
 
     def sample_ahead(self) -> None:
         """Sample windows ahead if this process samples. Called after `sample`, while rewards are awaited."""
 
     def start_rewards_of_sampled(self) -> None:
-        """Start the rewards of later windows' rows that were sampled since the last call, without waiting for other
-        rows.
-        """
+        """Start the rewards of later windows' rows that were sampled since the last call, without waiting for more."""
 
     def log(self) -> None:
         """Log figures of the sampler, once per window."""
@@ -161,7 +156,7 @@ class ByFunction(Sampler):
 class InProcess(Sampler):
     """Samples in this process, with Transformers or colocated vLLM.
 
-    With `async_level=1`, it samples the next window while rewards are awaited; `log_probs` then computes log-probs that
+    With `async_level=1`, it samples the next window while rewards are awaited, and `log_probs` computes log-probs that
     the engine does not report.
     """
 
@@ -182,7 +177,6 @@ class InProcess(Sampler):
             self._ahead[one.number] = self._sample_now(one)
 
     def _sample_now(self, prompts: Prompts) -> Sampled:
-        """Sample rows, add log-probs if they are needed, and begin the rewards of the rows."""
         versions = self._versions(len(prompts.examples))
         with self._timed("generate"):
             if self._conversations is None:

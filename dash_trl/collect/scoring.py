@@ -35,7 +35,6 @@ class GenerationBatch:
     """Rows that are sampled at once, and their rewards: a window or, with dynamic sampling, one round of a window.
 
     Attributes:
-        sampled: the B rows, as they were sampled.
         rollouts: the B rows; callbacks may change them before the rewards are awaited.
         request: the results of the reward functions. `None`: `Rewards.of_batch` calls the functions.
         rewards: [N, F], the rewards of all ranks' rows. `None`: they are not known yet.
@@ -61,13 +60,11 @@ class Rewards:
     are awaited by group, this call comes after the last group.
 
     Attributes:
-        host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
-        names: the names of the reward functions.
         in_background: True = start the functions before the rewards are awaited, if every function scores each
-            completion by itself. Rewards of environments do not matter, because they are known when a row ends.
+            completion by itself. Rewards of environments are known when a row ends, so they do not matter here.
         run_in_background: whether the functions run while the main thread does other work.
-        start_early: whether they also start on rows as soon as these are sampled, because the sampler looks ahead.
+        start_early: whether they start on rows as soon as these are sampled.
         started: the request of the rows that `of_all` gets next. `None`: `of_all` starts the functions.
     """
 
@@ -89,14 +86,10 @@ class Rewards:
         self._failures = FailureWatch(self.functions, self.names)
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
-        """Start the reward functions on adjacent rows that have been sampled, if rewards start early.
+        """Start the reward functions on adjacent sampled rows, from index `first` of the batch on, if rewards start
+        early.
 
         Pass each row of a generation batch exactly once, in any order.
-
-        Args:
-            prompts: the prompts of the generation batch.
-            first: index of the first row within the batch.
-            sampled: the rows.
         """
         if not self.start_early:
             return
@@ -111,14 +104,12 @@ class Rewards:
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled, without waiting for their rewards.
 
-        All ranks call this method at the same point. The functions start now if they run in the background or the
-        rewards are awaited by group; otherwise `of_batch` starts them.
+        All ranks call this at the same point. The functions start now if they run in the background or the rewards are
+        awaited by group; otherwise `of_batch` starts them.
 
         Args:
             number: see `Prompts.number`.
-            sampled: the B rows, as they were sampled.
-            rollouts: the B rows.
-            by_group: True = the rewards are awaited group by group, False = together.
+            by_group: True = the rewards are awaited group by group.
         """
         batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
         if batch.request is None and (self.run_in_background or by_group):
@@ -137,11 +128,10 @@ class Rewards:
         """Wait for the rewards of a batch, and yield whole groups as their rewards come.
 
         All ranks yield the same number of groups at a time, because they run the same collectives and model passes:
-        every rank waits for at least one complete group, and the rank with the fewest determines the number. Groups of
-        different optimizer steps (Mini) are not yielded together.
+        every rank waits for a complete group, and the rank with the fewest determines the number. Groups of different
+        optimizer steps (Mini) are not yielded together.
 
         Args:
-            batch: the batch, with the same number of groups on every rank.
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step
                 takes. It is called when the step begins; its result is clipped to 1 … the groups that are left.
         Yields:
@@ -181,7 +171,6 @@ class Rewards:
         return batch.rewards
 
     def _started(self, rows: Sequence[Any], group_size: int) -> Request:
-        """Start the functions on all rows of a batch; see `of_all` for `rows`."""
         request = self.team.begin(len(rows[0]), group_size)
         self._ranks.agree(self.team.start, request, 0, reward_rows(*rows))
         return request
@@ -194,20 +183,17 @@ class Rewards:
         group_size: int | None = None,
         failed: Tensor | None = None,
     ) -> Tensor:
-        """Call the reward functions, and unscore the rows on which a function failed.
-
-        The trainer's `_calculate_rewards` and `MonteCarloValue` call it.
+        """Call the reward functions, and unscore the rows on which a function failed. `MonteCarloValue` calls it, too.
 
         Args:
             call_functions: TRL's `_calculate_rewards`. It returns [N, F]; NaN = the function does not apply, or failed.
             rows: the arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids.
-            training: False = failures do not end the run, because the rows belong to an evaluation or a Monte Carlo
-                estimate.
+            training: False = the rows belong to an evaluation or a Monte Carlo estimate, so failures do not end the
+                run.
             group_size: the group size of these rows. `None`: the group size in the current mode.
-            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored. `None`: there
-                are neither tools nor environments.
+            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored.
         Returns:
-            [N, F]. If a function failed on a row, all F rewards of the row are NaN.
+            [N, F]; NaN in all F columns if a function failed on the row.
         Raises:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
                 function that returns no list, raises a `RewardError`.
@@ -228,13 +214,12 @@ class Rewards:
         return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
-        """Cancel all rewards that have begun."""
         self.team.cancel()
         self._early.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
-    """Build a dict per row, from which per-sample functions get their arguments.
+    """Build the dicts from which per-sample functions get their arguments.
 
     Args:
         examples: for each row, the columns of the dataset.

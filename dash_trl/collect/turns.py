@@ -2,7 +2,7 @@
 
     sample a turn of all rows that wait ──► run their tools, in parallel ──► sample a turn ──► …
 
-All ranks run the same number of rounds, because sampling in this process may be a collective.
+All ranks run the same number of rounds, because sampling may be a collective.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ class Rounds:
     conversations: Conversations
 
     def sample(self, rows: Sequence[Conversation]) -> None:
-        """Sample all turns of rows."""
         begin = [self.conversations.begin(row) for row in rows]
         self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
@@ -33,7 +32,6 @@ class Rounds:
         """Sample the remaining turns of rows whose first turn is sampled already, for TRL's evaluation.
 
         Args:
-            rows: the rows.
             ids: token ids of each first turn.
             log_probs: the sampler's log-probs of each first turn, if known.
         Returns:
@@ -61,8 +59,8 @@ class Rounds:
         """Sample one turn of each row, given the token ids that the turn continues.
 
         Sampling may be a collective, so a rank without waiting rows samples a dummy completion and drops it. With
-        tensor parallelism, TRL finds a rank's completions by its place times its number of prompts, so all ranks pass
-        the same number.
+        tensor parallelism, TRL finds a rank's completions by multiplying its place by its number of prompts, so all
+        ranks pass the same number.
         """
         args, rows, wanted = self.host.args, len(contexts), 0
         if not on_servers(self.host):

@@ -24,7 +24,6 @@ class RunAhead:
     Attributes:
         level: k, the number of windows that may be sampled ahead.
         window: the window that is trained on; −1 before the first.
-        submitted: number of windows submitted so far.
     """
 
     level: int

@@ -44,7 +44,7 @@ LOG_PROB_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sam
 class RolloutBatch:
     """The sampled rows of one generation batch on one rank, on the CPU.
 
-    Fields have the names of TRL's `_generate_and_score_completions`. A field that is not used is `None`.
+    Fields have the names of TRL's `_generate_and_score_completions`; an unused field is `None`.
 
     Attributes:
         prompt_ids: [B, P] int64, left-padded.
@@ -53,9 +53,9 @@ class RolloutBatch:
         completion_mask: [B, T] int64, 1 = token, 0 = padding.
         group: [B] int64, index of a row's prompt among the prompts of the generation batch, over all ranks.
         policy_version: [B, 2] int64, the optimizer steps that made the oldest and the newest weights that may have
-            sampled the row. They differ if the sampler got new weights during the row's request.
-        tool_mask: [B, T], 1 = token written by the policy. Only tools, environments, a `rollout_func` (`env_mask`) or a
-            callback (`on_rollouts_sampled`) set it.
+            sampled the row. They differ if the sampler got new weights meanwhile.
+        tool_mask: [B, T], 1 = token written by the policy. Set by tools, environments, `env_mask` of a `rollout_func`,
+            or a callback (`on_rollouts_sampled`).
         sampling_per_token_logps: [B, T], the sampler's log-probs.
         old_per_token_logps: [B, T], the old log-probs, for `Survivors` only; for all rows if several optimizer steps
             use a window whose rewards are awaited by group.
@@ -108,8 +108,7 @@ class RolloutBatch:
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     def lengths(self) -> Tensor:
-        """Count the tokens of each row, and compute a checksum of its prompt. All ranks plan their passes from this
-        table.
+        """Count the tokens of each row, and compute a checksum of its prompt. All ranks plan passes from this table.
 
         Returns:
             [B, 4] int64: the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
@@ -124,9 +123,9 @@ class RolloutBatch:
 
         Args:
             like: the tensor fields before the callback ran, by name.
-            culprit: the callback and event to name in the error.
+            culprit: the callback and event, for the error.
         Raises:
-            ValueError: names the callback, the field, and what is wrong with it.
+            ValueError: if a field is unusable.
         """
         for name in {**like, **self.tensors()}:
             now, reason = getattr(self, name), None
@@ -165,8 +164,8 @@ class ScoredRollouts(RolloutBatch):
     """Rows with their rewards.
 
     Attributes:
-        rewards: [B, F] float32; NaN = this function does not apply to this row. If all values of a row are NaN, the row
-            is unscored: no function applied to it, or one failed (exception, timeout, NaN, ±inf).
+        rewards: [B, F] float32; NaN = this function does not apply to this row. A row whose values are all NaN is
+            unscored: no function applied to it, or one failed (exception, timeout, NaN, ±inf).
     """
 
     rewards: Tensor
@@ -198,9 +197,7 @@ class CreditedRollouts(ScoredRollouts):
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
     def survivors(self, rows: Tensor) -> Survivors:
-        """Return `Survivors` of the rows at these indices. Only tensors are kept, because optimizer steps need no
-        texts.
-        """
+        """Return `Survivors` of the rows at these indices, without texts, because optimizer steps need none."""
         return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
 
 
@@ -232,13 +229,13 @@ class Survivors(CreditedRollouts):
 
         Args:
             rows: indices into this batch; may be empty.
-            size: number of rows of the result. It must be the same on all ranks, because TRL gathers metrics per row.
-                Masked dummy rows fill up the result. If `rows` is empty, the prompt of the first dummy row is not
-                masked, so that the model has something to run.
+            size: number of rows of the result, at least `len(rows)`. It must be the same on all ranks, because TRL
+                gathers metrics per row. Masked dummy rows fill up the result; without `rows`, the first has a prompt
+                for the model.
             pad_token_id: token id of the padding.
             trimmed: True = trim to the longest prompt and completion among `rows`, False = keep the window's width.
         Returns:
-            TRL's model inputs, [size, …]: each tensor field that is set, except `group`, `policy_version` and
+            TRL's model inputs, [size, …]: the tensor fields that are set, except `group`, `policy_version` and
             `rewards`.
         """
         chosen = torch.tensor(rows, dtype=torch.long)
@@ -316,10 +313,9 @@ Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """Concatenate the tensors and lists of several instances of one dataclass; other fields come from the first
-    instance.
+    """Concatenate the tensors and lists of instances of one dataclass; other fields come from the first instance.
 
-    If some parts have advantages per token, the advantages per row of the others are repeated in every column.
+    If some have advantages per token, the advantages per row of the others are repeated in every column.
     """
     if len(parts) == 1:
         return parts[0]

@@ -18,19 +18,18 @@ Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item o
 class EpochOrder(Sampler):
     """Sampler in the order of TRL's `RepeatSampler` that can begin with any epoch.
 
-    TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
-    epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler draws the e earlier permutations.
+    TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would repeat the order
+    of epoch 0 (huggingface/trl#5911). Before epoch e, this sampler draws the e earlier permutations.
 
     Attributes:
-        sampler: TRL's sampler.
-        epoch: function that returns the number of the epoch, from 0, until `set_epoch` is called.
+        epoch: function that returns the epoch, from 0, until `set_epoch` is called.
     """
 
     sampler: RepeatSampler
     epoch: Callable[[], int]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (from 0) of the next iteration. Accelerate's dataloader calls this before each epoch.
+        """Set the epoch (from 0) of the next iteration, as accelerate's dataloader does before each epoch.
 
         With several ranks, the dataloader of `skip_first_batches` does not pass the call on. Then `epoch` is used.
         """
@@ -64,10 +63,9 @@ def new_queue(args: Any, handler: Any, *, ahead: int, first: Callable[[], int] |
     """Build the `PromptQueue` of a run. `None`: Transformers reads the prompts itself.
 
     Args:
-        args: the `DASHConfig`.
         handler: Transformers' callback handler, which knows the run's dataloader.
-        ahead: number of windows after the current one that may be sampled ahead.
-        first: see `PromptQueue`. `None`: there is no dynamic sampling.
+        ahead: see `PromptQueue`.
+        first: see `PromptQueue`. `None`: no dynamic sampling.
     """
     if not ahead and first is None:
         return None

@@ -3,9 +3,8 @@
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-A run has a queue if windows are sampled ahead (`async_level`), or with dynamic sampling (`max_num_gen_batches`): a
-window then begins with its first prompts, and takes more in each further round. Without a queue, Transformers reads the
-prompts itself.
+A run has a queue if windows are sampled ahead (`async_level`), or with dynamic sampling (`max_num_gen_batches`), in
+which a window takes more prompts in each further round. Without a queue, Transformers reads the prompts itself.
 
 Letters: G rows that belong together: the rows of a group; without dynamic sampling, the rows of a generation batch.
 """
@@ -43,11 +42,11 @@ class PromptQueue:
         prompts: number of this rank's prompts in a generation batch.
         window_batches: number of micro-steps of a window.
         accumulation: number of micro-steps of an optimizer step.
-        ahead: number of windows after the current one whose prompts are taken ahead.
-        first: function that returns the number of this rank's prompts with which the next window begins.
+        ahead: number of windows whose prompts are taken ahead.
+        first: function that returns with how many prompts of this rank the next window begins.
         open_epoch: function of an epoch and a number k. It returns an iterator over the epoch without its first k
             generation batches, which yields each generation batch `window_batches` times.
-        place: place of the next prompt, see `Place`.
+        place: place of the next prompt.
     """
 
     rows: int
@@ -69,9 +68,7 @@ class PromptQueue:
         """Return, for each micro-step of the optimizer step that begins, the first rows of its window.
 
         Args:
-            count: number of micro-steps of the optimizer step.
             micro_step: number of micro-steps before this optimizer step.
-            state: the `TrainerState`.
         """
         if self._to_read_again:
             self._read_again()
@@ -115,11 +112,8 @@ class PromptQueue:
         return {"place": self.place, "windows": {window: rows.places for window, rows in self._windows.items()}}
 
     def begin(self, epoch: int, batches: int) -> None:
-        """Begin at a position in the dataset; call this before `read`.
-
-        Args:
-            epoch: number of completed epochs.
-            batches: number of micro-batches that a rank has taken from the next epoch.
+        """Begin at a position in the dataset: after `epoch` epochs and `batches` micro-batches of a rank. Call it
+        before `read`.
         """
         self.place = epoch, batches // self.window_batches * self.prompts
 
@@ -135,7 +129,7 @@ class PromptQueue:
     def has_sampled(self, micro_step: int) -> None:
         """Continue at a micro-step within a checkpoint's window, which is sampled already and needs no prompts.
 
-        With `ignore_data_skip=True`, the next window begins with the first prompt of the dataset.
+        This is for `ignore_data_skip=True`: the next window begins with the first prompt of the dataset.
         """
         if micro_step % self.window_batches:
             self._windows[micro_step // self.window_batches] = QueuedRows([], [])

@@ -50,9 +50,9 @@ class Shapes:
     Attributes:
         processes: number of ranks.
         prompts: number of rows of the training set; `None` for a stream.
-        shuffle_seed: seed of the order of the prompts; `None` if they are not shuffled.
+        shuffle_seed: seed of the order of the prompts, if they are shuffled.
         queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
-        rows: settings on which the rows of a window depend, as texts. Between two windows, they may change.
+        rows: settings, as texts, on which the rows of a window depend. Between two windows, they may change.
     """
 
     processes: int
@@ -79,11 +79,8 @@ class Shapes:
         """Read the shapes from a `DASHConfig` and a run's other settings.
 
         Args:
-            args: the `DASHConfig`.
-            processes: see `Shapes`.
-            prompts: see `Shapes`.
             rules: other settings for `Shapes.rows`.
-            samples_ahead: True = windows are sampled before training needs them.
+            samples_ahead: True = windows are sampled ahead.
         """
         own: dict[str, Any] = {
             "processes": processes,
@@ -111,7 +108,7 @@ class Shapes:
     def prompts_used(self, batches: int) -> int:
         """Return the number of prompts that the first `batches` micro-batches of an epoch use, over all ranks.
 
-        A window counts with all its prompts, even if only some of its micro-batches are used.
+        A window counts with all its prompts, even if it is used only in part.
         """
         return -(-batches // self.window_batches) * self.window_prompts
 
@@ -133,10 +130,8 @@ class SavedRun:
     """State of one rank's run in a checkpoint, in addition to Transformers' files.
 
     Attributes:
-        shapes: the shapes of the saved run.
         position: the part of the dataset that optimizer steps have used; see `Shapes.position`.
-        step: number of micro-steps of all completed optimizer steps, at which a resumed run continues.
-        skipped_steps: number of optimizer steps skipped so far.
+        step: number of micro-steps of all completed optimizer steps.
         window: the window in use. `None`: there is none, or it begins after `step`.
         prompts: state of the `PromptQueue`, if the run has one.
         states: the states of callbacks, by name; empty except on the first rank.
@@ -151,7 +146,6 @@ class SavedRun:
     states: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def save(self, path: str) -> None:
-        """Write this rank's file of a checkpoint."""
         window = None if self.window is None else self.window.state_dict()
         torch.save({**vars(self), "shapes": vars(self.shapes), "window": window}, path)
 
@@ -180,14 +174,12 @@ def loading(path: str) -> Iterator[None]:
 
 
 def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -> SavedRun | None:
-    """Check that all ranks have loaded the same run, so that all ranks continue or all ranks stop.
+    """Check that all ranks have loaded the same run, so that all ranks continue or all stop.
 
     If the number of ranks has changed, the files are not compared.
 
     Args:
-        found: the saved run that each rank has loaded, without `window` and `prompts`.
-        processes: number of ranks.
-        checkpoint: folder of the checkpoint.
+        found: the saved run of each rank, without `window` and `prompts`.
     Returns:
         The run; `None` if another trainer saved the checkpoint.
     Raises:
@@ -208,14 +200,10 @@ def why_a_new_window(
     """Return why a resumed run begins a new window; `None` if it continues within the saved window.
 
     Args:
-        saved: the saved run, or `None`.
-        now: the shapes of the resumed run.
         start: the position up to which Transformers counts the dataset as used.
-        checkpoint: folder of the checkpoint.
-        ignore_data_skip: Transformers' option; True = the run begins the epoch with its first prompt again.
+        ignore_data_skip: Transformers' option; True = the run begins the epoch again.
     Raises:
-        ValueError: Transformers would not continue at the first prompt that no optimizer step used, and
-            `ignore_data_skip` is False.
+        ValueError: Transformers would not continue at the first unused prompt, and `ignore_data_skip` is False.
     """
     epoch, batches = start
     fits = batches % now.window_batches == 0

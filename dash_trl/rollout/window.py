@@ -31,11 +31,11 @@ class Part:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, M, 4] int64, see `RolloutBatch.lengths`, in the order in which micro-steps get the rows. All 0 for
             a dropped row; 0 completion tokens for a masked row.
-        width: longest prompt plus longest completion that is not masked, among all rows sampled for the window, on the
-            widest rank. By default, a pass has at most `per_device_train_batch_size` × `width` tokens.
+        width: longest prompt plus longest unmasked completion, among all rows sampled for the window, on the widest
+            rank. By default, a pass has at most `per_device_train_batch_size` × `width` tokens.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
-        by_group: True = a pass has all rows of one group, because log-probs were computed before rewards were known.
-            The loss mask of a dropped row is 0.
+        by_group: True = a pass has all rows of a group, because log-probs were computed before rewards were known. The
+            loss mask of a dropped row is 0.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
@@ -51,7 +51,6 @@ class Part:
 
         Args:
             steps: the micro-steps, counted from the first of the window.
-            count: number of the window's micro-steps.
         """
         columns = self.lengths.shape[1]
         # Rows of a micro-step; more than usual if dynamic sampling has left one rank more than another.
@@ -63,7 +62,6 @@ class Part:
 
         Args:
             keep: [R, M] or [M] bool, False = the row is left out; its lengths are then 0.
-            rank: index of this rank.
         """
         keep = keep.expand(self.lengths.shape[:2])
         survivors = self.lengths[rank, :, 1] > 0
@@ -72,9 +70,7 @@ class Part:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts into one. Its `lengths` begin with `used` rows of 0, in place of rows that earlier optimizer steps
-        used.
-        """
+        """Join parts into one, after `used` rows of 0 in `lengths` for the rows that earlier optimizer steps used."""
         first = parts[0]
         lengths = [first.lengths.new_zeros(len(first.lengths), used, 4), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
@@ -96,12 +92,11 @@ class Window:
     optimizer step are kept, because a checkpoint within the step needs their rows.
 
     Args:
-        global_step: number of optimizer steps so far.
-        parts: the parts; iterating over them waits for rewards. Empty if `whole` is given.
+        parts: the parts; iterating over them waits for rewards.
         whole: the whole window, unless it comes in parts.
     Attributes:
-        rows: number of a rank's rows in the yielded parts; 0 if `whole` was given.
-        whole: the whole window as one part. `None`: `wait` has not joined the parts yet.
+        rows: number of a rank's rows in the yielded parts.
+        whole: the whole window as one part; `None` until `wait` has joined the parts.
     """
 
     def __init__(self, global_step: int, parts: Iterable[Part] = (), *, whole: Part | None = None):

@@ -1,10 +1,9 @@
-"""Sends only a LoRA adapter to the servers, not the merged model: an adapter is small, and no merged weight is
-rounded::
+"""Sends only a LoRA adapter to the servers, not the merged model: it is small, and no merged weight is rounded::
 
     A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to the base model's outputs
 
 Every request names the adapter. The server pauses while it replaces the adapter, and requests in flight continue with
-the new version. The server's base model has to have the checksum of the trainer's.
+the new version. Server and trainer must have base models with the same checksum.
 """
 
 import json
@@ -40,14 +39,10 @@ WITHOUT = (
 
 
 def obstacle(model: Any, most: int) -> str | None:
-    """Return why this model's adapter cannot be sent alone to a server.
+    """Return why this model's adapter cannot be sent alone, as the end of a log message; None if it can.
 
     Args:
-        model: a PEFT model.
         most: largest rank that the servers take; 0 = they take no adapter.
-
-    Returns:
-        The reason, as the end of a log message; None if there is none.
     """
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}, and not {NAME!r} alone"
@@ -76,7 +71,6 @@ class AdapterWeights(FileWeights):
     """Sends only a LoRA adapter, by file; see `FileWeights`.
 
     Attributes:
-        adapter: PEFT's configuration of the adapter.
         base: checksum of the base model's weights, in `dtype`.
     """
 

@@ -1,8 +1,8 @@
 """Checksum of a model's weights that trainer and server can compare although they store the weights differently.
 
 vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. None of this
-changes the sum of a hash of each element's bits, but one flipped bit does. The comparison of log-probs (`proof.py`)
-detects values in wrong positions, which the checksum misses.
+changes the checksum, a sum of hashes of each element's bits, but one flipped bit does. It misses values that move to
+other positions; the comparison of log-probs (`proof.py`) detects them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,8 +60,8 @@ def combine_workers(reports: Sequence[Mapping[str, str]]) -> int:
     """Combine the checksums of a model that is split over a server's workers (tensor parallelism).
 
     Args:
-        reports: for each worker, tensor name → hexadecimal checksum of its part. A tensor with equal checksums is
-            replicated and counts once.
+        reports: for each worker, tensor name → hexadecimal checksum of its part. Equal checksums mean a replicated
+            tensor, which counts once.
     """
     total = 0
     for name in {name for report in reports for name in report}:

@@ -6,9 +6,6 @@ The path of a job::
                ▲                         │
                └─── failed, or its server is dead
 
-Jobs go in the order of `Job.order`: jobs that the trainer waits for run before jobs whose results it needs later. Among
-jobs of the same order, jobs that have failed go first.
-
 States of a server::
 
     healthy ── a request failed, or it was idle ──► suspect ── 3 failures in a row, or it is gone ──► dead
@@ -16,8 +13,8 @@ States of a server::
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
 An idle server becomes a suspect, because it may have restarted with its start-up weights, and its answers would not
-show that. A server that works on a job has open connections, so its process has not restarted. Failed requests are
-counted separately from probes, because an engine that hangs still answers probes.
+show that. A server that works on a job has open connections, so it has not restarted. Failed requests are counted
+separately from probes, because an engine that hangs still answers probes.
 
 The argument `now` is the current time in seconds, on any clock.
 """
@@ -58,8 +55,8 @@ class Job:
     Attributes:
         tokens: tokens that the job adds to a server's load.
         sequences: sequences that the job samples.
-        order: priority; the lowest goes first, and `URGENT` before all others.
-        number: priority among jobs of the same order; equal numbers run in the order in which they were added.
+        order: priority; the lowest goes first. Jobs that the trainer waits for have `URGENT`.
+        number: priority among jobs of the same order that have not failed; jobs that have failed go before them.
         tried: URLs of the servers that were given the job. While it waits, it has failed on all of them.
         version: the weight version when a server was last given the job.
         assigned: set when a server is given the job.
@@ -81,14 +78,10 @@ class ServerStatus:
     """State of one server, as this process sees it.
 
     Attributes:
-        url: address of the server.
-        state: current state.
         version: weight version that the server held when last checked; None if unknown.
         failures: number of consecutive failed requests.
-        outstanding: the jobs that the server works on.
         last_answer: when the server last answered a job, or was given a job while idle.
         rest_until: when the server may be probed again.
-        last_error: last error, for messages.
     """
 
     url: str
@@ -119,10 +112,9 @@ class Fleet:
         jobs: limit of this process's jobs in flight on all servers.
 
     Attributes:
-        servers: URL → server.
         waiting: the jobs that no server works on, in the order in which servers get them.
-        most_sequences: limit of this process's sequences in flight on one server.
-        most_jobs: limit of this process's jobs in flight on one server.
+        most_sequences: this process's share of `sequences`.
+        most_jobs: each server's share of `jobs`.
         version: weight version that the servers have to hold.
     """
 
@@ -141,7 +133,6 @@ class Fleet:
         A server without jobs always has room.
 
         Args:
-            sequences: number of sequences that the job adds.
             avoid: URLs of servers that are chosen only if no other server holds the current weights.
         """
         current = self.current()
@@ -201,7 +192,6 @@ class Fleet:
                 break
 
     def drop(self, job: Job) -> None:
-        """Remove a job that is done, has failed or is no longer needed."""
         if not job.assigned.is_set():
             self.waiting.remove(job)
         for server in self.servers.values():
@@ -210,7 +200,6 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------- events
 
     def served(self, url: str, now: float) -> None:
-        """Record that a server completed a job."""
         server = self.servers[url]
         server.last_answer = now
         server.failures = 0
@@ -218,12 +207,8 @@ class Fleet:
     def failed(self, url: str, error: str, now: float, *, gone: bool = False) -> None:
         """Record that a server, which was not dead, failed a request.
 
-        Args:
-            url: URL of the server.
-            error: the error, for messages.
-            now: current time.
-            gone: True = the connection was refused or dropped. The server counts as dead at once, because its process
-                may have ended.
+        If the connection was refused or dropped (`gone`), it counts as dead at once, because its process may have
+        ended.
         """
         server = self.servers[url]
         server.failures += 1
@@ -242,7 +227,7 @@ class Fleet:
     def refitted(self, url: str, version: int, now: float) -> None:
         """Record that a server holds the weights of a version, unless a request has failed on it meanwhile.
 
-        If the version is no longer current, the server counts as dead, so that it is probed again.
+        If the version is no longer current, the server counts as dead and is probed again.
         """
         server = self.servers[url]
         if server.state != State.REFITTING:

@@ -1,7 +1,7 @@
 """API key of vLLM servers. It protects all paths of a server; vLLM's own key check leaves out the paths for weights.
 
-The key is the environment variable VLLM_API_KEY. Without it, servers on this machine use the key in the user's cache
-folder, which `dash_trl serve` creates.
+The key is the environment variable VLLM_API_KEY or, for servers on this machine, a file in the user's cache folder,
+which `dash_trl serve` creates.
 """
 
 import os

@@ -49,10 +49,9 @@ class Batch:
     The event loop's thread puts their tasks into `finished`; the thread that submitted the batch reads them.
 
     Args:
-        seen: function of a task's result that returns the result to keep. The thread that calls `read` calls it.
+        seen: function of a task's result that returns the result to keep; the thread that calls `read` calls it.
 
     Attributes:
-        tasks: one for each coroutine, in their order.
         finished: queue of ended tasks, and of errors that concern all tasks.
         results: task → result, for the tasks that were read.
     """
@@ -99,13 +98,13 @@ class ServerPool:
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
-        request_timeout: seconds in which a server with requests has to answer one of them, or else counts as dead.
-            Weight syncs do not count.
+        request_timeout: seconds in which a server with requests has to answer one of them, or else counts as dead. The
+            time of a weight sync does not count.
         ranks: number of processes that share the servers.
 
     Attributes:
         fleet: state of the servers, and the unfinished requests.
-        retried: number of requests so far that had to wait again, because they failed or their server died.
+        retried: number of requests so far that had to wait again.
         refit: coroutine function that gives a server the current weights and returns their version, or None before the
             first weight sync. If `refit` is None, servers are used as they are.
 
@@ -139,8 +138,7 @@ class ServerPool:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
-        """Wait until every server answers. A missing server is a mistake in the settings; a later death does not end
-        the run.
+        """Wait until every server answers. A server that is missing now is a mistake in the settings.
 
         Raises:
             PoolError: if a server does not answer within `server_timeout`.
@@ -166,9 +164,7 @@ class ServerPool:
     def submit(
         self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], Any] = lambda result: result
     ) -> Batch:
-        """Start coroutines that await `complete`, once or several times, without waiting for them; see `Batch` for
-        `seen`.
-        """
+        """Start coroutines that await `complete`, without waiting for their results; see `Batch` for `seen`."""
         batch = Batch(seen)
 
         async def start() -> None:
@@ -238,7 +234,7 @@ class ServerPool:
             number: see `Job`.
 
         Returns:
-            The continuations, and the weight versions at the beginning and at the end of the request.
+            The continuations, and the weight versions when the server got the request and when it answered.
 
         Raises:
             PoolError: if no server could be used for `server_timeout`, or the request failed `ATTEMPTS` times.
@@ -265,7 +261,7 @@ class ServerPool:
                 self._wake.set()
 
     async def _check_idle(self) -> None:
-        """Check idle servers, unless weights are being sent.
+        """Check idle servers and wait for the checks, unless weights are being sent.
 
         Without the wait, the first server that answers its probe would be given all requests.
         """
@@ -278,7 +274,6 @@ class ServerPool:
                 await asyncio.wait(checks, timeout=START_TOGETHER)
 
     async def _assigned(self, job: Job) -> str:
-        """Wait until a server is given a job, and return its URL."""
         self.fleet.add(job)
         self._wake.set()
         if self._watcher is None or self._watcher.done():
@@ -287,10 +282,7 @@ class ServerPool:
         return job.tried[-1]
 
     def _failed(self, job: Job, error: Exception) -> None:
-        """Record that a server failed a job, and raise after `ATTEMPTS` failures.
-
-        The loss of the server counts as a failure, because the job may be the cause.
-        """
+        """Record that a server failed a job, and raise after `ATTEMPTS` failures, because the job may be the cause."""
         url = job.tried[-1]
         server = self.fleet.servers[url]
         if server.state != State.DEAD:
@@ -377,8 +369,8 @@ class ServerPool:
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
 
-        The call first waits for checks that are giving servers older weights, which could otherwise arrive after the
-        new weights. No server is probed until the sync ends.
+        The call first waits for checks that are giving servers older weights, because these could arrive after the new
+        weights. No server is probed until the sync ends.
 
         Returns:
             URLs of the servers that have to be given the new weights. Dead servers get them when they answer again.

@@ -1,8 +1,8 @@
 """Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
 
 The first weight sync of a run sends perturbed weights, and compares the servers' log-probs with the trainer's under the
-same change. Parameters of linear layers and embeddings are multiplied by a factor. If an adapter is sent alone, a
-constant is added to its B matrices instead, because in a new adapter they are zero.
+same change: a factor for linear layers and embeddings. If an adapter is sent alone, a constant is added to its B
+matrices instead, because a new adapter's B matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +30,6 @@ class ScaledLayers:
     """The perturbation of full weights: linear layers and embeddings are scaled by `PERTURBATION`.
 
     Attributes:
-        model: the trainer's model.
         plain_name: maps a name in `model.named_parameters()` to its name on the servers.
     """
 
@@ -105,7 +104,6 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     """Compute log P(ids[t] | ids[:t]) with the trainer's model. This is a collective under ZeRO-3 and FSDP.
 
     Args:
-        model: the trainer's model.
         ids: token ids of one sequence.
         changed: context manager in which the model computes, such as `ScaledLayers.outputs`.
 

@@ -1,7 +1,7 @@
 """What a server answers, and its errors; `vllm.VLLMServer` is its client.
 
-After a `ServerError`, repeating the request is safe, and another server may succeed. After a `ValueError`, repeating it
-does not help, because the request or the set-up is wrong.
+After a `ServerError`, repeating the request is safe, and another server may succeed. A `ValueError` means that the
+request or the set-up is wrong.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,6 @@ class ServedModel:
     """A server's description of its model.
 
     Attributes:
-        dtype: dtype of the weights.
-        shape: see `model_shape`.
         context: largest number of tokens of a prompt and its completion.
         adapter_rank: largest rank of a LoRA adapter; 0 = the server takes none.
         comparable: False = the trainer cannot compute the checksum of the weights, because they are quantised or KV

@@ -37,7 +37,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     Args:
         pool: the servers.
         config: the model's config.
-        name: name of the model, for error messages.
+        name: the model's name, for error messages.
 
     Returns:
         The first server's description, with the smallest limits of all servers.
@@ -67,14 +67,11 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather the weights, and the main process sends them. After each stage (such as sending or comparing
-    log-probs), before any other collective, the ranks agree on whether it worked. So a failure on one rank raises the
-    same error on all ranks.
+    All ranks gather the weights, and the main process sends them. After each stage, before any other collective, the
+    ranks agree on whether it worked, so that a failure on one rank raises the same error on all ranks.
 
     Attributes:
         pool: this rank's pool, which also gives the weights to a server that comes back later.
-        ranks: the ranks of the run.
-        weights: object that sends the weights.
         model: the model that computes log-probs for the comparison.
         vocabulary: number of token ids of the tokenizer.
         gather: function that returns (name on the servers, value) of each parameter. All ranks call it once for each
@@ -151,7 +148,6 @@ class WeightSync:
         return {url: error for url, error in errors.items() if error is not None}
 
     async def _refit(self, server: VLLMServer) -> int | None:
-        """See `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
 

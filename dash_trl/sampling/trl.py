@@ -61,8 +61,7 @@ class ExactMerges(VLLMGeneration):
 
 
 class ServerGeneration(ExactMerges):
-    """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers. Every rank sends its own prompts to its own
-    pool.
+    """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers. Every rank has its own pool and prompts.
 
     Args:
         urls: addresses of the servers.
@@ -131,14 +130,14 @@ class ServerGeneration(ExactMerges):
         """Sample completions before all windows, with the interface of TRL's `VLLMGeneration.generate`.
 
         Args:
-            prompts: token ids of each row's prompt; the `num_generations` rows of a group are adjacent.
+            prompts: token ids of each row's prompt; the rows of a group are adjacent.
             images: unused.
             num_generations: largest number of rows in a group.
             profiler: unused.
 
         Returns:
             Four lists with an entry per row: prompt ids, completion ids, the sampler's log-probs (`None` = unknown),
-            and their token ids. As TRL expects, each log-prob and its token id is in a list of its own.
+            and the token ids of these. As TRL expects, each log-prob and each of its token ids is in a list of its own.
         """
         works = (self.pool.complete(*request) for request in self.requests(prompts, num_generations))
         rows = [completion for group, _ in self.ranks.agree(self.pool.run, works) for completion in group]
@@ -147,9 +146,7 @@ class ServerGeneration(ExactMerges):
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
     def steps(self, versions: Sequence[int]) -> list[int]:
-        """Return the optimizer steps that made the first and the last of these weight versions; []: the current
-        version.
-        """
+        """Return the optimizer steps that made the first and the last of these weight versions; []: the current one."""
         versions = versions or [self.pool.fleet.version]
         return [self._steps[versions[0]], self._steps[versions[-1]]]
 
@@ -235,9 +232,7 @@ class ServerGeneration(ExactMerges):
         )
 
     def _check_names(self) -> None:
-        """Check that vLLM knows all names of weights, because a server stops loading half-way at a name it does not
-        know.
-        """
+        """Check that vLLM knows all names of weights, because an unknown name stops a server's loading half-way."""
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
@@ -315,7 +310,7 @@ class ServerGeneration(ExactMerges):
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """`ServerPool.refit` before the first weight sync. It sends no test token: a killed run may have left the server
+    """`ServerPool.refit` before the first sync. It tests no token, because a killed run may have left the server
     paused.
     """
 

@@ -31,7 +31,6 @@ class VLLMServer:
     `ValueError`.
 
     Attributes:
-        url: address of the server.
         session: HTTP session of the event loop that awaits these methods.
         timeout: seconds for one answer, unless a method has its own timeout.
         uses_adapter: True = requests use the LoRA adapter that the server was given.
@@ -52,8 +51,6 @@ class VLLMServer:
         """Sample `n` continuations of one prompt.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            n: number of continuations.
             sampling: parameters of `/v1/completions`, under vLLM's names.
             timeout: seconds; None: the client's own limit.
         """
@@ -123,12 +120,10 @@ class VLLMServer:
         return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
 
     async def load_weights(self, path: str, tag: str) -> int | None:
-        """Load a checkpoint in place, and return `weight_checksum`. Requests in flight wait, and continue with the new
-        weights.
+        """Load a checkpoint in place, and return `weight_checksum`. Requests in flight wait for it.
 
         Args:
             path: checkpoint directory, as the server sees it.
-            tag: version tag of the new weights.
         """
         async with self._paused():
             await self._rpc("reload_weights", weights_path=path)
@@ -203,7 +198,6 @@ class VLLMServer:
                 return json.loads(text)[field]
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
-        """Build the error for an answer whose status is not 200."""
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
         if status in (401, 403):
             return ValueError(

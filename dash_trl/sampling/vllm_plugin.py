@@ -1,5 +1,4 @@
-"""Plugin inside a vLLM server that reports weight checksums, loads LoRA adapters, and makes weight updates work on
-CPUs.
+"""Plugin inside a vLLM server: it reports weight checksums, loads LoRA adapters, and lets CPU builds update weights.
 
 vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and `WeightReport` through
 `--worker-extension-cls`, which `dash_trl serve` passes. The trainer calls the methods of `WeightReport` over HTTP.
@@ -21,10 +20,9 @@ ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1
 def register() -> None:
     """Register the name of our adapter with vLLM, and make weight updates effective on CPU builds of vLLM.
 
-    After the first load, a CPU build computes with a copy of linear weights that is packed for its kernels (oneDNN, or
-    AMX for small weights in half precision). It silently ignores weights that are loaded later, or fails to load them
-    because their parameter was removed. So these layers compute with `torch.nn.functional.linear` instead, which reads
-    the current weights.
+    After the first load, a CPU build computes with a copy of linear weights, packed for its kernels (oneDNN, or AMX for
+    small weights in half precision). It silently ignores weights that are loaded later, or fails because their
+    parameter was removed. So these layers compute with `torch.nn.functional.linear`, which reads the current weights.
     """
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry

@@ -1,8 +1,8 @@
 """Sends weights by files, which every server loads in place, and compares checksums.
 
 The version that a server reports is only a tag, so every weight sync compares the checksum of the weights that the
-server's workers hold with the trainer's. Even then, the workers may compute with a second copy that was not updated. So
-the first weight sync of a run also checks log-probs (`proof.py`).
+server's workers hold with the trainer's. The workers may still compute with a second copy that was not updated, so the
+first weight sync of a run also checks log-probs (`proof.py`).
 """
 
 import logging
@@ -42,9 +42,7 @@ class Snapshot:
     """One version of the weights, as sent to the servers.
 
     Attributes:
-        version: weight version.
         tag: name of the version, unique over all runs. A server stores it after it has loaded the weights.
-        checksum: checksum of the weights.
         path: folder with the files; empty if no files were written.
     """
 
@@ -67,9 +65,8 @@ class Snapshot:
 class FileWeights:
     """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
-    A weight sync removes older versions, and the end of the process removes the run's folder. If a run is killed, the
-    next run in the same directory and on the same machine removes its files. The folder's name contains the process id,
-    so that no run removes the files of a live run.
+    The end of the process removes the run's folder. After a killed run, the next run in the same directory and on the
+    same machine removes it. The folder's name contains the process id, which protects the files of a live run.
 
     Attributes:
         directory: folder that trainer and servers see under the same path; several runs may share it.
@@ -90,8 +87,6 @@ class FileWeights:
 
         Args:
             parameters: name and value of each parameter, unsharded.
-            version: weight version.
-            pool: the servers.
             urls: URLs of the servers that get the weights.
 
         Returns:
