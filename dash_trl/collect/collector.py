@@ -4,9 +4,7 @@
        ▲                                            │
        └─ dynamic sampling: too few groups are kept ┘
 
-Meanwhile, later windows may be sampled, and their rewards begin.
-
-A generation batch is what is sampled at once: the rows of a window or, with dynamic sampling, those of one round.
+A generation batch is sampled at once: the rows of a window or, with dynamic sampling, of one round.
 
 Letters: B rows of this rank, M of them in a part, R ranks, K groups of a rank.
 """
@@ -50,7 +48,6 @@ class Credited(NamedTuple):
 
     Attributes:
         rollouts: the rows, after callbacks may have changed their advantages.
-        filtered: which rows the filter keeps and drops.
         silent: bool for the groups of all ranks, True = `compute_advantages` gave only 0.
     """
 
@@ -61,16 +58,10 @@ class Credited(NamedTuple):
 
 @dataclass(eq=False)
 class Collector:
-    """Collects the windows of a run: samples rows, waits for their rewards, computes advantages and filters rows.
-
-    All ranks call `window` at the same point, and wait together for the parts of a window.
+    """Collects the windows of a run. All ranks call `window` at the same point, and wait together for its parts.
 
     Attributes:
-        host: the trainer.
-        queue: hands out the prompts of later windows and, with dynamic sampling, of further rounds. `None`: no window
-            is sampled ahead, and there is no dynamic sampling.
-        sampler: samples completions.
-        rewards: scores the completions.
+        queue: hands out the prompts of later windows and further rounds, if there are any.
         log_probs: computes the log-probs that the loss needs.
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
     """
@@ -101,16 +92,13 @@ class Collector:
         groups_of_step: Callable[[], int] | None,
         shares: Sequence[range],
     ) -> Window:
-        """Return the next window: sampled, and scored unless its rewards are awaited group by group.
+        """Return the next window. It is whole unless its rewards are awaited group by group.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
-            micro_step: the micro-step with which the window begins.
-            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-                from the window. `None`: await rewards together, not group by group.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step
+                takes. `None`: rewards are awaited together.
             shares: see `LogProbs.added`.
-        Returns:
-            The window. It is whole, unless its rewards are awaited group by group.
         """
         global_step = self.host.state.global_step
         windows = [examples, *([] if self.queue is None else self.queue.upcoming(micro_step))]
@@ -137,7 +125,7 @@ class Collector:
         self.sampler.start_rewards_of_sampled()
 
     def close(self) -> None:
-        """Cancel all rewards, and drop what was announced or sampled ahead: the run is over or interrupted."""
+        """Cancel all rewards, and drop everything that was announced or sampled ahead."""
         self._announced.clear()
         self._empty_windows.end()
         self.rewards.cancel()
@@ -146,10 +134,7 @@ class Collector:
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Number the prompts of a generation batch, and tokenize them if the sampler needs that.
-
-        Each prompt is tokenized only once, because a chat template may depend on the time.
-        """
+        """Number the prompts of a generation batch, and tokenize them once: a chat template may depend on the time."""
         tokenized: tuple[Any, ...] = ()
         if self.sampler.needs_token_ids:
             with self._recorder.timed("generate"):
@@ -157,13 +142,7 @@ class Collector:
         return Prompts(next(self._numbers), examples, tokenized)
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
-        """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`.
-
-        Args:
-            prompts: the generation batch.
-            new: generation batches that the sampler does not know yet, see `Sampler.sample`.
-            by_group: True = its rewards are awaited group by group.
-        """
+        """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`."""
         sampled = self._ranks.agree(self.sampler.sample, prompts, new)  # decoding may fail on one rank
         self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))  # not too old
         own = self._ranks.own(len(prompts.examples))
@@ -196,13 +175,7 @@ class Collector:
     # ------------------------------------------------------------------ from rewards to parts
 
     def _together(self, prompts: Prompts, new: Sequence[Prompts], shares: Sequence[range]) -> Part:
-        """Collect a whole window as one part, with dynamic sampling in several rounds.
-
-        Args:
-            prompts: the prompts of the window's first round.
-            new: see `_sample`.
-            shares: see `LogProbs.added`.
-        """
+        """Collect a whole window as one part, with dynamic sampling in several rounds."""
         batches: list[GenerationBatch] = []
         credited: list[Credited] = []
         signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has a kept row
@@ -243,20 +216,14 @@ class Collector:
         return part
 
     def _whole(self, parts: Sequence[Credited]) -> Credited:
-        """Join the rows of several parts or rounds."""
         rollouts, filtered, silent = zip(*parts, strict=True)
         return Credited(joined(widened(rollouts, self._pad_token_id)), joined(filtered), torch.cat(silent))
 
     def _by_group(
         self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], shares: Sequence[range]
     ) -> Iterator[Part]:
-        """Yield the parts of a window as the rewards of its groups come.
-
-        Args:
-            batch: the rows of the window. If several optimizer steps use it, the rows have their log-probs already.
-            num_items: `Part.num_items_in_batch`.
-            groups_of_step: see `window`.
-            shares: see `LogProbs.added`.
+        """Yield the parts of a window as rewards come. If several optimizer steps use it, `batch` has log-probs
+        already.
         """
         arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
         by_group = len(shares) > 1
@@ -293,14 +260,9 @@ class Collector:
         return Credited(credited, filter_rows(*tables, self._args.gradient_filter_threshold), silent)
 
     def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
-        """Return the rows to train on, in the given order.
+        """Return this rank's rows to train on, in `order`, and `Part.lengths` of all ranks, with 0 for a dropped row.
 
-        Args:
-            rollouts: this rank's rows.
-            keep: bool for these rows, True = the row is kept.
-            order: [M], indices of the rows, or of some of them. M is the same on all ranks.
-        Returns:
-            This rank's survivors, and `Part.lengths` of all ranks, with 0 for a dropped row.
+        `order` has M indices, and M is the same on all ranks.
         """
         lengths = (rollouts.lengths() * keep.unsqueeze(1))[order]
         # Column 1, completion tokens, is 0 for dropped and for masked rows. So a masked row
@@ -309,19 +271,12 @@ class Collector:
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
     def _width(self, rollouts: RolloutBatch) -> int:
-        """Return `Part.width` of a window with these rows on this rank."""
         return self._ranks.largest(int(rollouts.lengths()[:, :2].amax(dim=0).sum()))
 
     # ------------------------------------------------------------------ logs
 
     def _log_whole(self, batches: Sequence[GenerationBatch], credited: Credited, survivors: Survivors) -> None:
-        """Log a window whose rewards have all come.
-
-        Args:
-            batches: the generation batches of the window.
-            credited: all rows of these batches, in the same order; its groups in `silent` have any order.
-            survivors: the rows that are trained on.
-        """
+        """Log a window whose rewards have all come; `credited` has the rows of `batches`, in the same order."""
         # Order the rewards by rank, then by round, as the advantages are.
         rewards = self._ranks.gather(
             torch.cat([self.rewards.of_batch(one)[self._ranks.own(len(one.rollouts))] for one in batches])

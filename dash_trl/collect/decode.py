@@ -19,16 +19,13 @@ from dash_trl.update import NO_LOG_PROB
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a generation batch, which is a window or, with dynamic sampling, one round of a window.
-
-    There is one row per completion that this rank samples, so a prompt appears `num_generations` times, or
-    fewer times if its group is spread over ranks.
+    """The prompts of a generation batch, with one row per completion that this rank samples.
 
     Attributes:
         number: number of the batch, from 0, in the order in which batches are announced.
         examples: B rows of the dataset.
-        tokenized: the tuple that TRL's `_tokenize_prompts` returned; it begins with the B lists of token ids. Empty if
-            prompts are tokenized later, by a `rollout_func` or after environments have added text to them.
+        tokenized: the tuple of TRL's `_tokenize_prompts`, which begins with the B lists of token ids. Empty if prompts
+            are tokenized later, by a `rollout_func` or after environments have added text.
     """
 
     number: int
@@ -55,16 +52,15 @@ class Sampled:
         completion_ids: B lists of token ids.
         completions: B texts or lists of messages; see `seams.decoded`.
         policy_version: [B, 2] int64; see `RolloutBatch`.
-        prompts: B texts or conversations: the dataset's prompts, including the text that environments added.
-        log_probs: the sampler's log-probs: B lists with one number per completion token. A `None` or NaN in a list:
-            this log-prob is unknown. `None` instead of the lists: all log-probs are unknown.
-        own_tokens: B lists with one number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
+        prompts: B texts or conversations, including the text that environments added.
+        log_probs: B lists of the sampler's log-probs, one per completion token; `None` or NaN = unknown. `None` instead
+            of the lists: all are unknown.
+        own_tokens: B lists with a number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
             wrote it. `None`: the policy wrote all tokens.
-        columns: extra fields that a `rollout_func` returned: name → a list with one value per row, or one value for all
-            rows.
-        calls: B pairs: the numbers of tool calls and of failed tool calls of a row. Empty: there are no tools.
-        failures: B texts: how a tool or the environment of a row hung or failed, so that the row is unscored; `None`:
-            neither did. Empty: there are no tools and no environments.
+        columns: extra fields of a `rollout_func`: name → a list with a value per row, or one value for all rows.
+        calls: B pairs: the numbers of tool calls and of failed tool calls. Empty: there are no tools.
+        failures: B texts that say how a tool or the environment of an unscored row failed; `None`: neither failed.
+            Empty: there are neither tools nor environments.
     """
 
     prompt_ids: list[list[int]]
@@ -81,7 +77,7 @@ class Sampled:
 
     @property
     def failed(self) -> Tensor | None:
-        """[B] bool: True = a tool or the environment of the row failed. `None`: there are none of both."""
+        """[B] bool: True = a tool or the environment of the row failed. `None`: there are no tools or environments."""
         return torch.tensor([one is not None for one in self.failures]) if self.failures else None
 
     def lengths(self) -> list[int]:
@@ -90,12 +86,9 @@ class Sampled:
         return [len(ids) for ids in self.completion_ids] if own is None else list(map(sum, own))
 
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows of the dataset with the extra fields of a `rollout_func` as columns.
+        """Add the extra fields of a `rollout_func` to the B rows of the dataset.
 
-        As in TRL, if a column has fewer values than there are rows, the last rows do not get the column.
-
-        Args:
-            examples: B rows of the dataset.
+        As in TRL, if a column has too few values, the last rows do not get it.
         """
         rows = [dict(example) for example in examples]
         for name, values in self.columns.items():
@@ -105,13 +98,11 @@ class Sampled:
 
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:
-    """Return which completions are truncated: those that do not end with an end-of-sequence or padding token.
+    """Return which completions do not end with an end-of-sequence or padding token, [B] bool, True = truncated.
 
     Args:
         completion_ids: B lists of token ids.
         end_ids: ids of the end-of-sequence and padding tokens.
-    Returns:
-        [B] bool, True = truncated.
     """
     return torch.tensor([int(ids[-1]) not in end_ids for ids in completion_ids], dtype=torch.bool)
 
@@ -128,14 +119,10 @@ def to_rollouts(
     """Convert sampled rows to padded tensors on the CPU.
 
     Args:
-        sampled: the B rows of this rank.
         examples: the return value of `Sampled.examples`.
         group: [B] int64; see `RolloutBatch`.
-        pad_token_id: token id of padding.
         masked: [B] bool, True = no token of this completion counts in the loss (TRL's `mask_truncated_completions`).
-            `None`: no completion is masked.
-        pad_to_multiple_of: prompts and completions are padded to a multiple of this number of tokens. `None`: they are
-            padded to the longest prompt and the longest completion.
+        pad_to_multiple_of: pad prompts and completions to a multiple of this number of tokens.
     """
 
     def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:

@@ -2,8 +2,8 @@
 
     first round ──► groups with signal: too few? ──► another round … ──► at most `max_num_gen_batches` × the window
 
-A group has *signal* if the filter keeps at least one of its rows. This module only decides how many groups are sampled,
-and which of them belong to the window.
+A group has *signal* if the filter keeps at least one of its rows. This module decides how many groups are sampled, and
+which of them belong to the window.
 
 Letters: R ranks, K groups of a rank in a round.
 """
@@ -22,16 +22,14 @@ SMOOTHING = 0.2  # the weight of the last window in the running average of the s
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    The first round samples as many groups as a window has. If windows are sampled ahead, the first round may be larger:
-    its size depends on the share of groups with signal in the last windows, so that training rarely has to wait for a
-    second round. A further round samples as many groups as will probably fill the window, but at most as many as a
-    window has. Its size depends on the share of groups with signal in the earlier rounds.
+    The first round samples as many groups as a window has, or more if windows are sampled ahead and recent windows had
+    few groups with signal, so that training rarely waits for a second round. A further round samples as many groups as
+    will probably fill the window, at most a whole window.
 
     Attributes:
         groups: number of groups of a window on a rank.
-        ranks: R, the number of ranks.
-        most: `max_num_gen_batches`: all rounds of a window together have at most this number times `groups` groups on a
-            rank.
+        ranks: R.
+        most: `max_num_gen_batches`: a window samples at most `most` · `groups` groups on a rank.
         ahead: True = windows are sampled ahead.
         share: running average of the share of groups with signal. A checkpoint saves it.
     """
@@ -54,9 +52,9 @@ class DynamicSampling:
         return min(math.ceil(self.groups / max(self.share, 1e-6)), self.groups * self.most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
-        """Return the number of groups that each rank samples in the next round; 0 if there is no further round.
+        """Return the number of groups that each rank samples in the next round.
 
-        There is no further round if the window is full of groups with signal, or if its limit of groups is reached.
+        It is 0 if the window is full of groups with signal, or its limit of groups is reached.
 
         Args:
             signal: for each round so far, [R, K] bool, True = the group has signal.
@@ -68,9 +66,7 @@ class DynamicSampling:
         return min(math.ceil(missing / share / self.ranks), self.groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Update the running average after a window is complete; return the window's figures for the log.
-
-        Numbers of groups are divided by `room`.
+        """Update the running average after a window is complete, and return its figures.
 
         Args:
             signal: as in `next`, for all rounds of the window.
@@ -86,16 +82,15 @@ class DynamicSampling:
 
 
 def _counted(signal: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the number of groups of all ranks and rounds, and the number of these groups that have signal."""
+    """Return the number of groups, and how many of them have signal."""
     return sum(one.numel() for one in signal), sum(int(one.sum()) for one in signal)
 
 
 def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Choose the groups of the window: first groups with signal, then silent groups if there is room left.
 
-    Within a round, the first group of each rank is considered first, then the second group of each rank, and so on. So
-    each rank has about the same number of chosen groups. For example, with two ranks and room for 4 groups (+ = signal,
-    − = silent)::
+    A round offers the first group of each rank, then the second group of each rank, and so on, so that ranks get about
+    the same number. With two ranks and room for 4 groups (+ = signal, − = silent)::
 
         round 0    rank 0: A+ B−    rank 1: C− D+       A, C, B, D: two groups with signal
         round 1    rank 0: E+ F+    rank 1: G− H−       E, G, F, H: two more, so the window is full
@@ -104,11 +99,10 @@ def rows_of_window(signal: Sequence[Tensor], room: int, rank: int, group_size: i
     Args:
         signal: for each round, [R, K] bool, True = the group has signal.
         room: number of groups of the window on all ranks; at most the number of groups in all rounds.
-        rank: index of this rank.
         group_size: number of rows of a group.
     Returns:
-        Two tensors [B] bool for this rank's rows of all rounds. First: True = the row's group is chosen. Second: True =
-        the group also has signal.
+        Two tensors [B] bool for this rank's rows of all rounds: True = the row's group is chosen; True = it is chosen
+        and has signal.
     """
     flat = torch.cat([one.T.flatten() for one in signal])
     trained = flat & (flat.cumsum(dim=0) <= room)

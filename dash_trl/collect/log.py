@@ -40,8 +40,7 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
     """Return TRL's figures about rewards.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is left out of the
-            figures of the weighted sum.
+        rewards: [N, F]; NaN = the function does not apply. A row whose rewards are all NaN does not count in the sum.
         names: names of the F reward functions.
         weights: [F], the weight of each reward function.
     """
@@ -54,13 +53,9 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
 
 
 class WindowLog:
-    """Writes a window's figures and its table of completions to the trainer's fields that TRL's `log` reads.
+    """Writes a window's figures and its table of completions to the fields that TRL's `log` reads.
 
     All ranks call every method at the same point.
-
-    Args:
-        host: the trainer.
-        names: names of the F reward functions.
     """
 
     def __init__(self, host: Host, names: Sequence[str]):
@@ -91,7 +86,7 @@ class WindowLog:
             self._turns(failures, [pair for batch in batches for pair in batch.calls])
 
     def _turns(self, failures: list[str | None], calls: list[tuple[int, int]]) -> None:
-        """Log the tool calls of a window, and raise an error if tools or environments fail on all rows."""
+        """Log the tool calls of a window, and raise if tools or environments fail on all rows."""
         failed = self._ranks.gather(torch.tensor([failure is not None for failure in failures]))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all() else 0
         if self._failed_in_a_row == BROKEN_AFTER:
@@ -111,11 +106,11 @@ class WindowLog:
             )
 
     def end_round(self, before: int, rows: int) -> None:
-        """Complete the columns that reward functions and callbacks have logged in some rounds of a window only.
+        """Complete the columns that were logged in only some rounds of a window.
 
         Args:
-            before: number of this rank's rows in the earlier rounds of the window.
-            rows: number of this rank's rows in the round.
+            before: number of this rank's rows in the window's earlier rounds.
+            rows: number of this rank's rows in this round.
         """
         known = self._columns if before else set()
         for name, values in self._extra.items():
@@ -129,12 +124,9 @@ class WindowLog:
         """Log the rewards of a window, its table of completions, and the values that reward functions have logged.
 
         Args:
-            prompts: the B prompts of this rank.
-            completions: the B completions of this rank.
-            rewards: [N, F], rewards of all ranks' rows as the functions returned them. NaN = the function does not
-                apply, or the row is unscored.
-            advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
-            silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
+            rewards: [N, F]; NaN = the function does not apply, or the row is unscored.
+            advantages: [N], the mean advantage of a row's loss tokens.
+            silent: [groups] bool for all ranks, True = all advantages by outcome of the group are 0.
         Raises:
             ValueError: with `log_completions`, if reward functions have logged fewer values than rows in a column.
         """
@@ -172,5 +164,5 @@ class WindowLog:
 
 
 def _table(rows: list[Any]) -> deque[Any]:
-    """Make a column of the table of completions as TRL does: a deque with room for the rows of one window."""
+    """Make a column of the table of completions as TRL does: a deque with room for one window."""
     return deque(rows, maxlen=len(rows))

@@ -2,10 +2,10 @@
 
     sample: the rows of a window ──► sample_ahead: later windows, while rewards are awaited
 
-A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of windows that are sampled ahead.
+A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of later windows.
 
-Rows with tools or environments have several turns: in this process, they are sampled in `Rounds`; on servers, each row
-by itself: ask a server for a turn ──► run the tools ──► ask a server ──► …
+Rows with tools or environments have several turns. This process samples them in `Rounds`. On servers, each row by
+itself asks a server for a turn, runs the tools, and asks again.
 """
 
 from collections.abc import Coroutine, Iterator, Sequence
@@ -32,12 +32,9 @@ Work = tuple[int, Sequence[Any], list[int]]
 
 
 class Sampler:
-    """Base of all samplers. Unless a sampler says otherwise, a method does nothing.
-
-    All ranks call a method at the same point; `start_rewards_of_sampled` and `forget` are the exceptions.
+    """Base of all samplers. All ranks call a method at the same point, except `start_rewards_of_sampled` and `forget`.
 
     Args:
-        host: the trainer.
         rewards: gets rows as soon as they are sampled.
         conversations: runs tools and environments. `None`: rows have one turn.
     Attributes:
@@ -58,9 +55,8 @@ class Sampler:
         """Sample this rank's rows of a generation batch, or wait for them, and return them.
 
         Args:
-            prompts: the generation batch: a window, or another round of a window.
-            new: generation batches that the sampler has not been given before, in the order of their numbers. They
-                include `prompts`, unless an earlier call had it. The sampler may sample the others ahead.
+            new: generation batches that the sampler has not been given before, in the order of their numbers. `prompts`
+                is among them, unless an earlier call had it. The sampler may sample the others ahead.
         """
         self._give_back()  # by now, the rewards of the last generation batch have come
         sampled = self._sample(prompts, new)
@@ -75,17 +71,16 @@ class Sampler:
         )
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        """See `sample`."""
         raise NotImplementedError
 
     def sample_ahead(self) -> None:
         """Sample windows ahead if this process samples. Called after `sample`, while rewards are awaited."""
 
     def start_rewards_of_sampled(self) -> None:
-        """Pass on the rows of later windows that were sampled since the last call, without waiting for other rows."""
+        """Start the rewards of later windows' rows that were sampled since the last call, without waiting for more."""
 
     def log(self) -> None:
-        """Log figures of the sampler. It is called once per window."""
+        """Log figures of the sampler, once per window."""
 
     def forget(self) -> None:
         """Drop the prompts and rows of all windows that `sample` has not returned yet."""
@@ -101,7 +96,6 @@ class Sampler:
         self._taken = []
 
     def _new_rows(self, prompts: Prompts) -> list[Conversation]:
-        """Make the rows of a generation batch, which may have several turns."""
         rows = [Conversation(*one) for one in zip(prompts.examples, prompts.ids, strict=True)]
         self._rows[prompts.number] = rows
         return rows
@@ -109,14 +103,13 @@ class Sampler:
     def _of_one_turn(
         self, prompts: Prompts, own: slice, completion_ids: list[list[int]], log_probs: Any, versions: Tensor
     ) -> Sampled:
-        """Return adjacent rows (`own`) of a generation batch, each of which has one turn."""
+        """Return the adjacent rows `own` of a generation batch whose rows have one turn."""
         texts = prompts.prompts[own]
         prompt_ids = prompts.ids[own]
         completions = decoded(self._host._tokenizer, texts, prompt_ids, completion_ids)
         return Sampled(prompt_ids, completion_ids, completions, versions, prompts=texts, log_probs=log_probs)
 
     def _of_turns(self, rows: Sequence[Conversation], versions: Tensor) -> Sampled:
-        """Return rows of several turns that have ended."""
         turns = [row.turns for row in rows]
         known = self._host.args.use_vllm or any(row.log_probs is not None for row in turns)
         return Sampled(
@@ -130,7 +123,7 @@ class Sampler:
         )
 
     def _versions(self, rows: int) -> Tensor:
-        """Return `Sampled.policy_version` of rows that the current weights have sampled, [rows, 2]."""
+        """Return `Sampled.policy_version` of rows that the current weights have sampled."""
         return torch.full((rows, 2), self._host.state.global_step)
 
 
@@ -163,14 +156,8 @@ class ByFunction(Sampler):
 class InProcess(Sampler):
     """Samples in this process, with Transformers or colocated vLLM.
 
-    With `async_level=1`, it samples the next window while rewards are awaited.
-
-    Args:
-        host: see `Sampler`.
-        rewards: see `Sampler`.
-        conversations: see `Sampler`.
-        log_probs: computes the log-probs of the sampled tokens, if this process samples the next window while it waits
-            for rewards, and the engine does not report log-probs.
+    With `async_level=1`, it samples the next window while rewards are awaited, and `log_probs` computes log-probs that
+    the engine does not report.
     """
 
     def __init__(self, host: Host, rewards: Rewards, conversations: Conversations | None, log_probs: LogProbs):
@@ -190,7 +177,6 @@ class InProcess(Sampler):
             self._ahead[one.number] = self._sample_now(one)
 
     def _sample_now(self, prompts: Prompts) -> Sampled:
-        """Sample rows, add log-probs if they are needed, and begin the rewards of the rows."""
         versions = self._versions(len(prompts.examples))
         with self._timed("generate"):
             if self._conversations is None:
@@ -211,13 +197,7 @@ class InProcess(Sampler):
 
 
 class OnServers(Sampler):
-    """Samples on vLLM servers: all windows whose prompts are known, including windows that have not begun.
-
-    Args:
-        host: see `Sampler`.
-        rewards: see `Sampler`.
-        conversations: see `Sampler`.
-    """
+    """Samples on vLLM servers: all windows whose prompts are known, including windows that have not begun."""
 
     def __init__(self, host: Host, rewards: Rewards, conversations: Conversations | None):
         super().__init__(host, rewards, conversations)
@@ -236,7 +216,7 @@ class OnServers(Sampler):
                 return joined(self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number)))
 
     def _requests(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        """Yield coroutines for the event loop of the pool; each samples adjacent rows of one turn."""
+        """Yield coroutines for the pool's event loop; each samples adjacent rows of one turn."""
         first = 0
         for ids, n, sampling in self._servers.requests(prompts.ids, self._host.args.num_generations):
             yield self._request(first, ids, n, sampling, order)
@@ -246,7 +226,7 @@ class OnServers(Sampler):
         return first, *await self._pool.complete(ids, n, sampling, order=order)
 
     def _turns(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        """Yield coroutines for the event loop of the pool; each samples a row of several turns."""
+        """Yield coroutines for the pool's event loop; each samples a row of several turns."""
         sampling = self._servers.sampling()
         for number, row in enumerate(self._new_rows(prompts)):
             yield self._turns_of_row(number, row, order, sampling)
@@ -298,14 +278,7 @@ def new_sampler(
     log_probs: LogProbs,
     conversations: Conversations | None,
 ) -> Sampler:
-    """Build the sampler of a run: a `rollout_func`, vLLM servers or this process.
-
-    Args:
-        host: the trainer.
-        rewards: the rewards, which may begin while rows are sampled.
-        log_probs: see `InProcess`.
-        conversations: see `Sampler`.
-    """
+    """Build the sampler of a run: a `rollout_func`, vLLM servers or this process."""
     if host.rollout_func is not None:
         return ByFunction(host, rewards)
     if on_servers(host):

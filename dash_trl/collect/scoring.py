@@ -32,15 +32,11 @@ from dash_trl.workers import Request
 
 @dataclass(eq=False)
 class GenerationBatch:
-    """Rows that are sampled at once, and their rewards, which come in one or several parts.
-
-    A generation batch is a window or, with dynamic sampling, one round of a window.
+    """Rows that are sampled at once, and their rewards: a window or, with dynamic sampling, one round of a window.
 
     Attributes:
-        sampled: the B rows, as they were sampled.
-        rollouts: the B rows; a callback or the collector may add to them before the rewards are awaited.
-        request: the results of the reward functions. `None`: the functions are called when `Rewards.of_batch` waits
-            for them.
+        rollouts: the B rows; callbacks may change them before the rewards are awaited.
+        request: the results of the reward functions. `None`: `Rewards.of_batch` calls the functions.
         rewards: [N, F], the rewards of all ranks' rows. `None`: they are not known yet.
     """
 
@@ -59,21 +55,17 @@ class GenerationBatch:
 class Rewards:
     """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
-    For every window, the trainer's `_calculate_rewards` is called. It calls `of_all`, which calls TRL's
-    `_calculate_rewards`. So an override of `_calculate_rewards` in a subclass, TRL's logs and the count of failures see
-    every window. If rewards are awaited by group, this call comes after the last group.
+    Every window goes through the trainer's `_calculate_rewards`, which calls `of_all`, which calls TRL's
+    `_calculate_rewards`. So overrides in a subclass, TRL's logs and the count of failures see every window. If rewards
+    are awaited by group, this call comes after the last group.
 
     Attributes:
-        host: the trainer.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
-        names: the names of the reward functions.
         in_background: True = start the functions before the rewards are awaited, if every function scores each
-            completion by itself. Rewards of environments do not count here, because they are known when a row ends. The
-            functions start when all rows of a generation batch are sampled; if the sampler looks ahead, they start on
-            rows as soon as these are sampled.
-        run_in_background: whether the functions run while the main thread does other work, until it awaits rewards.
-        start_early: whether they also start on rows as soon as these are sampled.
-        started: the request of the rows that `of_all` gets next. None = `of_all` starts the functions.
+            completion by itself. Rewards of environments are known when a row ends, so they do not matter here.
+        run_in_background: whether the functions run while the main thread does other work.
+        start_early: whether they start on rows as soon as these are sampled.
+        started: the request of the rows that `of_all` gets next. `None`: `of_all` starts the functions.
     """
 
     host: Host
@@ -94,14 +86,10 @@ class Rewards:
         self._failures = FailureWatch(self.functions, self.names)
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
-        """Start the reward functions on adjacent rows that have been sampled.
+        """Start the reward functions on adjacent sampled rows, from index `first` of the batch on, if rewards start
+        early.
 
-        Pass each row of a generation batch exactly once, in any order. Do nothing if rewards do not start early.
-
-        Args:
-            prompts: the prompts of the generation batch.
-            first: index of the first row within the batch.
-            sampled: the rows.
+        Pass each row of a generation batch exactly once, in any order.
         """
         if not self.start_early:
             return
@@ -114,16 +102,14 @@ class Rewards:
         self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
-        """Return the generation batch of rows that are all sampled. This call does not wait for their rewards.
+        """Return the generation batch of rows that are all sampled, without waiting for their rewards.
 
-        All ranks call this method at the same point. If the functions were not started early, they start in this call
-        if the rewards are awaited by group or `run_in_background` is True, and otherwise in `of_batch`.
+        All ranks call this at the same point. The functions start now if they run in the background or the rewards are
+        awaited by group; otherwise `of_batch` starts them.
 
         Args:
-            number: number of the generation batch; see `Prompts.number`.
-            sampled: the B rows, as they were sampled.
-            rollouts: the B rows.
-            by_group: True = the rewards are awaited group by group, False = together.
+            number: see `Prompts.number`.
+            by_group: True = the rewards are awaited group by group.
         """
         batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
         if batch.request is None and (self.run_in_background or by_group):
@@ -141,19 +127,15 @@ class Rewards:
     ) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
         """Wait for the rewards of a batch, and yield whole groups as their rewards come.
 
-        All ranks yield the same number of groups at a time, because they have to run the same collectives and model
-        passes. Before each yield, every rank waits until it has at least one complete group that it has not yielded.
-        The rank with the fewest such groups determines how many groups all ranks yield. Groups of different optimizer
-        steps (Mini) are not yielded together.
+        All ranks yield the same number of groups at a time, because they run the same collectives and model passes:
+        every rank waits for a complete group, and the rank with the fewest determines the number. Groups of different
+        optimizer steps (Mini) are not yielded together.
 
         Args:
-            batch: the batch. A part of it has the same number of groups on every rank.
-            groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
-                from the window. It is called when the optimizer step begins. Its result is clipped to the range from 1
-                to the number of groups that are left.
+            groups_of_step: function that returns the number of this rank's groups that the running optimizer step
+                takes. It is called when the step begins; its result is clipped to 1 … the groups that are left.
         Yields:
-            The indices of the rows in the batch, the rows, and True if the running optimizer step needs no further rows
-            of the window, else False (`Part.ends_step`).
+            The indices of the rows in the batch, the rows, and `Part.ends_step`.
         """
         request = batch.request
         failed = batch.sampled.failed
@@ -179,8 +161,7 @@ class Rewards:
     def of_batch(self, batch: GenerationBatch) -> Tensor:
         """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
 
-        A reward is NaN if the function does not apply to the row. If a function failed on a row, all rewards of the row
-        are NaN.
+        NaN = the function does not apply to the row, or any function failed on it.
         """
         if batch.rewards is None:
             failed = batch.sampled.failed
@@ -190,7 +171,6 @@ class Rewards:
         return batch.rewards
 
     def _started(self, rows: Sequence[Any], group_size: int) -> Request:
-        """Start the functions on all rows of a batch; see `of_all` for `rows`."""
         request = self.team.begin(len(rows[0]), group_size)
         self._ranks.agree(self.team.start, request, 0, reward_rows(*rows))
         return request
@@ -203,23 +183,20 @@ class Rewards:
         group_size: int | None = None,
         failed: Tensor | None = None,
     ) -> Tensor:
-        """Call the reward functions, and unscore the rows on which a function failed.
-
-        The trainer's `_calculate_rewards` and `MonteCarloValue` call it.
+        """Call the reward functions, and unscore the rows on which a function failed. `MonteCarloValue` calls it, too.
 
         Args:
             call_functions: TRL's `_calculate_rewards`. It returns [N, F]; NaN = the function does not apply, or failed.
             rows: the arguments of TRL's `_calculate_rewards`: examples, prompts, completions and completion ids.
-            training: True = the rows are trained on. False = the rows belong to an evaluation, or to the Monte Carlo
-                estimate of a value; failures on these rows do not end the run.
+            training: False = the rows belong to an evaluation or a Monte Carlo estimate, so failures do not end the
+                run.
             group_size: the group size of these rows. `None`: the group size in the current mode.
-            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored whatever the
-                functions return. `None`: there are no tools and no environments.
+            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored.
         Returns:
-            [N, F]. If a function failed on a row, all F rewards of the row are NaN.
+            [N, F]; NaN in all F columns if a function failed on the row.
         Raises:
             RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
-                function that returns no list of rewards, raises a `RewardError` instead.
+                function that returns no list, raises a `RewardError`.
         """
         args = self.host.args
         size = group_size or (not training and args.num_generations_eval) or args.num_generations
@@ -237,19 +214,18 @@ class Rewards:
         return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
 
     def cancel(self) -> None:
-        """Cancel all rewards that have begun."""
         self.team.cancel()
         self._early.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
-    """Build one dict per row, from which per-sample functions get their arguments.
+    """Build the dicts from which per-sample functions get their arguments.
 
     Args:
         examples: for each row, the columns of the dataset.
-        known: three lists: the prompts, the completions and the completion ids of the same rows.
+        known: the prompts, the completions and the completion ids of the same rows.
 
     Returns:
-        One dict per row: the row's columns of the dataset, and the keys `prompt`, `completion` and `completion_ids`.
+        For each row, its columns and the keys `prompt`, `completion` and `completion_ids`.
     """
     return [{**example, **dict(zip(ROW, row, strict=True))} for example, *row in zip(examples, *known, strict=True)]

@@ -2,7 +2,7 @@
 
     sample a turn of all rows that wait ──► run their tools, in parallel ──► sample a turn ──► …
 
-All ranks run the same number of rounds, because sampling in this process may be a collective.
+All ranks run the same number of rounds, because sampling may be a collective.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,12 @@ from dash_trl.tools import Conversation, Conversations
 
 @dataclass(frozen=True)
 class Rounds:
-    """Samples rows with several turns in this process, in rounds: a round samples one turn of every waiting row.
-
-    All ranks call every method at the same point.
-
-    Attributes:
-        host: the trainer.
-        conversations: runs tools and environments.
-    """
+    """Samples rows with several turns in this process. All ranks call every method at the same point."""
 
     host: Host
     conversations: Conversations
 
     def sample(self, rows: Sequence[Conversation]) -> None:
-        """Sample all turns of rows."""
         begin = [self.conversations.begin(row) for row in rows]
         self._sample_rounds(self._with_another_turn(rows, begin), first=True)
 
@@ -40,9 +32,8 @@ class Rounds:
         """Sample the remaining turns of rows whose first turn is sampled already, for TRL's evaluation.
 
         Args:
-            rows: the rows.
             ids: token ids of each first turn.
-            log_probs: the sampler's log-probs of each first turn. `None`: unknown.
+            log_probs: the sampler's log-probs of each first turn, if known.
         Returns:
             The tuple of TRL's `_tool_call_loop`.
         """
@@ -67,10 +58,9 @@ class Rounds:
     def _generate(self, contexts: list[list[int]], first: bool) -> tuple[list[list[int]], list[Any] | None]:
         """Sample one turn of each row, given the token ids that the turn continues.
 
-        Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
-        completion of a prompt with a single token, and drops the completion. With tensor parallelism, TRL finds a
-        rank's completions by multiplying its place in its group by its own number of prompts. So all ranks must pass
-        the same number of prompts.
+        Sampling may be a collective, so a rank without waiting rows samples a dummy completion and drops it. With
+        tensor parallelism, TRL finds a rank's completions by multiplying its place by its number of prompts, so all
+        ranks pass the same number.
         """
         args, rows, wanted = self.host.args, len(contexts), 0
         if not on_servers(self.host):

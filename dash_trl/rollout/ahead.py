@@ -5,9 +5,8 @@ With `async_level=k`, up to k windows are sampled ahead. While window n is train
     window        n          n + 1    …    n + k       n + k + 1
               trained on   being sampled, in order     waits for the weights that window n + 1 begins with
 
-As in PRIME-RL, window n is trained on rollouts of the policy π_max(0, n − k) or of a newer one, where π_i is the policy
-with which window i begins. Windows are counted from the beginning of the run, or from the point at which the run was
-resumed. Weights are identified by the optimizer step that made them.
+As in PRIME-RL, window n is trained on rollouts of the policy π_max(0, n − k) or a newer one, where window i begins with
+policy π_i. Windows are counted from where the run began or was resumed.
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 
 class StaleRollouts(RuntimeError):
-    """Raised if the current window has rows that were sampled by weights older than `async_level` allows."""
+    """Raised if the current window has rows sampled by weights older than `async_level` allows."""
 
 
 @dataclass
@@ -24,8 +23,7 @@ class RunAhead:
 
     Attributes:
         level: k, the number of windows that may be sampled ahead.
-        window: the window that is trained on; −1 before the first one.
-        submitted: number of windows submitted for sampling so far.
+        window: the window that is trained on; −1 before the first.
     """
 
     level: int
@@ -39,11 +37,10 @@ class RunAhead:
         """Begin the next window.
 
         Args:
-            global_step: number of optimizer steps taken so far. The windows to submit are sampled by the weights of
-                this step or by newer ones.
+            global_step: number of optimizer steps so far. It identifies the current weights.
             known: number of later windows whose prompts are known.
         Returns:
-            The windows to submit now, in this order, counted from the window that begins (0).
+            The windows to submit now, in this order; 0 is the window that begins.
         """
         self.window += 1
         self._begun.append(global_step)
@@ -52,14 +49,12 @@ class RunAhead:
         return range(first - self.window, self.submitted - self.window)
 
     def check(self, oldest: int) -> None:
-        """Check that no row of the current window is too old.
-
-        `begin` submits each window late enough, so this error always means a defect of dash_trl.
+        """Check that no row of the current window is too old. An error always means a defect of dash_trl.
 
         Args:
-            oldest: the optimizer step of the oldest weights that sampled a row of the window.
+            oldest: the optimizer step of the oldest weights that sampled a row.
         Raises:
-            StaleRollouts: if these weights are older than those with which window n − k began.
+            StaleRollouts: if they are older than the weights with which window n − k began.
         """
         permitted = self._begun[0]  # the weights with which window n − k began
         if oldest < permitted:

@@ -44,8 +44,7 @@ LOG_PROB_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sam
 class RolloutBatch:
     """The sampled rows of one generation batch on one rank, on the CPU.
 
-    The first dimension of every field is B. Fields have the names of TRL's `_generate_and_score_completions`. A field
-    that a batch does not use (`tool_mask`, the sampler's log-probs) is `None`.
+    Fields have the names of TRL's `_generate_and_score_completions`; an unused field is `None`.
 
     Attributes:
         prompt_ids: [B, P] int64, left-padded.
@@ -54,20 +53,17 @@ class RolloutBatch:
         completion_mask: [B, T] int64, 1 = token, 0 = padding.
         group: [B] int64, index of a row's prompt among the prompts of the generation batch, over all ranks.
         policy_version: [B, 2] int64, the optimizer steps that made the oldest and the newest weights that may have
-            sampled the row. The two differ if the sampler got new weights between the start and the end of the row's
-            request.
-        tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, if a `rollout_func`
-            returned `env_mask`, or if a callback sets it (`on_rollouts_sampled`).
-        sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
-        old_per_token_logps: [B, T], the old log-probs, if the loss needs them. If several optimizer steps use a window
-            and its rewards are awaited by group, they are computed for all rows, before the rewards are known.
-            Otherwise they are computed for `Survivors` only.
-        ref_per_token_logps: [B, T], the reference model's log-probs, if the loss needs them. They are computed for the
-            same rows as `old_per_token_logps`.
+            sampled the row. They differ if the sampler got new weights meanwhile.
+        tool_mask: [B, T], 1 = token written by the policy. Set by tools, environments, `env_mask` of a `rollout_func`,
+            or a callback (`on_rollouts_sampled`).
+        sampling_per_token_logps: [B, T], the sampler's log-probs.
+        old_per_token_logps: [B, T], the old log-probs, for `Survivors` only; for all rows if several optimizer steps
+            use a window whose rewards are awaited by group.
+        ref_per_token_logps: [B, T], the reference model's log-probs for the same rows.
         importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), the weights of TRL's importance
-            sampling correction, if it is used. They are computed for the same rows as `old_per_token_logps`.
-        examples: the dataset's example for each of the B rows.
-        completions: the completion of each row, as reward functions get it: a text, or a list of messages.
+            sampling correction for the same rows.
+        examples: the dataset's example for each row.
+        completions: the completion of each row as reward functions get it: a text, or a list of messages.
     """
 
     prompt_ids: Tensor
@@ -88,30 +84,18 @@ class RolloutBatch:
         return self.prompt_ids.shape[0]
 
     def rows(self, rows: Tensor) -> Self:
-        """Return a batch with some of the rows.
-
-        Args:
-            rows: indices of the rows, in the order of the result.
-        """
+        """Return a batch with the rows at these indices, in their order."""
         chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
         lists = {"examples": self.examples, "completions": self.completions}
         chosen |= {name: [values[row] for row in rows.tolist()] for name, values in lists.items() if values}
         return replace(self, **chosen)
 
     def with_log_probs(self, **known: Tensor) -> Self:
-        """Return the same rows with log-prob fields, which model passes have computed.
-
-        Args:
-            known: the fields to set, such as `old_per_token_logps`.
-        """
+        """Return the same rows with log-prob fields that model passes have computed."""
         return replace(self, **known)  # type: ignore[arg-type]  # they are fields of tensors
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
-        """Return the same rows with their rewards.
-
-        Args:
-            rewards: [B, F]; see `ScoredRollouts`.
-        """
+        """Return the same rows with their rewards, [B, F]."""
         return ScoredRollouts(**_fields(self), rewards=rewards)
 
     def tensors(self) -> dict[str, Any]:
@@ -124,13 +108,10 @@ class RolloutBatch:
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     def lengths(self) -> Tensor:
-        """Count the tokens of each row, and compute a checksum of its prompt.
-
-        All ranks plan their passes from this table. The checksum shows which rows may share a prompt: rows with
-        different checksums have different prompts.
+        """Count the tokens of each row, and compute a checksum of its prompt. All ranks plan passes from this table.
 
         Returns:
-            [B, 4] int64, the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
+            [B, 4] int64: the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
         """
         counts = [mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)]
         prompts = (self.prompt_ids * self.prompt_mask).numpy()
@@ -138,13 +119,13 @@ class RolloutBatch:
         return torch.stack([*counts, sums], dim=1)
 
     def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
-        """Check each field after a callback: its device, dtype and shape, and the values of advantages and masks.
+        """Check the device, dtype, shape and values of each field after a callback.
 
         Args:
-            like: the tensor fields that were set before the callback ran, by name.
-            culprit: the callback and event to name in the error.
+            like: the tensor fields before the callback ran, by name.
+            culprit: the callback and event, for the error.
         Raises:
-            ValueError: names the callback, the field, and what is wrong with it.
+            ValueError: if a field is unusable.
         """
         for name in {**like, **self.tensors()}:
             now, reason = getattr(self, name), None
@@ -183,31 +164,25 @@ class ScoredRollouts(RolloutBatch):
     """Rows with their rewards.
 
     Attributes:
-        rewards: [B, F] float32; NaN = this function does not apply to this row. If all values of a row are NaN, the
-            row is unscored: no function applied to it, or one failed (exception, timeout, NaN, ±inf).
+        rewards: [B, F] float32; NaN = this function does not apply to this row. A row whose values are all NaN is
+            unscored: no function applied to it, or one failed (exception, timeout, NaN, ±inf).
     """
 
     rewards: Tensor
 
     def with_advantages(self, advantages: Tensor) -> CreditedRollouts:
-        """Return the same rows with their credit.
-
-        Args:
-            advantages: [B] or [B, T]; see `CreditedRollouts`.
-        """
+        """Return the same rows with their advantages, [B] or [B, T]."""
         return CreditedRollouts(**_fields(self), advantages=advantages)
 
     @property
     def scored(self) -> Tensor:
-        """[B] bool: True = at least one reward function applied and none failed. An infinite reward counts as
-        failed.
-        """
+        """[B] bool: True = at least one reward function applied and none failed; an infinite reward is a failure."""
         return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
 
 
 @dataclass(kw_only=True)
 class CreditedRollouts(ScoredRollouts):
-    """Rows with their credit.
+    """Rows with their advantages.
 
     Attributes:
         advantages: [B], or [B, T] for per-token credit; finite.
@@ -222,11 +197,7 @@ class CreditedRollouts(ScoredRollouts):
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
     def survivors(self, rows: Tensor) -> Survivors:
-        """Build `Survivors` from some rows. Only tensors are kept, because optimizer steps need no texts.
-
-        Args:
-            rows: indices of the rows, in the order of the result.
-        """
+        """Return `Survivors` of the rows at these indices, without texts, because optimizer steps need none."""
         return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
 
 
@@ -238,13 +209,7 @@ class Survivors(CreditedRollouts):
     def of_tokens(
         cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> Survivors:
-        """Build rows for a model pass over token ids. Rewards, advantages and policy versions are 0.
-
-        Args:
-            prompt_ids: token ids of each of the B prompts.
-            completion_ids: token ids of each of the B completions.
-            pad_token_id: token id of the padding.
-        """
+        """Build rows for a model pass from B lists of token ids. Rewards, advantages and policy versions are 0."""
         prompts, prompt_mask = _padded(prompt_ids, "left", pad_token_id)
         completions, completion_mask = _padded(completion_ids, "right", pad_token_id)
         none = torch.zeros(len(prompts))
@@ -265,13 +230,13 @@ class Survivors(CreditedRollouts):
         Args:
             rows: indices into this batch; may be empty.
             size: number of rows of the result, at least `len(rows)`. It must be the same on all ranks, because TRL
-                gathers metrics per row. Dummy rows fill up the result; all of their tokens are masked. If `rows` is
-                empty, the prompt of the first dummy row is not masked, so that the model has something to run.
+                gathers metrics per row. Masked dummy rows fill up the result; without `rows`, the first has a prompt
+                for the model.
             pad_token_id: token id of the padding.
             trimmed: True = trim to the longest prompt and completion among `rows`, False = keep the window's width.
         Returns:
-            TRL's model inputs: each tensor field that is set, except `group`, `policy_version` and `rewards`. The first
-            dimension is `size`.
+            TRL's model inputs, [size, …]: the tensor fields that are set, except `group`, `policy_version` and
+            `rewards`.
         """
         chosen = torch.tensor(rows, dtype=torch.long)
         prompt = self.prompt_ids.shape[1]
@@ -298,14 +263,9 @@ Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
 
 
 def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
-    """Pad batches to a common width of prompts and a common width of completions, before `joined`.
+    """Pad batches to common widths of prompts and of completions, before `joined`.
 
-    If only some batches have a `tool_mask`, because a callback or a `rollout_func` made it when it was needed, the
-    others get one that leaves all tokens in the loss.
-
-    Args:
-        batches: the batches, at least one.
-        pad_token_id: token id of the padding.
+    If only some batches have a `tool_mask`, the others get a mask that leaves all tokens in the loss.
     """
     if any(one.tool_mask is not None for one in batches):
         batches = [
@@ -333,7 +293,7 @@ def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
 
 
 def _of_width(name: str, value: Tensor, *, like: RolloutBatch, prompt: int, completion: int, filler: int) -> Tensor:
-    """Pad or trim a field of some rows of `like` to so many columns of prompt and completion tokens."""
+    """Pad or trim a field of some rows of `like` to a number of prompt columns and of completion columns."""
     if name in ("prompt_ids", "prompt_mask"):
         return pad(value, (prompt - value.shape[1], 0), value=filler)
     if value.shape[1:] == like.completion_ids.shape[1:] and name not in ("policy_version", "rewards"):
@@ -353,13 +313,9 @@ Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """Concatenate the rows of several instances of one dataclass. A single instance is returned as it is.
+    """Concatenate the tensors and lists of instances of one dataclass; other fields come from the first instance.
 
-    Tensors and lists are concatenated. Other fields are taken from the first part. If some parts have advantages per
-    token, the advantages per row of the other parts are repeated in every column.
-
-    Args:
-        parts: the instances, at least one.
+    If some have advantages per token, the advantages per row of the others are repeated in every column.
     """
     if len(parts) == 1:
         return parts[0]

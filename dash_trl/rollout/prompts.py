@@ -1,4 +1,4 @@
-"""`EpochOrder` reproduces the order of the prompts in any epoch. `new_queue` builds the queue that reads them so."""
+"""`EpochOrder` reproduces the order of the prompts in any epoch. `new_queue` builds a run's `PromptQueue`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,27 +16,22 @@ Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item o
 
 @dataclass(eq=False)
 class EpochOrder(Sampler):
-    """Sampler in the order of TRL's `RepeatSampler`, but it can begin with any epoch.
+    """Sampler in the order of TRL's `RepeatSampler` that can begin with any epoch.
 
-    TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
-    epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler therefore draws the e earlier permutations.
+    TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would repeat the order
+    of epoch 0 (huggingface/trl#5911). Before epoch e, this sampler draws the e earlier permutations.
 
     Attributes:
-        sampler: TRL's sampler.
-        epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
+        epoch: function that returns the epoch, from 0, until `set_epoch` is called.
     """
 
     sampler: RepeatSampler
     epoch: Callable[[], int]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration.
+        """Set the epoch (from 0) of the next iteration, as accelerate's dataloader does before each epoch.
 
-        The dataloader of accelerate calls this before each epoch. With several ranks, the dataloader that
-        `skip_first_batches` returns does not pass the call on. Then the constructor's function `epoch` is used.
-
-        Args:
-            epoch: number of the epoch, from 0.
+        With several ranks, the dataloader of `skip_first_batches` does not pass the call on. Then `epoch` is used.
         """
         self.epoch = lambda: epoch
 
@@ -52,12 +47,9 @@ class EpochOrder(Sampler):
 
 
 def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
-    """Return an iterator over an epoch's micro-batches, as Transformers' `_run_epoch` makes it.
+    """Return an iterator over the micro-batches of an epoch (from 0), as Transformers' `_run_epoch` makes it.
 
-    Args:
-        dataloader: the training dataloader.
-        epoch: number of the epoch, from 0.
-        skipped: number of micro-batches to leave out at the beginning of the epoch.
+    The first `skipped` micro-batches are left out.
     """
     if hasattr(dataloader, "set_epoch"):
         dataloader.set_epoch(epoch)
@@ -71,10 +63,9 @@ def new_queue(args: Any, handler: Any, *, ahead: int, first: Callable[[], int] |
     """Build the `PromptQueue` of a run. `None`: Transformers reads the prompts itself.
 
     Args:
-        args: the `DASHConfig`.
-        handler: Transformers' callback handler, which knows the dataloader of the run.
-        ahead: number of windows after the current one that may be sampled before training needs them.
-        first: see `PromptQueue`. `None`: there is no dynamic sampling.
+        handler: Transformers' callback handler, which knows the run's dataloader.
+        ahead: see `PromptQueue`.
+        first: see `PromptQueue`. `None`: no dynamic sampling.
     """
     if not ahead and first is None:
         return None

@@ -3,9 +3,8 @@
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-A run has a queue if windows are sampled ahead (`async_level`), or if a window's number of prompts depends on the
-samples (`max_num_gen_batches`): a window then begins with its first prompts, and takes more in each further round.
-Without a queue, Transformers reads the prompts itself.
+A run has a queue if windows are sampled ahead (`async_level`), or with dynamic sampling (`max_num_gen_batches`), in
+which a window takes more prompts in each further round. Without a queue, Transformers reads the prompts itself.
 
 Letters: G rows that belong together: the rows of a group; without dynamic sampling, the rows of a generation batch.
 """
@@ -23,12 +22,7 @@ Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's 
 
 
 class QueuedRows(list[dict[str, Any]]):
-    """List of dataset rows, G for each prompt, with the places of the prompts.
-
-    Args:
-        rows: the rows, G for each prompt.
-        places: the place of each prompt, see `Place`.
-    """
+    """Dataset rows, G for each prompt, with the place (`Place`) of each prompt."""
 
     def __init__(self, rows: Rows, places: list[Place]):
         super().__init__(rows)
@@ -39,23 +33,20 @@ class QueuedRows(list[dict[str, Any]]):
 class PromptQueue:
     """Hands out every prompt of an epoch once, then the prompts of the next epoch.
 
-    A window may take prompts of two epochs. Transformers counts epochs in micro-steps, as without a queue, but nothing
-    is read from its iterators. All ranks call the same methods in the same order, with the same numbers of prompts.
-    Each rank reads its own prompts of each epoch.
-
-    Without dynamic sampling, the groups of a generation batch are handed out together and count as one prompt, because
-    a group may have rows on two ranks.
+    Transformers still counts epochs in micro-steps, but nothing is read from its iterators. All ranks call the same
+    methods in the same order, with the same numbers of prompts, and each rank reads its own prompts. Without dynamic
+    sampling, the groups of a generation batch count as one prompt, because a group may have rows on two ranks.
 
     Attributes:
-        rows: G, see above.
+        rows: G.
         prompts: number of this rank's prompts in a generation batch.
         window_batches: number of micro-steps of a window.
         accumulation: number of micro-steps of an optimizer step.
-        ahead: number of windows after the current one whose prompts are taken ahead.
-        first: function that returns the number of this rank's prompts with which the next window begins.
-        open_epoch: function that takes an epoch and a number k of generation batches. It returns an iterator over the
-            epoch without its first k generation batches, which yields each generation batch `window_batches` times.
-        place: place of the next prompt, see `Place`.
+        ahead: number of windows whose prompts are taken ahead.
+        first: function that returns with how many prompts of this rank the next window begins.
+        open_epoch: function of an epoch and a number k. It returns an iterator over the epoch without its first k
+            generation batches, which yields each generation batch `window_batches` times.
+        place: place of the next prompt.
     """
 
     rows: int
@@ -74,12 +65,10 @@ class PromptQueue:
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
     def read(self, count: int, *, micro_step: int, state: Any) -> Iterator[Rows]:
-        """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
+        """Return, for each micro-step of the optimizer step that begins, the first rows of its window.
 
         Args:
-            count: number of micro-steps of the optimizer step.
             micro_step: number of micro-steps before this optimizer step.
-            state: the `TrainerState`.
         """
         if self._to_read_again:
             self._read_again()
@@ -98,11 +87,7 @@ class PromptQueue:
         return [self._windows[one] for one in range(now + 1, now + 1 + self.ahead) if one in self._windows]
 
     def take(self, prompts: int) -> QueuedRows:
-        """Take the next prompts, for a new window or for another round of a window.
-
-        Args:
-            prompts: number of prompts of this rank.
-        """
+        """Take this rank's next prompts, for a new window or for another round of a window."""
         rows: Rows = []
         places: list[Place] = []
         while len(places) < prompts:
@@ -118,7 +103,7 @@ class PromptQueue:
         return self.place[0]
 
     def close(self) -> None:
-        """Drop what was read, and release the dataloader's workers."""
+        """Drop the prompts that were read, and release the dataloader's workers."""
         self._windows, self._to_read_again, self._source = {}, {}, None
         self._read.clear()
 
@@ -127,40 +112,29 @@ class PromptQueue:
         return {"place": self.place, "windows": {window: rows.places for window, rows in self._windows.items()}}
 
     def begin(self, epoch: int, batches: int) -> None:
-        """Begin at a position in the dataset. Do not call this after `read`.
-
-        Args:
-            epoch: number of completed epochs.
-            batches: number of micro-batches that a rank has taken from the epoch after these.
+        """Begin at a position in the dataset: after `epoch` epochs and `batches` micro-batches of a rank. Call it
+        before `read`.
         """
         self.place = epoch, batches // self.window_batches * self.prompts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint.
 
-        The dataloader does not exist yet. Therefore the next call of `read` reads the prompts of the checkpoint's
-        windows again.
-
-        Args:
-            state: the return value of `state_dict`.
+        The dataloader does not exist yet, so the next `read` reads the prompts of the checkpoint's windows again.
         """
         self.close()
         self.place = tuple(state["place"])
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
     def has_sampled(self, micro_step: int) -> None:
-        """Continue within the window of a checkpoint, which needs no prompts because it is already sampled.
+        """Continue at a micro-step within a checkpoint's window, which is sampled already and needs no prompts.
 
         This is for `ignore_data_skip=True`: the next window begins with the first prompt of the dataset.
-
-        Args:
-            micro_step: the micro-step at which the run continues.
         """
         if micro_step % self.window_batches:
             self._windows[micro_step // self.window_batches] = QueuedRows([], [])
 
     def _read_again(self) -> None:
-        """Read the prompts of a checkpoint's windows from the dataset again."""
         windows, self._to_read_again = self._to_read_again, {}
         wanted, end = {place for places in windows.values() for place in places}, self.place
         self.place = epoch, number = min(wanted | {end})
@@ -176,7 +150,7 @@ class PromptQueue:
             self._windows[window] = QueuedRows([row for place in places for row in found[place]], places)
 
     def _next(self) -> Rows:
-        """Return the G rows of the next prompt. If an epoch has ended, open the next one and move `place` to it."""
+        """Return the G rows of the next prompt. At the end of an epoch, open the next epoch and move `place` to it."""
         opened = 0
         while not self._read:
             if self._source is None:

@@ -1,9 +1,9 @@
 """Saves a rank's position and window in a checkpoint, and decides where a resumed run continues.
 
-If the resumed run has the `Shapes` of the checkpoint, it continues within the saved generation window. If the shapes
-differ, it needs a new window. Transformers then skips as many micro-batches as the checkpoint's optimizer steps take in
-the *new* shapes. If this leads to the first prompt that no optimizer step has used, the new window begins there.
-Otherwise some prompts would be lost or used twice, so the run ends with an error.
+A run with the `Shapes` of the checkpoint continues within the saved generation window. Any other run needs a new
+window. Transformers then skips as many micro-batches as the checkpoint's optimizer steps take in the *new* shapes. If
+this does not lead to the first prompt that no optimizer step has used, prompts would be lost or used twice, so the run
+ends with an error.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ OF_ROWS = (
 class Shapes:
     """Settings that must be the same as in the checkpoint if a resumed run is to continue within the saved window.
 
-    The position, the number of micro-steps and the window in a checkpoint depend on these settings. Fields that are not
-    listed here are options of `DASHConfig`.
+    Fields that are not listed here are options of `DASHConfig`.
 
     Attributes:
         processes: number of ranks.
         prompts: number of rows of the training set; `None` for a stream.
-        shuffle_seed: seed of the order of the prompts; `None` if they are not shuffled.
+        shuffle_seed: seed of the order of the prompts, if they are shuffled.
         queues_prompts: True = a `PromptQueue` hands out the prompts, and micro-steps do not tell which ones were used.
-        rows: settings on which the rows of a window depend, as texts. Between two windows, they may change.
+        rows: settings, as texts, on which the rows of a window depend. Between two windows, they may change.
     """
 
     processes: int
@@ -77,14 +76,11 @@ class Shapes:
         rules: dict[str, str],
         samples_ahead: bool,
     ) -> Shapes:
-        """Read the shapes from the settings of a run.
+        """Read the shapes from a `DASHConfig` and a run's other settings.
 
         Args:
-            args: a `DASHConfig`.
-            processes: number of ranks.
-            prompts: number of rows of the training set; `None` for a stream.
-            rules: other settings on which the rows of a window depend, as texts.
-            samples_ahead: True = windows are sampled before training needs them.
+            rules: other settings for `Shapes.rows`.
+            samples_ahead: True = windows are sampled ahead.
         """
         own: dict[str, Any] = {
             "processes": processes,
@@ -96,13 +92,12 @@ class Shapes:
         return cls(**own, **{one.name: getattr(args, one.name) for one in fields(cls) if one.name not in own})
 
     def settings(self) -> dict[str, Any]:
-        """Return the value of each setting by name."""
         values = asdict(self)
         return values | values.pop("rows")
 
     @property
     def window_batches(self) -> int:
-        """Number of micro-batches of a rank that come from one generation window."""
+        """Number of micro-batches of a rank that come from one window."""
         return self.steps_per_generation * self.num_iterations
 
     @property
@@ -113,21 +108,15 @@ class Shapes:
     def prompts_used(self, batches: int) -> int:
         """Return the number of prompts that the first `batches` micro-batches of an epoch use, over all ranks.
 
-        A window counts with all its prompts, even if only some of its micro-batches are used.
-
-        Args:
-            batches: number of micro-batches of a rank.
+        A window counts with all its prompts, even if it is used only in part.
         """
         return -(-batches // self.window_batches) * self.window_prompts
 
     def position(self, epoch: float, max_steps: int) -> tuple[int, int]:
-        """Convert Transformers' fractional epoch to a position in the dataset.
+        """Convert Transformers' fractional `epoch` (`TrainerState`) to a position in the dataset.
 
-        Args:
-            epoch: `TrainerState.epoch`.
-            max_steps: `TrainerState.max_steps`.
         Returns:
-            The number of whole epochs, and the number of micro-batches that a rank has used in the epoch after these.
+            The number of whole epochs, and the number of micro-batches that a rank has used in the next epoch.
         """
         if self.prompts is None:  # Transformers assumes that one epoch of a stream is as long as the run
             batches = max_steps * self.gradient_accumulation_steps
@@ -141,13 +130,10 @@ class SavedRun:
     """State of one rank's run in a checkpoint, in addition to Transformers' files.
 
     Attributes:
-        shapes: the shapes of the run that was saved.
         position: the part of the dataset that optimizer steps have used; see `Shapes.position`.
-        step: number of micro-steps of all completed optimizer steps; a resumed run continues at this micro-step.
-        skipped_steps: number of optimizer steps skipped so far.
-        window: the window in use. `None`: there is none, or it begins after `step`, so a resumed run cannot use it.
-        prompts: state of the `PromptQueue`. `None`: the run has none. When ranks compare their saved runs (`one_run`),
-            `window` and `prompts` are `None`.
+        step: number of micro-steps of all completed optimizer steps.
+        window: the window in use. `None`: there is none, or it begins after `step`.
+        prompts: state of the `PromptQueue`, if the run has one.
         states: the states of callbacks, by name; empty except on the first rank.
     """
 
@@ -160,7 +146,6 @@ class SavedRun:
     states: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def save(self, path: str) -> None:
-        """Write this rank's file of a checkpoint."""
         window = None if self.window is None else self.window.state_dict()
         torch.save({**vars(self), "shapes": vars(self.shapes), "window": window}, path)
 
@@ -177,7 +162,7 @@ class SavedRun:
 
 @contextmanager
 def loading(path: str) -> Iterator[None]:
-    """`with` block that loads a checkpoint or its file. Its errors, which may have any type, name the path."""
+    """`with` block that loads a checkpoint or its file. It turns any error into a `ValueError` with the path."""
     try:
         yield
     except Exception as error:
@@ -189,17 +174,14 @@ def loading(path: str) -> Iterator[None]:
 
 
 def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -> SavedRun | None:
-    """Check that all ranks have loaded the same run, so that all ranks continue or all ranks stop.
+    """Check that all ranks have loaded the same run, so that all ranks continue or all stop.
 
-    If the checkpoint was saved with another number of ranks, the files are not compared.
+    If the number of ranks has changed, the files are not compared.
 
     Args:
-        found: the saved run that each rank has loaded, without `window` and `prompts`.
-        processes: number of ranks.
-        checkpoint: folder of the checkpoint.
+        found: the saved run of each rank, without `window` and `prompts`.
     Returns:
-        The run, without `window` and `prompts`; `None` if no rank has a file, because another trainer saved the
-        checkpoint.
+        The run; `None` if another trainer saved the checkpoint.
     Raises:
         ValueError: a file is missing or differs on some rank.
     """
@@ -215,19 +197,13 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
 def why_a_new_window(
     saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str, ignore_data_skip: bool
 ) -> str | None:
-    """Decide whether a resumed run continues within the saved window.
+    """Return why a resumed run begins a new window; `None` if it continues within the saved window.
 
     Args:
-        saved: the saved run, or `None`.
-        now: the shapes of the resumed run.
-        start: the part of the dataset that Transformers counts as used; a position as in `Shapes.position`.
-        checkpoint: folder of the checkpoint.
-        ignore_data_skip: Transformers' option; True = the run begins the epoch with its first prompt again.
-    Returns:
-        `None` if the run continues within the saved window, else the reason why it begins a new one.
+        start: the position up to which Transformers counts the dataset as used.
+        ignore_data_skip: Transformers' option; True = the run begins the epoch again.
     Raises:
-        ValueError: Transformers would not continue at the first prompt that no optimizer step used, and
-            `ignore_data_skip` is False.
+        ValueError: Transformers would not continue at the first unused prompt, and `ignore_data_skip` is False.
     """
     epoch, batches = start
     fits = batches % now.window_batches == 0

@@ -4,9 +4,9 @@
     announced ──► sampled ──► scored ──► credited ──► filtered ──► log-probs ──► passes
     (prompts)     └─ GenerationBatch ─┘               └───────── Part, Part, … ─────────┘
 
-Usually, a window is one part. If its rewards are awaited group by group, each part holds groups whose rewards have
-come; it is trained on while the other rewards are awaited. If several optimizer steps use such a window, its log-probs
-are computed as soon as it is sampled. A checkpoint saves the window as one part.
+Usually, a window is one part. If rewards are awaited group by group, a part holds groups whose rewards have come, and
+is trained on while the other rewards are awaited. If several optimizer steps use such a window, its log-probs are
+computed as soon as it is sampled.
 
 Letters: M rows of a rank in a part, R ranks.
 """
@@ -29,15 +29,13 @@ class Part:
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
-        lengths: [R, M, 4] int64, for each row: prompt tokens, completion tokens (0 if masked), loss tokens, and the
-            prompt's checksum, which finds equal prompts. All 0 for a dropped row (`RolloutBatch.lengths`). The rows are
-            in the order in which micro-steps get them.
-        width: columns of the padded window: the longest prompt plus the longest completion that is not masked, among
-            all rows that were sampled for the window, on the widest rank. By default, a pass has at most
-            `per_device_train_batch_size` × `width` tokens.
+        lengths: [R, M, 4] int64, see `RolloutBatch.lengths`, in the order in which micro-steps get the rows. All 0 for
+            a dropped row; 0 completion tokens for a masked row.
+        width: longest prompt plus longest unmasked completion, among all rows sampled for the window, on the widest
+            rank. By default, a pass has at most `per_device_train_batch_size` × `width` tokens.
         num_items_in_batch: scalar, number of loss tokens of the whole window on all ranks, dropped rows included.
-        by_group: True = a pass has all rows of one group, because log-probs were computed before rewards were known.
-            The loss mask of a dropped row is 0.
+        by_group: True = a pass has all rows of a group, because log-probs were computed before rewards were known. The
+            loss mask of a dropped row is 0.
         ends_step: True = the last part that the running optimizer step uses.
     """
 
@@ -52,8 +50,7 @@ class Part:
         """Return which columns of `lengths` some micro-steps use, [M] bool.
 
         Args:
-            steps: the micro-steps, counted from the first one of the window.
-            count: number of the window's micro-steps, `steps_per_generation`.
+            steps: the micro-steps, counted from the first of the window.
         """
         columns = self.lengths.shape[1]
         # Rows of a micro-step; more than usual if dynamic sampling has left one rank more than another.
@@ -61,11 +58,10 @@ class Part:
         return (step >= steps.start) & (step < steps.stop)
 
     def where(self, keep: Tensor, rank: int) -> tuple[Tensor, Part]:
-        """Return the part without some rows, and the indices of this rank's other rows in `rollouts`.
+        """Return the indices in `rollouts` of this rank's kept rows, and the part with the kept rows only.
 
         Args:
             keep: [R, M] or [M] bool, False = the row is left out; its lengths are then 0.
-            rank: index of this rank.
         """
         keep = keep.expand(self.lengths.shape[:2])
         survivors = self.lengths[rank, :, 1] > 0
@@ -74,12 +70,7 @@ class Part:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
-        """Join parts into one. Its `lengths` begin with `used` rows of 0, in place of rows no longer needed.
-
-        Args:
-            used: number of rows of each rank that earlier optimizer steps have used.
-            parts: the parts with the other rows, at least one.
-        """
+        """Join parts into one, after `used` rows of 0 in `lengths` for the rows that earlier optimizer steps used."""
         first = parts[0]
         lengths = [first.lengths.new_zeros(len(first.lengths), used, 4), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
@@ -91,23 +82,21 @@ class Part:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Part:
-        """Build a part from what `state_dict` returned."""
         return cls(**{**state, "rollouts": Survivors(**state["rollouts"])})
 
 
 class Window:
     """The window in use: either whole, or a sequence of parts that come one after the other.
 
-    Iterating yields the parts, each when it comes, and goes on where the last iteration stopped. The window keeps
-    the parts of the running optimizer step, because a checkpoint that is saved within the step needs their rows.
+    Iterating yields each part when it comes, and continues where the last iteration stopped. The parts of the running
+    optimizer step are kept, because a checkpoint within the step needs their rows.
 
     Args:
-        global_step: number of optimizer steps so far.
-        parts: the parts; iterating over them waits for rewards. Empty if `whole` is given.
-        whole: the whole window. `None`: its parts come one after the other.
+        parts: the parts; iterating over them waits for rewards.
+        whole: the whole window, unless it comes in parts.
     Attributes:
-        rows: number of a rank's rows in the yielded parts; 0 if `whole` was given.
-        whole: the whole window as one part. `None`: `wait` has not joined the parts yet.
+        rows: number of a rank's rows in the yielded parts.
+        whole: the whole window as one part; `None` until `wait` has joined the parts.
     """
 
     def __init__(self, global_step: int, parts: Iterable[Part] = (), *, whole: Part | None = None):
@@ -122,16 +111,12 @@ class Window:
             yield part
 
     def begin_optimizer_step(self, global_step: int) -> None:
-        """Drop the parts of the previous optimizer step, if the optimizer has stepped.
-
-        Args:
-            global_step: number of optimizer steps so far.
-        """
+        """Drop the parts of the previous optimizer step, if the optimizer has stepped."""
         if global_step != self._global_step:
             self._global_step, self._kept = global_step, []
 
     def wait(self) -> Part:
-        """Wait for the other parts, join them to the kept ones, and return the whole window. `whole` must be `None`."""
+        """Wait for the other parts, and join all kept parts to the whole window. `whole` must be `None`."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)

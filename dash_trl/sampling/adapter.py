@@ -1,12 +1,9 @@
-"""Sends only a LoRA adapter to the servers, not the merged model. An adapter is small, and no merged weight is rounded.
-
-Path of the adapter::
+"""Sends only a LoRA adapter to the servers, not the merged model: it is small, and no merged weight is rounded::
 
     A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to the base model's outputs
 
-Every request names the adapter. While a new version replaces the last version, the server pauses. Requests in flight
-then continue with the new version, as with full weights. The server uses its own base model. The checksum of this base
-model has to equal the checksum of the trainer's.
+Every request names the adapter. The server pauses while it replaces the adapter, and requests in flight continue with
+the new version. Server and trainer must have base models with the same checksum.
 """
 
 import json
@@ -42,14 +39,10 @@ WITHOUT = (
 
 
 def obstacle(model: Any, most: int) -> str | None:
-    """Return the reason why this model's adapter cannot be sent alone to a server, if there is such a reason.
+    """Return why this model's adapter cannot be sent alone, as the end of a log message; None if it can.
 
     Args:
-        model: a PEFT model.
-        most: largest rank of an adapter that the servers take; 0 = they take no adapter.
-
-    Returns:
-        The reason, as the end of a log message; None if the adapter can be sent alone.
+        most: largest rank that the servers take; 0 = they take no adapter.
     """
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}, and not {NAME!r} alone"
@@ -75,12 +68,9 @@ def obstacle(model: Any, most: int) -> str | None:
 
 @dataclass(eq=False)
 class AdapterWeights(FileWeights):
-    """Sends only a LoRA adapter, by file.
+    """Sends only a LoRA adapter, by file; see `FileWeights`.
 
     Attributes:
-        directory: see `FileWeights`.
-        dtype: see `FileWeights`.
-        adapter: PEFT's configuration of the adapter.
         base: checksum of the base model's weights, in `dtype`.
     """
 

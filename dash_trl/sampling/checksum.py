@@ -1,9 +1,8 @@
 """Checksum of a model's weights that trainer and server can compare although they store the weights differently.
 
-vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. The checksum is
-therefore a sum over all elements of a hash of the element's bits. Concatenating, splitting and padding with zeros do
-not change it; one flipped bit does. The checksum also stays the same if values move to other positions. The comparison
-of log-probs (`proof.py`) detects that.
+vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. None of this
+changes the checksum, a sum of hashes of each element's bits, but one flipped bit does. It misses values that move to
+other positions; the comparison of log-probs (`proof.py`) detects them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,13 +33,13 @@ def tensor_checksum(tensor: Tensor) -> int:
 
 
 def weights_version(parameters: Iterable[Tensor]) -> list[int]:
-    """Compute a value that tells whether any weights have changed since an earlier call, in whatever way.
+    """Compute a value that shows whether any weights have changed since an earlier call.
 
-    PyTorch's own version counters miss changes of `parameter.data`. So each tensor's bits are added up, as integers of
-    8 bytes, in one pass over the weights.
+    PyTorch's version counters miss changes of `parameter.data`, so this adds up the bits of each tensor as 8-byte
+    integers.
 
     Args:
-        parameters: all parameters of the model. If they are sharded, this rank's shards count.
+        parameters: all parameters of the model; of sharded parameters, this rank's shards count.
     """
     sums = []
     for one in parameters:
@@ -53,11 +52,7 @@ def weights_version(parameters: Iterable[Tensor]) -> list[int]:
 
 
 def weights_checksum(tensors: Iterable[Tensor]) -> int:
-    """Compute the checksum of a model.
-
-    Args:
-        tensors: all tensors of the model, each once.
-    """
+    """Compute the checksum of a model from all its tensors."""
     return sum(map(tensor_checksum, tensors)) % MODULUS
 
 
@@ -65,8 +60,8 @@ def combine_workers(reports: Sequence[Mapping[str, str]]) -> int:
     """Combine the checksums of a model that is split over a server's workers (tensor parallelism).
 
     Args:
-        reports: for each worker, tensor name → hexadecimal checksum of its part. If all workers report the same
-            checksum for a tensor, the tensor is replicated and counts once.
+        reports: for each worker, tensor name → hexadecimal checksum of its part. Equal checksums mean a replicated
+            tensor, which counts once.
     """
     total = 0
     for name in {name for report in reports for name in report}:

@@ -6,22 +6,17 @@ The path of a job::
                ▲                         │
                └─── failed, or its server is dead
 
-The jobs of several batches may be in progress. The job with the lowest `order` goes first: jobs that the trainer waits
-for run before jobs whose results it needs later. Among jobs of the same order, those that have failed before go first.
-
 States of a server::
 
     healthy ── a request failed, or it was idle ──► suspect ── 3 failures in a row, or it is gone ──► dead
        ▲                                               │                                               │
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-After a failure or after idle time, such as the time between two batches, a server becomes a suspect. It may have
-restarted with its start-up weights, and its answers would not show that. Failed requests are counted separately from
-probes, because an engine that hangs still answers probes. Methods get the current time as an argument, in seconds on
-any clock.
+An idle server becomes a suspect, because it may have restarted with its start-up weights, and its answers would not
+show that. A server that works on a job has open connections, so it has not restarted. Failed requests are counted
+separately from probes, because an engine that hangs still answers probes.
 
-A server that still works on a job when another batch begins stays healthy: its connections are open, so its process has
-not restarted.
+The argument `now` is the current time in seconds, on any clock.
 """
 
 import asyncio
@@ -42,10 +37,9 @@ URGENT = -1  # `Job.order` of jobs that the trainer waits for
 
 
 class State(StrEnum):
-    """State of a server; only a healthy server may be given a job.
+    """State of a server; only a healthy server is given jobs.
 
-    A suspect or dead server has to be probed. A refitting server is being given the current weights, or waits for the
-    first weight sync.
+    A refitting server is being given the current weights, or waits for the first weight sync.
     """
 
     HEALTHY = "healthy"
@@ -59,14 +53,14 @@ class Job:
     """One request that any server can complete. Jobs compare by identity.
 
     Attributes:
-        tokens: number of tokens that the job adds to a server's load.
-        sequences: number of sequences that the job samples.
-        order: priority of the job; the lowest goes first. Jobs that the trainer waits for have `URGENT`.
-        number: priority among jobs of the same order; equal numbers run in the order in which they were added.
+        tokens: tokens that the job adds to a server's load.
+        sequences: sequences that the job samples.
+        order: priority; the lowest goes first. Jobs that the trainer waits for have `URGENT`.
+        number: priority among jobs of the same order that have not failed; jobs that have failed go before them.
         tried: URLs of the servers that were given the job. While it waits, it has failed on all of them.
-        version: the weight version when the job was given to the last of these servers.
+        version: the weight version when a server was last given the job.
         assigned: set when a server is given the job.
-        limit: the pool ends the job's current attempt by it.
+        limit: timeout with which the pool ends the current attempt.
     """
 
     tokens: int
@@ -84,14 +78,10 @@ class ServerStatus:
     """State of one server, as this process sees it.
 
     Attributes:
-        url: address of the server.
-        state: current state.
         version: weight version that the server held when last checked; None if unknown.
         failures: number of consecutive failed requests.
-        outstanding: the jobs that the server works on.
-        last_answer: when the server last answered a job, or was given a job while it was idle, in seconds.
-        rest_until: the server is not probed before this time, in seconds.
-        last_error: last error, for the message when no server is left.
+        last_answer: when the server last answered a job, or was given a job while idle.
+        rest_until: when the server may be probed again.
     """
 
     url: str
@@ -105,30 +95,27 @@ class ServerStatus:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all outstanding jobs."""
         return sum(job.tokens for job in self.outstanding)
 
     @property
     def sequences(self) -> int:
-        """Sequences of all outstanding jobs."""
         return sum(job.sequences for job in self.outstanding)
 
 
 class Fleet:
-    """Servers and unfinished jobs as one process sees them, and the weight version that the servers have to hold.
+    """Servers and unfinished jobs as one process sees them.
 
     Args:
         urls: distinct URLs. At first all servers count as dead, so that they are probed.
-        ranks: number of processes that share the servers. Each may have an equal share of the sequences in flight.
+        ranks: number of processes that share the servers and, equally, the sequences in flight.
         sequences: limit of sequences in flight on one server, over all ranks.
-        jobs: limit of jobs in flight on all servers, for this process.
+        jobs: limit of this process's jobs in flight on all servers.
 
     Attributes:
-        servers: URL → server.
-        waiting: the jobs that no server works on, in the order in which they are given to servers.
-        most_sequences: limit of this process's sequences in flight on one server.
-        most_jobs: limit of this process's jobs in flight on one server.
-        version: current weight version.
+        waiting: the jobs that no server works on, in the order in which servers get them.
+        most_sequences: this process's share of `sequences`.
+        most_jobs: each server's share of `jobs`.
+        version: weight version that the servers have to hold.
     """
 
     def __init__(self, urls: Iterable[str], ranks: int = 1, *, sequences: int = SEQUENCES_PER_SERVER, jobs: int = JOBS):
@@ -141,15 +128,12 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------- questions
 
     def choose(self, sequences: int, avoid: Collection[str] = ()) -> str | None:
-        """Choose the server with room that has the fewest outstanding tokens. A server without jobs always has room.
+        """Return the URL of the server with room and the fewest outstanding tokens; None if the job has to wait.
+
+        A server without jobs always has room.
 
         Args:
-            sequences: number of sequences that the job adds.
-            avoid: URLs of servers on which the job failed before. They are chosen only if no other server holds the
-                current weights.
-
-        Returns:
-            URL of the server; None if the job has to wait.
+            avoid: URLs of servers that are chosen only if no other server holds the current weights.
         """
         current = self.current()
         current = [server for server in current if server.url not in avoid] or current
@@ -165,15 +149,10 @@ class Fleet:
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
     def running(self) -> int:
-        """Return the number of jobs that servers work on."""
         return sum(len(server.outstanding) for server in self.servers.values())
 
     def to_probe(self, now: float) -> list[str]:
-        """Return the URLs of servers that have to be probed now.
-
-        Args:
-            now: current time in seconds.
-        """
+        """Return the URLs of the servers that have to be probed now."""
         return [
             server.url
             for server in self.servers.values()
@@ -181,30 +160,23 @@ class Fleet:
         ]
 
     def urls_of(self, state: State) -> list[str]:
-        """Return the URLs of the servers in a state."""
         return [server.url for server in self.servers.values() if server.state == state]
 
     def current(self) -> list[ServerStatus]:
-        """Return the servers that held the current weights when they were last checked; no dead server does."""
+        """Return the servers that held the current weights when last checked. No dead server is among them."""
         return [server for server in self.servers.values() if server.version == self.version]
 
     def describe(self) -> str:
-        """Describe the state and the last error of each server, one line each."""
         return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
 
     # ------------------------------------------------------------------------------------------------------- jobs
 
     def add(self, job: Job) -> None:
-        """Add a job to the waiting jobs."""
         job.assigned.clear()
         insort(self.waiting, job, key=lambda job: (job.order, not job.tried, job.number))
 
     def assign(self, now: float) -> None:
-        """Give waiting jobs to servers, in their order, until no server has room.
-
-        Args:
-            now: current time in seconds.
-        """
+        """Give waiting jobs to servers, in their order, until no server has room."""
         for job in tuple(self.waiting):
             url = self.choose(job.sequences, avoid=job.tried)
             if url is not None:
@@ -220,7 +192,6 @@ class Fleet:
                 break
 
     def drop(self, job: Job) -> None:
-        """Remove a job that is done, has failed or is no longer needed."""
         if not job.assigned.is_set():
             self.waiting.remove(job)
         for server in self.servers.values():
@@ -229,12 +200,6 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------- events
 
     def served(self, url: str, now: float) -> None:
-        """Record that a server completed a job.
-
-        Args:
-            url: URL of the server.
-            now: current time in seconds.
-        """
         server = self.servers[url]
         server.last_answer = now
         server.failures = 0
@@ -242,12 +207,8 @@ class Fleet:
     def failed(self, url: str, error: str, now: float, *, gone: bool = False) -> None:
         """Record that a server, which was not dead, failed a request.
 
-        Args:
-            url: URL of the server.
-            error: the error, for messages.
-            now: current time in seconds.
-            gone: True = the connection was refused or dropped. The server's process may have ended, so the server
-                counts as dead at once.
+        If the connection was refused or dropped (`gone`), it counts as dead at once, because its process may have
+        ended.
         """
         server = self.servers[url]
         server.failures += 1
@@ -260,23 +221,13 @@ class Fleet:
             self.suspect_idle(now)
 
     def answered(self, url: str) -> None:
-        """Record that a server has answered a probe. It is refitting until it is known to hold the current weights.
-
-        Args:
-            url: URL of the server.
-        """
+        """Record that a server has answered a probe. It is refitting until it is known to hold the current weights."""
         self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
-        """Record that a refitting server holds the weights of a version.
+        """Record that a server holds the weights of a version, unless a request has failed on it meanwhile.
 
-        If the version is no longer the current one, the server counts as dead, so that it is probed again. If the
-        server is no longer refitting, because a request has failed on it, nothing is recorded.
-
-        Args:
-            url: URL of the server.
-            version: weight version that the server holds.
-            now: current time in seconds.
+        If the version is no longer current, the server counts as dead and is probed again.
         """
         server = self.servers[url]
         if server.state != State.REFITTING:
@@ -288,13 +239,9 @@ class Fleet:
             self.died(url, server.last_error, now)
 
     def died(self, url: str, error: str, now: float) -> None:
-        """Record that a server does not answer, or did not load the weights. Idle servers, which may get its jobs,
-        become suspects.
+        """Record that a server does not answer, or did not load the weights.
 
-        Args:
-            url: URL of the server.
-            error: the error, for messages.
-            now: current time in seconds.
+        Idle servers, which may get its jobs, become suspects.
         """
         server = self.servers[url]
         server.last_error = error
@@ -305,24 +252,14 @@ class Fleet:
         self.suspect_idle(now)
 
     def new_version(self, version: int) -> None:
-        """Record that there are new weights. No server may be given a job until it holds them.
-
-        Args:
-            version: the new weight version.
-        """
+        """Record that there are new weights. No server is given a job until it holds them."""
         self.version = version
         for server in self.servers.values():
             if server.state != State.DEAD:
                 server.state = State.REFITTING
 
     def suspect_idle(self, now: float) -> None:
-        """Make idle servers suspects, so that they are probed before their next job.
-
-        While a server is idle, no request shows whether it has restarted.
-
-        Args:
-            now: current time in seconds.
-        """
+        """Make idle servers suspects: while a server is idle, no request shows whether it has restarted."""
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:
                 server.state = State.SUSPECT

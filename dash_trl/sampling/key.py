@@ -1,7 +1,7 @@
 """API key of vLLM servers. It protects all paths of a server; vLLM's own key check leaves out the paths for weights.
 
-The key is the environment variable VLLM_API_KEY. If that is not set, the key for servers on this machine is read from
-a file in the user's cache folder, which `dash_trl serve` creates.
+The key is the environment variable VLLM_API_KEY or, for servers on this machine, a file in the user's cache folder,
+which `dash_trl serve` creates.
 """
 
 import os
@@ -23,13 +23,10 @@ def key_file() -> Path:
 
 
 def key_header(url: str) -> dict[str, str]:
-    """Build the header that authenticates requests to a server.
+    """Return the header that authenticates requests to a server; empty if there is no key.
 
     Args:
-        url: address of the server. The key from the file is sent only to servers on this machine.
-
-    Returns:
-        The header; empty if there is no key.
+        url: address of the server. Only servers on this machine get the key from the file.
     """
     key = os.environ.get(API_KEY)
     if not key and is_here(url):
@@ -56,9 +53,6 @@ def own_key() -> str:
 
 class RequireKey:
     """ASGI middleware (`vllm serve --middleware`) that rejects every request without the key in VLLM_API_KEY.
-
-    Args:
-        app: the ASGI application.
 
     Raises:
         ValueError: if VLLM_API_KEY is not set.

@@ -7,9 +7,8 @@ The path of a request::
                   └─────────────────────────────────┘
     submit: coroutines that await `complete`, once or several times ──► collect: their results, in their order
 
-Several batches of coroutines may be in progress at once; `health.Fleet` decides which request goes where. While
-requests are in progress, only the event loop's thread changes the fleet and the pool's other state. The results of a
-batch go through a queue to the thread that collects them.
+`health.Fleet` decides which request goes where. While requests are in progress, only the event loop's thread changes
+the fleet and the pool's other state. A queue carries the results of a batch to the thread that collects them.
 """
 
 import asyncio
@@ -50,12 +49,10 @@ class Batch:
     The event loop's thread puts their tasks into `finished`; the thread that submitted the batch reads them.
 
     Args:
-        seen: function of a result, which is called on the thread that calls `read`. Its value takes the place of the
-            result.
+        seen: function of a task's result that returns the result to keep; the thread that calls `read` calls it.
 
     Attributes:
-        tasks: one for each coroutine, in their order.
-        finished: queue of the tasks that have ended, and of errors that concern all tasks.
+        finished: queue of ended tasks, and of errors that concern all tasks.
         results: task → result, for the tasks that were read.
     """
 
@@ -77,14 +74,13 @@ class Batch:
             task.cancel()
 
     def read(self, *, wait: bool = False) -> None:
-        """Read the results that have come since the last call, and call `seen` for each.
+        """Read the results that have come since the last call.
 
         Args:
             wait: True = wait for all results.
 
         Raises:
-            Exception: the first error of a task or of `seen`. Without `wait`, an error is kept for the call with
-                `wait`.
+            Exception: the first error of a task or of `seen`. It is kept for the call with `wait`.
         """
         while len(self.results) < len(self.tasks) and self._error is None and (wait or not self.finished.empty()):
             task = self.finished.get()
@@ -97,20 +93,20 @@ class Batch:
 
 
 class ServerPool:
-    """Pool of servers that balances requests by outstanding tokens. Those of a failed server go to other servers.
+    """Pool of servers that balances requests by outstanding tokens. Requests of a failed server go to other servers.
 
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
-        request_timeout: seconds in which a server with requests has to answer one of them. Otherwise it counts as dead,
-            and its requests go to other servers. The time of a weight sync does not count.
+        request_timeout: seconds in which a server with requests has to answer one of them, or else counts as dead. The
+            time of a weight sync does not count.
         ranks: number of processes that share the servers.
 
     Attributes:
         fleet: state of the servers, and the unfinished requests.
-        retried: number of requests so far that had to wait again, because they failed or their server died.
-        refit: coroutine function that gives a server the current weights and returns their version, or None if the
-            server has to wait for the first weight sync. If `refit` is None, servers are used as they are.
+        retried: number of requests so far that had to wait again.
+        refit: coroutine function that gives a server the current weights and returns their version, or None before the
+            first weight sync. If `refit` is None, servers are used as they are.
 
     Raises:
         ValueError: see `check_urls`.
@@ -142,10 +138,7 @@ class ServerPool:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
-        """Wait until every server answers.
-
-        A server that is missing at the start of a run counts as a mistake in the settings. A server that dies later
-        does not end the run.
+        """Wait until every server answers. A server that is missing now is a mistake in the settings.
 
         Raises:
             PoolError: if a server does not answer within `server_timeout`.
@@ -171,12 +164,7 @@ class ServerPool:
     def submit(
         self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], Any] = lambda result: result
     ) -> Batch:
-        """Start coroutines without waiting for them; `collect` waits.
-
-        Args:
-            works: coroutines that await `complete`, once or several times.
-            seen: see `Batch`.
-        """
+        """Start coroutines that await `complete`, without waiting for their results; see `Batch` for `seen`."""
         batch = Batch(seen)
 
         async def start() -> None:
@@ -190,16 +178,10 @@ class ServerPool:
         return batch
 
     def collect(self, batch: Batch) -> list[Any]:
-        """Wait for a batch.
-
-        Args:
-            batch: see `submit`.
-
-        Returns:
-            The results, in the order of the batch's coroutines.
+        """Wait for a batch, and return the results in the order of its coroutines.
 
         Raises:
-            Exception: the errors of `complete`, and an error of the batch's `seen`.
+            Exception: the errors of `complete` and of the batch's `seen`.
         """
         try:
             batch.read(wait=True)
@@ -208,8 +190,6 @@ class ServerPool:
         return [batch.results[task] for task in batch.tasks]
 
     def _forget(self, batch: Batch) -> None:
-        """Cancel what is unfinished of a batch."""
-
         async def forget() -> None:
             self._batches.discard(batch)
             for task in batch.tasks:
@@ -221,13 +201,7 @@ class ServerPool:
     def as_completed(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Iterator[Any]:
         """Run coroutines and yield their results in order of completion.
 
-        If the caller stops iterating early, the unfinished coroutines are cancelled.
-
-        Args:
-            works: see `submit`.
-
-        Raises:
-            Exception: the errors of `complete`.
+        If the caller stops iterating, the unfinished coroutines are cancelled. The errors of `complete` are raised.
         """
         batch = self.submit(works)
         try:
@@ -241,7 +215,7 @@ class ServerPool:
         return self.collect(self.submit(works))
 
     def cancel(self) -> None:
-        """Cancel all batches and their requests on the servers. Call it when nobody needs the results any more."""
+        """Cancel all batches and their requests on the servers."""
         for batch in tuple(self._batches):
             self._forget(batch)
 
@@ -255,13 +229,12 @@ class ServerPool:
         Args:
             prompt_ids: token ids of the prompt.
             n: number of continuations.
-            sampling: sampling parameters, see `VLLMServer.complete`.
+            sampling: see `VLLMServer.complete`.
             order: see `Job`.
             number: see `Job`.
 
         Returns:
-            The continuations, and the weight version at two times: when the server that completed the request was given
-            it, and when it was done.
+            The continuations, and the weight versions when the server got the request and when it answered.
 
         Raises:
             PoolError: if no server could be used for `server_timeout`, or the request failed `ATTEMPTS` times.
@@ -288,7 +261,7 @@ class ServerPool:
                 self._wake.set()
 
     async def _check_idle(self) -> None:
-        """Check idle servers, unless weights are being sent.
+        """Check idle servers and wait for the checks, unless weights are being sent.
 
         Without the wait, the first server that answers its probe would be given all requests.
         """
@@ -301,7 +274,6 @@ class ServerPool:
                 await asyncio.wait(checks, timeout=START_TOGETHER)
 
     async def _assigned(self, job: Job) -> str:
-        """Wait until a server is given a job; return its URL."""
         self.fleet.add(job)
         self._wake.set()
         if self._watcher is None or self._watcher.done():
@@ -310,10 +282,7 @@ class ServerPool:
         return job.tried[-1]
 
     def _failed(self, job: Job, error: Exception) -> None:
-        """Record that a server failed a job. Raise after `ATTEMPTS` failures.
-
-        The loss of its server counts as a failure of a job, because the job may be the cause.
-        """
+        """Record that a server failed a job, and raise after `ATTEMPTS` failures, because the job may be the cause."""
         url = job.tried[-1]
         server = self.fleet.servers[url]
         if server.state != State.DEAD:
@@ -341,11 +310,7 @@ class ServerPool:
                     await self._wake.wait()
 
     def _look_after_servers(self, now: float) -> None:
-        """Take jobs back from servers that died or do not answer, and check servers that are not trusted.
-
-        Args:
-            now: current time in seconds.
-        """
+        """Take jobs back from servers that died or do not answer, and check servers that are not trusted."""
         for url, server in self.fleet.servers.items():
             if server.outstanding and server.last_answer < now - self.request_timeout:
                 self.fleet.died(url, f"answered no request for {self.request_timeout:g} s", now)
@@ -383,18 +348,10 @@ class ServerPool:
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
     def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
-        """Call an async function with several servers in parallel, and raise if one fails.
-
-        Args:
-            ask: coroutine function that gets a server.
-            urls: see `on_each`.
-
-        Returns:
-            URL → return value of `ask`.
+        """Call an async function as `on_each` does, but raise its exceptions.
 
         Raises:
             PoolError: if a server cannot be reached or failed.
-            Exception: any other exception of `ask`.
         """
         answers = self.on_each(ask, urls=urls)
         for url, answer in answers.items():
@@ -405,22 +362,18 @@ class ServerPool:
         return answers
 
     def use_adapter(self) -> None:
-        """Let all requests use the LoRA adapter that the servers are given, in place of their model."""
+        """Let all requests use the LoRA adapter that the servers are given."""
         for server in self._servers.values():
             server.uses_adapter = True
 
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
 
-        If servers are being given older weights outside a sync, the call first waits for that to end. Otherwise the
-        older weights could arrive after the new weights. No server is probed until the sync ends.
-
-        Args:
-            version: the new weight version.
+        The call first waits for checks that are giving servers older weights, because these could arrive after the new
+        weights. No server is probed until the sync ends.
 
         Returns:
-            URLs of the servers that have to be given the new weights. Dead servers get the weights when they answer
-            again.
+            URLs of the servers that have to be given the new weights. Dead servers get them when they answer again.
         """
 
         async def begin() -> list[str]:
@@ -492,9 +445,5 @@ class ServerPool:
             self.fleet.died(url, str(error), time.monotonic())
 
     def message(self, what: str) -> str:
-        """Extend an error message by the state and the last error of every server.
-
-        Args:
-            what: the message, without a full stop.
-        """
+        """Extend an error message (without a full stop) by the state and the last error of every server."""
         return f"{what}. The servers as this process sees them:\n{self.fleet.describe()}"

@@ -1,9 +1,8 @@
 """Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
 
-The first weight sync of a run sends perturbed weights, that is, weights that are changed in a known way. The servers'
-log-probs have to equal the log-probs that the trainer computes with the same change. The change multiplies the
-parameters of linear layers and embeddings by a factor. If an adapter is sent alone, a constant is added to its B
-matrices instead, because these matrices are zero in a new adapter, so a factor would not change them.
+The first weight sync of a run sends perturbed weights, and compares the servers' log-probs with the trainer's under the
+same change: a factor for linear layers and embeddings. If an adapter is sent alone, a constant is added to its B
+matrices instead, because a new adapter's B matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,22 +27,17 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 @dataclass(frozen=True)
 class ScaledLayers:
-    """The perturbation of full weights: parameters of linear layers and embeddings are scaled by `PERTURBATION`.
+    """The perturbation of full weights: linear layers and embeddings are scaled by `PERTURBATION`.
 
     Attributes:
-        model: the trainer's model.
-        plain_name: maps a name in `model.named_parameters()` to the name that servers know.
+        plain_name: maps a name in `model.named_parameters()` to its name on the servers.
     """
 
     model: nn.Module
     plain_name: Callable[[str], str] = str
 
     def parameters(self, parameters: NamedTensors) -> NamedTensors:
-        """Yield the parameters of a weight sync as they are after the change.
-
-        Args:
-            parameters: name and value of each parameter.
-        """
+        """Yield the names and the changed values of the parameters."""
         names = {
             self.plain_name(f"{prefix}.{name}")
             for prefix, module in self.model.named_modules()
@@ -56,7 +50,7 @@ class ScaledLayers:
     def outputs(self) -> AbstractContextManager[None]:
         """Return a context manager in which the model computes as if it had the changed weights.
 
-        It changes the outputs of layers instead of parameters, so it works with any sharding.
+        It changes the outputs of layers, not parameters, so it works with any sharding.
         """
         # A layer that PEFT adapts contains linear layers: its base layer, A and B. Only the output of the whole is
         # scaled, not theirs.
@@ -81,12 +75,11 @@ class ShiftedAdapter(ScaledLayers):
 
 
 def _scale(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Scale the output of a layer, as if its weight and bias were scaled."""
     return output * PERTURBATION
 
 
 def _shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Shift the output of a B matrix, as if `SHIFT` were added to the matrix: by `SHIFT` · Σ of its inputs."""
+    """Shift the output of a B matrix by `SHIFT` · Σ of its inputs, as if `SHIFT` were added to the matrix."""
     return output + SHIFT * inputs[0].sum(-1, keepdim=True)
 
 
@@ -102,11 +95,7 @@ def _hooked(modules: list[nn.Module], hook: Callable[[nn.Module, Any, Tensor], T
 
 
 def is_adapter(module: Any) -> bool:
-    """Return whether a module is a layer that PEFT adapts.
-
-    Args:
-        module: any object.
-    """
+    """Return whether a module is a layer that PEFT adapts."""
     return hasattr(module, "get_base_layer")  # of PEFT's `BaseTunerLayer`
 
 
@@ -115,9 +104,8 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     """Compute log P(ids[t] | ids[:t]) with the trainer's model. This is a collective under ZeRO-3 and FSDP.
 
     Args:
-        model: the trainer's model.
         ids: token ids of one sequence.
-        changed: context manager within which the model computes, such as `ScaledLayers.outputs`; None: no change.
+        changed: context manager in which the model computes, such as `ScaledLayers.outputs`.
 
     Returns:
         [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.
@@ -132,9 +120,9 @@ def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterab
     """Check that the servers' log-probs equal the trainer's, up to rounding.
 
     Args:
-        expected: [tokens] the trainer's log-probs with the weights that the servers were given.
+        expected: [tokens] the trainer's log-probs.
         served: URL → the server's log-probs.
-        dtypes: dtypes in which the servers and the trainer compute. The coarsest one determines the tolerance.
+        dtypes: dtypes in which servers and trainer compute. The coarsest determines the tolerance.
 
     Raises:
         WeightMismatch: if a server's log-probs differ.

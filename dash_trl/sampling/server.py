@@ -1,7 +1,7 @@
 """What a server answers, and its errors; `vllm.VLLMServer` is its client.
 
-A failure becomes one of two errors. `ServerError` means that this server failed. Repeating the request is safe, and
-another server may succeed. `ValueError` means that the request or the set-up is wrong. Repeating it does not help.
+After a `ServerError`, repeating the request is safe, and another server may succeed. A `ValueError` means that the
+request or the set-up is wrong.
 """
 
 from dataclasses import dataclass
@@ -33,15 +33,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server says of its model.
+    """A server's description of its model.
 
     Attributes:
-        dtype: dtype of the weights.
-        shape: fields of the model's config, see `model_shape`.
         context: largest number of tokens of a prompt and its completion.
-        adapter_rank: largest rank of a LoRA adapter; 0 = the server takes no adapter.
-        comparable: False = a trainer cannot compute the checksum of the server's weights, because weights are quantised
-            or KV heads are copied to several workers.
+        adapter_rank: largest rank of a LoRA adapter; 0 = the server takes none.
+        comparable: False = the trainer cannot compute the checksum of the weights, because they are quantised or KV
+            heads are copied to several workers.
         log_probs_as_sampled: False = reported log-probs leave out temperature and truncation, such as `top_p`.
     """
 
@@ -54,14 +52,10 @@ class ServedModel:
 
 
 def model_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that two models must share if the weights of one are to fit the other.
+    """Return the fields of a config that must be equal if the weights of one model are to fit another.
 
-    Args:
-        config: a model's config.
-
-    Returns:
-        Field name of the text config → value; None for a missing field. And "multimodal": the names of the weights of a
-        multimodal model are not those of its language model alone.
+    "multimodal" is among them, because a multimodal model names its weights differently from its language model alone.
+    A missing field is None.
     """
     text = config.get_text_config()
     names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -37,10 +37,10 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     Args:
         pool: the servers.
         config: the model's config.
-        name: name of the model, for the command in an error message.
+        name: the model's name, for error messages.
 
     Returns:
-        What holds for all servers: the first server's description, with the smallest limits of all.
+        The first server's description, with the smallest limits of all servers.
 
     Raises:
         ValueError: if a server holds a model of another shape, or has a prefix cache that the engine does not empty.
@@ -67,19 +67,16 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather the weights, and the main process sends them. After each stage of a weight sync (such as sending or
-    comparing log-probs), before any other collective, the ranks agree on whether the stage worked. So a failure on one
-    rank raises the same error on all ranks.
+    All ranks gather the weights, and the main process sends them. After each stage, before any other collective, the
+    ranks agree on whether it worked, so that a failure on one rank raises the same error on all ranks.
 
     Attributes:
-        pool: this rank's pool. The pool also gives the weights to a server that comes back later.
-        ranks: the ranks of the run.
-        weights: object that sends the weights.
-        model: the model with which the servers' log-probs are compared.
+        pool: this rank's pool, which also gives the weights to a server that comes back later.
+        model: the model that computes log-probs for the comparison.
         vocabulary: number of token ids of the tokenizer.
-        gather: function that returns (name on the servers, value) of each parameter of the model, or of its adapter.
-            All ranks call this function once for each weight version.
-        perturbation: change of the weights with which the first weight sync is checked.
+        gather: function that returns (name on the servers, value) of each parameter. All ranks call it once for each
+            weight version.
+        perturbation: change of the weights that checks the first weight sync.
         mixed_precision: accelerate's name of the dtype in which the model computes; "no": the dtype of its weights.
     """
 
@@ -104,7 +101,7 @@ class WeightSync:
         """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
 
         Raises:
-            WeightMismatch: if a server holds other weights than it was given, or computes with other weights.
+            WeightMismatch: if a server holds other weights, or computes with other weights.
             PoolError: if a server did not load the weights in the first sync.
         """
         if self._proven:
@@ -120,14 +117,7 @@ class WeightSync:
         self._proven = True
 
     def check(self, expected: Tensor) -> None:
-        """Check by log-probs that all servers compute with the weights.
-
-        Args:
-            expected: see `check_probe`.
-
-        Raises:
-            WeightMismatch: see `check_probe`.
-        """
+        """Check by log-probs that all servers compute with the weights; see `check_probe`."""
 
         def check() -> None:
             check_probe(expected, self.pool.ask_all(lambda server: server.log_probs(self.probe)), self.dtypes)
@@ -135,11 +125,7 @@ class WeightSync:
         self.ranks.agree(check, main_only=True)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
-        """Gather the weights on all ranks, and send them from the main process.
-
-        Returns:
-            URL → error of each server that was sent the weights and did not load them; the same on all ranks.
-        """
+        """Send gathered weights, and return, on all ranks, URL → error of each server that did not load them."""
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
         errors: dict[str, str | None] = {}
@@ -162,22 +148,20 @@ class WeightSync:
         return {url: error for url, error in errors.items() if error is not None}
 
     async def _refit(self, server: VLLMServer) -> int | None:
-        """Give a server the current weights outside a weight sync; see `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
-    """Make all servers sample from a model, and make sure of this again after a server has restarted.
+    """Make all servers sample from a model, and check each server again after a restart.
 
     Args:
         pool: the servers.
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
-        weight_dir: folder in which the weights are written if a server holds other weights. The servers see it under
-            the same path.
+        weight_dir: folder for weights that a server does not hold yet; servers see it under the same path.
 
     Raises:
-        WeightMismatch: if a server holds other weights than it was given, or computes with other weights.
+        WeightMismatch: if a server holds other weights, or computes with other weights.
         PoolError: if a server did not load the weights.
     """
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)

@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 class ExactMerges(VLLMGeneration):
     """TRL's sampler, whose weight syncs leave the base weights of an adapter as they are, to the bit.
 
-    TRL adds the adapter to its base weights in place, and subtracts it after the sync. The two do not cancel: in bf16,
-    base weights drift further with each sync (huggingface/trl#6688).
+    TRL merges the adapter in place and subtracts it after the sync. In bf16, base weights drift with each sync
+    (huggingface/trl#6688).
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of the merged model; meanwhile there is a copy of the base weights.
 
-        `modules_to_save` have the model's own names. vLLM does not know TRL's copies for the adapter "ref".
+        `modules_to_save` have the model's own names; vLLM does not know TRL's copies for the adapter "ref".
         """
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
@@ -61,19 +61,16 @@ class ExactMerges(VLLMGeneration):
 
 
 class ServerGeneration(ExactMerges):
-    """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers.
-
-    Every rank has a pool of its own and sends its own prompts. All ranks gather the weights, and the main process sends
-    them (`WeightSync`).
+    """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers. Every rank has its own pool and prompts.
 
     Args:
         urls: addresses of the servers.
         request_timeout: see `ServerPool`.
-        weight_dir: folder in which weights are written; trainer and servers see it under the same path.
+        weight_dir: folder for the weights; trainer and servers see it under the same path.
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
-        step: function that returns the optimizer step that made the model's current weights.
-        timed: function that returns a context manager, which measures how long the trainer waits for weight syncs.
+        step: function that returns the optimizer step that made the current weights.
+        timed: function that returns a context manager for the time of weight syncs.
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
@@ -133,15 +130,14 @@ class ServerGeneration(ExactMerges):
         """Sample completions before all windows, with the interface of TRL's `VLLMGeneration.generate`.
 
         Args:
-            prompts: token ids of each row's prompt; the `num_generations` rows of a group are adjacent.
+            prompts: token ids of each row's prompt; the rows of a group are adjacent.
             images: unused.
             num_generations: largest number of rows in a group.
             profiler: unused.
 
         Returns:
-            Four lists with one entry for each row: prompt ids, completion ids, the sampler's log-probs, and the token
-            ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
-            its own. A log-prob that vLLM does not know is `None`, as in TRL.
+            Four lists with an entry per row: prompt ids, completion ids, the sampler's log-probs (`None` = unknown),
+            and the token ids of these. As TRL expects, each log-prob and each of its token ids is in a list of its own.
         """
         works = (self.pool.complete(*request) for request in self.requests(prompts, num_generations))
         rows = [completion for group, _ in self.ranks.agree(self.pool.run, works) for completion in group]
@@ -155,14 +151,9 @@ class ServerGeneration(ExactMerges):
         return [self._steps[versions[0]], self._steps[versions[-1]]]
 
     def requests(self, prompts: list[list[int]], num_generations: int) -> list[tuple[list[int], int, dict[str, Any]]]:
-        """Make one request for each group: adjacent rows with equal prompts, at most `num_generations` of them.
+        """Return the first three arguments of `ServerPool.complete` for each group.
 
-        Args:
-            prompts: token ids of each row's prompt.
-            num_generations: largest number of rows in a group.
-
-        Returns:
-            The first three arguments of `ServerPool.complete` for each group.
+        A group is adjacent rows with equal prompts, at most `num_generations` of them.
         """
         sampling = self.sampling()
         runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
@@ -177,7 +168,7 @@ class ServerGeneration(ExactMerges):
         ]
 
     def _limit(self, prompt_ids: list[int], most: int) -> int:
-        """Return `most` or, if less, what a prompt leaves of the context. A server refuses a longer prompt."""
+        """Return `most`, or less if the context has less room. A server refuses a longer prompt."""
         room = most if self.context is None else self.context - len(prompt_ids)
         return min(most, room) if room > 0 else most
 
@@ -241,7 +232,7 @@ class ServerGeneration(ExactMerges):
         )
 
     def _check_names(self) -> None:
-        """Check that vLLM knows all names of weights. A server stops loading at one that it does not know, half-way."""
+        """Check that vLLM knows all names of weights, because an unknown name stops a server's loading half-way."""
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
@@ -257,7 +248,7 @@ class ServerGeneration(ExactMerges):
             )
 
     def _check_servers(self) -> ServedModel:
-        """Check that the servers fit this trainer; return what holds for all of them."""
+        """Check that the servers fit this trainer, and return their common description."""
         served = check_servers(self.pool, self.model.config, self.model.name_or_path)
         logger.info("Sending the weights to the servers for the first time, twice with a comparison of log-probs …")
         if not served.comparable:
@@ -294,7 +285,7 @@ class ServerGeneration(ExactMerges):
         return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
     def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and unsharded value of each parameter of adapter or base model. A collective under ZeRO-3."""
+        """Yield unsharded parameters of the adapter or the base model. This is a collective under ZeRO-3."""
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
             is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
@@ -313,20 +304,22 @@ class ServerGeneration(ExactMerges):
         return self._iter_named_params()
 
     def _plain_name(self, name: str) -> str:
-        """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
+        """Convert a parameter's name in a wrapped model to its name on a server, as TRL does."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """`ServerPool.refit` before the first weight sync. A killed run may have left the server paused: no test token."""
+    """`ServerPool.refit` before the first sync. It tests no token, because a killed run may have left the server
+    paused.
+    """
 
 
 def install(trainer: Any) -> None:
     """Give a trainer a `ServerGeneration` of the servers in its arguments.
 
-    The trainer was built with `use_vllm=False`, because TRL's client for servers needs CUDA. If vLLM samples in the
-    trainer's process, TRL's own sampler stays, with the weight syncs of `ExactMerges`.
+    The trainer was built with `use_vllm=False`, because TRL's client needs CUDA. If vLLM is colocated, TRL's own
+    sampler becomes `ExactMerges`.
 
     Args:
         trainer: a `GRPOTrainer` whose `args` are a `DASHConfig`.

@@ -1,4 +1,4 @@
-"""Checks server addresses. It refuses invalid addresses, and addresses of other machines if no API key is set."""
+"""Checks server addresses. Addresses of other machines need an API key."""
 
 import ipaddress
 import os
@@ -14,7 +14,7 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
     """Check server URLs and remove trailing slashes.
 
     Args:
-        urls: a list of URLs, or a string of URLs separated by commas or spaces, as YAML and shells produce.
+        urls: a list, or a string of URLs separated by commas or spaces, as YAML and shells produce.
 
     Returns:
         The URLs, each once, in the same order.
@@ -45,32 +45,18 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
 
 
 def without_user(url: str) -> str:
-    """Hide user and password of a URL, for messages and logs.
-
-    Args:
-        url: a URL, or any other text.
-    """
+    """Hide user and password of a URL, or of any other text, for messages and logs."""
     return re.sub(r"(?s)^([^:/?#]*://)?.*@", r"\1***@", url)
 
 
 def is_here(url: str) -> bool:
-    """Return whether a server is on this machine.
-
-    A server at 0.0.0.0 or `::` listens on all addresses of its machine. A client connects to its own machine by them.
-
-    Args:
-        url: URL of the server.
-    """
+    """Return whether a URL leads to this machine. 0.0.0.0 and `::` do: a client connects to its own machine by them."""
     host = urlsplit(url).hostname or ""
     return host in ("0.0.0.0", "::") or is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host.
-
-    Args:
-        host: name or IP address.
-    """
+    """Return whether only this machine can reach a host, given by name or IP address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

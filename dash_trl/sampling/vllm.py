@@ -1,4 +1,4 @@
-"""HTTP client of one vLLM server. It requests samples, log-probs and weight loads, and checks every answer."""
+"""HTTP client of one vLLM server: it samples, computes log-probs and loads weights, and checks every answer."""
 
 import json
 import math
@@ -27,15 +27,13 @@ EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
 @dataclass(eq=False)
 class VLLMServer:
-    """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
-
-    All methods raise `ServerError` or `ValueError`.
+    """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`. All methods raise `ServerError` or
+    `ValueError`.
 
     Attributes:
-        url: address of the server.
         session: HTTP session of the event loop that awaits these methods.
         timeout: seconds for one answer, unless a method has its own timeout.
-        uses_adapter: True = requests use the LoRA adapter that the server was given, and not the model itself.
+        uses_adapter: True = requests use the LoRA adapter that the server was given.
         given: the version tag that this client set last; None: it has given the server no weights.
     """
 
@@ -53,9 +51,7 @@ class VLLMServer:
         """Sample `n` continuations of one prompt.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            n: number of continuations.
-            sampling: sampling parameters, under vLLM's names (as in the body of `/v1/completions`).
+            sampling: parameters of `/v1/completions`, under vLLM's names.
             timeout: seconds; None: the client's own limit.
         """
         choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
@@ -72,7 +68,6 @@ class VLLMServer:
     async def _choices(
         self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None = None
     ) -> list[Any]:
-        """Request completions and check that there are `count` choices."""
         request = {
             "model": ADAPTER if self.uses_adapter else None,
             "prompt": list(prompt_ids),
@@ -91,7 +86,7 @@ class VLLMServer:
         await self._request("GET", "/health", timeout=PROBE_SECONDS)
 
     async def describe(self) -> ServedModel:
-        """Return what the server says of its model. Raise a `ValueError` if the server cannot be used in training."""
+        """Return the server's description of its model. Raise a `ValueError` if the server does not suit training."""
         config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
         workers = await self._rpc("dash_weight_report")
         with _readable((config, workers)):
@@ -125,14 +120,10 @@ class VLLMServer:
         return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
 
     async def load_weights(self, path: str, tag: str) -> int | None:
-        """Load a checkpoint in place. Requests in flight wait and continue with the new weights.
+        """Load a checkpoint in place, and return `weight_checksum`. Requests in flight wait for it.
 
         Args:
-            path: checkpoint directory; the server sees it under this path.
-            tag: version tag of the new weights.
-
-        Returns:
-            `weight_checksum` after loading.
+            path: checkpoint directory, as the server sees it.
         """
         async with self._paused():
             await self._rpc("reload_weights", weights_path=path)
@@ -162,7 +153,7 @@ class VLLMServer:
             await self.resume()
 
     async def _end_weight_update(self, tag: str) -> None:
-        """Reset the prefix cache, which holds prefixes of the old weights, also of requests in flight; set the tag."""
+        """Set the tag, and reset the prefix cache: it holds prefixes of the old weights, also of requests in flight."""
         # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
         # of `--kv-offloading-size`.
         options = {"reset_running_requests": "true", "reset_external": "true"}
@@ -172,7 +163,6 @@ class VLLMServer:
         await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
-        """Call a method of all workers; return the result of each."""
         return await self._request("POST", "/collective_rpc", "results", json={"method": method, "kwargs": kwargs})
 
     # -------------------------------------------------------------------------------------------------------- HTTP
@@ -186,7 +176,7 @@ class VLLMServer:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Send a request; return a field of the JSON of the answer, or None if no field is named."""
+        """Send a request; return a field of the answer's JSON, or None if no field is named."""
         seconds = self.timeout if timeout is None else timeout
         headers = key_header(self.url)  # read again, because a server that starts may create the key
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
@@ -208,7 +198,6 @@ class VLLMServer:
                 return json.loads(text)[field]
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
-        """Build the error for an answer whose status is not 200."""
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
         if status in (401, 403):
             return ValueError(
@@ -233,7 +222,7 @@ class VLLMServer:
 
 @contextmanager
 def _readable(answer: Any) -> Iterator[None]:
-    """Context that turns errors in reading an answer into `ServerError`, because the server has sent a bad answer."""
+    """Turn errors in reading a server's answer into `ServerError`."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -242,7 +231,6 @@ def _readable(answer: Any) -> Iterator[None]:
 
 
 def _completion(choice: Any) -> Completion:
-    """Read one choice of an answer and check its lengths and values."""
     ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if choice["finish_reason"] not in ("stop", "length", "repetition"):  # the last one by `repetition_detection`
         raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
@@ -252,7 +240,6 @@ def _completion(choice: Any) -> Completion:
 
 
 def _finite(log_probs: list[float]) -> list[float]:
-    """Check that all log-probs are finite."""
     if not all(map(math.isfinite, log_probs)):
         raise ServerError("answered a log-prob that is not a finite number. Do the weights contain NaN?")
     return list(map(float, log_probs))

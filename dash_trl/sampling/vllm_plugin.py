@@ -1,9 +1,7 @@
-"""Plugin that runs inside a vLLM server.
+"""Plugin inside a vLLM server: it reports weight checksums, loads LoRA adapters, and lets CPU builds update weights.
 
-It reports weight checksums, loads LoRA adapters, and makes weight updates work on CPU builds. vLLM finds `register`
-through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport` through
-`--worker-extension-cls` (`dash_trl serve` passes it). The trainer calls the methods of `WeightReport` over
-HTTP.
+vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and `WeightReport` through
+`--worker-extension-cls`, which `dash_trl serve` passes. The trainer calls the methods of `WeightReport` over HTTP.
 """
 
 from typing import Any
@@ -22,17 +20,16 @@ ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1
 def register() -> None:
     """Register the name of our adapter with vLLM, and make weight updates effective on CPU builds of vLLM.
 
-    After the first load, a CPU build packs the weights of linear layers for its kernels (oneDNN, or AMX for small
-    weights in half precision). From then on it computes with the packed copy. Weights that are loaded later are ignored
-    without a warning, or fail to load because their parameter was removed. We therefore make these layers compute with
-    `torch.nn.functional.linear`, which reads the current weights.
+    After the first load, a CPU build computes with a copy of linear weights, packed for its kernels (oneDNN, or AMX for
+    small weights in half precision). It silently ignores weights that are loaded later, or fails because their
+    parameter was removed. So these layers compute with `torch.nn.functional.linear`, which reads the current weights.
     """
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
     from vllm.platforms import current_platform
 
     class Resolver(LoRAResolver):
-        """Resolves the name of our adapter. `dash_load_adapter` loads it into all workers before requests name it."""
+        """Resolves our adapter's name. `dash_load_adapter` loads it into all workers before requests name it."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
             return LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if lora_name == ADAPTER else None
@@ -55,7 +52,7 @@ def register() -> None:
 
 
 class WeightReport:
-    """Mixin that adds methods to vLLM's worker class. Their names begin with `dash`, so they override no method."""
+    """Mixin for vLLM's worker class. The names of its methods begin with `dash`, so they override no method."""
 
     def dash_load_adapter(self: Any, path: str) -> str:
         """Load a LoRA adapter in place of the last one.
@@ -64,7 +61,7 @@ class WeightReport:
             path: folder with the adapter in PEFT's format.
 
         Returns:
-            Hexadecimal checksum of the adapter as this worker holds it, that is, of A and B · scaling.
+            Hexadecimal checksum of A and B · scaling, as this worker holds them.
         """
         from vllm.lora.request import LoRARequest
 
@@ -76,11 +73,8 @@ class WeightReport:
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
-        """Report the weights that this worker holds.
-
-        Returns:
-            A dict of `checksums` (tensor name → hexadecimal checksum), `dtype`, `shape` (see `model_shape`) and
-            `comparable` (whether a trainer can compute the same checksums).
+        """Report the weights of this worker: `checksums` (tensor name → hexadecimal checksum), `dtype`, `shape` (see
+        `model_shape`) and `comparable` (whether a trainer can compute the same checksums).
         """
         config = self.vllm_config.model_config
         heads = config.get_total_num_kv_heads()

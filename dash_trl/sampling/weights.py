@@ -1,9 +1,8 @@
 """Sends weights by files, which every server loads in place, and compares checksums.
 
-The version that a server reports is only a tag: it does not depend on the server's weights. So every weight sync
-compares the checksum of the weights that the server's workers hold with the trainer's. Even if the workers hold the
-right weights, they may compute with a second copy that was not updated. So the first weight sync of a run sends weights
-that are changed in a known way, and checks that the servers' log-probs change accordingly (`proof.py`).
+The version that a server reports is only a tag, so every weight sync compares the checksum of the weights that the
+server's workers hold with the trainer's. The workers may still compute with a second copy that was not updated, so the
+first weight sync of a run also checks log-probs (`proof.py`).
 """
 
 import logging
@@ -43,9 +42,7 @@ class Snapshot:
     """One version of the weights, as sent to the servers.
 
     Attributes:
-        version: weight version.
-        tag: name of the version, unique over all runs. A server stores the tag after it has loaded the weights.
-        checksum: checksum of the weights.
+        tag: name of the version, unique over all runs. A server stores it after it has loaded the weights.
         path: folder with the files; empty if no files were written.
     """
 
@@ -55,15 +52,7 @@ class Snapshot:
     path: str = ""
 
     def verify(self, checksum: int | None, url: str) -> None:
-        """Check that a server holds these weights.
-
-        Args:
-            checksum: checksum that the server reports. None passes, because it cannot be compared.
-            url: address of the server, for the error.
-
-        Raises:
-            WeightMismatch: if the server reports other weights.
-        """
+        """Raise a `WeightMismatch` if a server reports another checksum. None passes, because it cannot be compared."""
         if checksum not in (None, self.checksum):
             raise WeightMismatch(
                 f"{url} was given the weights of version {self.version} (checksum {self.checksum:x}) but holds others "
@@ -76,16 +65,13 @@ class Snapshot:
 class FileWeights:
     """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
-    Each run has its own folder in `directory`, which has one folder per version. Older versions are removed after a
-    weight sync, and the run's folder is removed at the end of the process.
-
-    If a run is killed, the next run in the same directory and on the same machine removes the killed run's files. A
-    run's folder has its process id in its name, so that no run removes the files of a live run.
+    The end of the process removes the run's folder. After a killed run, the next run in the same directory and on the
+    same machine removes it. The folder's name contains the process id, which protects the files of a live run.
 
     Attributes:
         directory: folder that trainer and servers see under the same path; several runs may share it.
-        dtype: dtype of the servers' weights; weights are converted to it before they are sent.
-        run: folder of this run.
+        dtype: dtype of the servers' weights, in which weights are sent.
+        run: folder of this run, with a folder for each version.
     """
 
     directory: str | Path
@@ -101,15 +87,13 @@ class FileWeights:
 
         Args:
             parameters: name and value of each parameter, unsharded.
-            version: weight version.
-            pool: the servers.
             urls: URLs of the servers that get the weights.
 
         Returns:
             The version that was sent; URL → error message, or None if the server has the weights.
 
         Raises:
-            WeightMismatch: if a server holds other weights than it was given.
+            WeightMismatch: if a server holds other weights.
             ValueError: if a server refused a request.
         """
         snapshot = self.write(parameters, version)
@@ -124,15 +108,7 @@ class FileWeights:
         return snapshot, errors
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
-        """Write the folder of a new version.
-
-        Args:
-            parameters: name and value of each parameter, unsharded.
-            version: weight version.
-
-        Returns:
-            Description of the version.
-        """
+        """Write the folder of a new version; see `send`."""
         if not self.run.exists():  # not in the constructor, which all ranks run
             self._begin()
         folder = self.run / f"version-{version}"
@@ -140,7 +116,7 @@ class FileWeights:
         return Snapshot(version, f"{self.run.name}-{version}", self._fill(folder, parameters) % MODULUS, str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
-        """Write a version's files; return the checksum that servers have to report."""
+        """Write a version's files, and return the checksum that servers have to report."""
         shard: dict[str, Tensor] = {}
         size = checksum = 0
         for name, tensor in parameters:
@@ -163,17 +139,10 @@ class FileWeights:
         weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int:
-        """Let a server load a version, unless it holds it already. Warn if another run has given it weights meanwhile.
+        """Let a server load a version unless it holds it already, and return that version.
 
-        Only the tag is compared, not the checksum. The tag is enough to tell whether the server has loaded this
-        version: it is set only after loading, and a restart of the server resets it.
-
-        Args:
-            server: the server.
-            snapshot: the current version.
-
-        Returns:
-            The weight version that the server now holds.
+        Comparing the tags is enough, because the tag is set only after loading, and a restart of the server resets it.
+        Warn if another run has given the server weights meanwhile.
         """
         tag, given = await server.weight_tag(), server.given
         # After a restart, the tag is "default".
@@ -190,11 +159,10 @@ class FileWeights:
         return snapshot.version
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
-        """Let a server load a version in place of the version with the tag `held`, and verify what it then holds."""
+        """Let a server load a version in place of the version with the tag `held`, and verify the result."""
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
 
 
 def _save(shard: dict[str, Tensor], directory: Path) -> None:
-    """Write the next file of a version."""
     if shard:
         save_file(shard, directory / f"model-{len(list(directory.iterdir())) + 1:05}.safetensors")
