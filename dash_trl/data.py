@@ -130,8 +130,9 @@ def load_code_dataset(
         A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
-        - `tests`: list of scripts that test the program. For programs that read standard input, the columns are
-          `inputs` and `outputs` instead: lists of strings, one for each test. A dataset may have all three columns.
+        - `tests`: list of scripts that test the program.
+        - `inputs`, `outputs`: for programs that read standard input, lists of strings, one for each test. A dataset may
+          have `tests`, too.
         - `entry_point`: the name of the function, or None.
         - the solution, as in `load_math_dataset`; only with `solution=True`.
     Raises:

@@ -1,6 +1,6 @@
-"""`Host`: what the objects of a run, which sample, score and compute log-probs, ask of the trainer.
+"""`Host`: what the objects of a run ask of the trainer, which is the host.
 
-`DASHTrainer` is the host. The objects get it as their first argument, and use no other attribute of it.
+The objects get it as their first argument, and use no other attribute of it.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions, S rows of a pass, T completion tokens.
 """
@@ -59,7 +59,6 @@ class Host(Protocol):
 
 
 def on_servers(host: Host) -> bool:
-    """Whether vLLM servers sample."""
     return host.args.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
 
 
@@ -69,7 +68,6 @@ def one_ahead(host: Host) -> bool:
 
 
 def windows_ahead(host: Host) -> int:
-    """Return the largest number of windows that are sampled before training needs them."""
     return host.args.async_level if rows_come_early(host) else 0
 
 

@@ -49,7 +49,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def find(folder: Path) -> tuple[Path | None, list[str]]:
-    """Find the last checkpoint in a folder that is whole and of the folder's run. The folder may be the checkpoint.
+    """Find the last checkpoint in a folder (or the folder itself) that is whole and of the folder's run.
 
     Returns:
         The checkpoint, or `None`; the reason why each later checkpoint does not count.

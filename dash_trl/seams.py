@@ -81,9 +81,9 @@ class Unread(TorchFunctionMode):
 
 @contextmanager
 def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
-    """Within the `with` block, TRL's loss logs its figures into the dict that is yielded, as tensors.
+    """Within the `with` block, TRL's loss logs its figures into the yielded dict, as tensors.
 
-    The adaptive entropy bonus needs one of the figures at once, so with it, the figures are numbers.
+    With the adaptive entropy bonus, which needs one of the figures at once, the figures are numbers.
     """
     figures: dict[str, list[Any]] = defaultdict(list)
     extremes = {"nanmin": lambda one: one.nanquantile(0.0), "nanmax": lambda one: one.nanquantile(1.0)}
@@ -123,10 +123,9 @@ def new_passes(trainer: Any) -> ModelPasses:
 
 @contextmanager
 def reference(trainer: Any) -> Iterator[Any]:
-    """Yield the reference model.
+    """Yield the reference model. With PEFT, it is the policy with the adapter "ref" or, without "ref", the base model.
 
-    With PEFT, it is the policy with the adapter "ref", a copy of the adapter with which training began. Without "ref",
-    it is the base model.
+    The adapter "ref" is a copy of the adapter with which training began.
     """
     if trainer.ref_model is not None:
         yield trainer.ref_model
@@ -220,8 +219,8 @@ def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
     """Parse a response into a message, as TRL does.
 
-    If its JSON is nested too deeply, TRL's parser raises a RecursionError, which would end the run. The message then
-    has the text of the response, as for other malformed output.
+    If its JSON is nested too deeply, TRL's parser raises a RecursionError. The message then has the text of the
+    response, as for other malformed output.
     """
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
@@ -304,9 +303,9 @@ def begin_anew(trainer: Any) -> None:
 
 
 def begin_trackio(trainer: Any) -> None:
-    """Begin the run of Trackio before training or an evaluation.
+    """Begin the run of Trackio, to which TRL's profiler logs, before training or an evaluation.
 
-    TRL's profiler logs to this run, but Transformers begins and ends it with training.
+    Transformers begins and ends it only with training.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):

@@ -46,17 +46,17 @@ from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that trains only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    A row has signal if its advantage is not 0. The trainer samples all rows of a window (TRL's generation batch) and
-    keeps them in CPU memory. Before it trains, it drops rows without signal, and packs the others into few passes,
-    which are padding-free if the model's attention allows that. A `gradient_filter_threshold` above 0 also drops rows
-    with little signal; `None` drops no row.
+    A row has signal if its advantage is not 0. The trainer samples all rows of a window (TRL's generation batch), keeps
+    them in CPU memory, drops rows without signal, and packs the others into few passes, which are padding-free if the
+    model's attention allows that. A `gradient_filter_threshold` above 0 also drops rows with little signal; `None`
+    drops no row.
 
-    A row with an advantage of 0 adds nothing to TRL's policy loss. So the update equals TRL's, unless the loss has a
-    KL term (`beta`), an entropy bonus or an auxiliary loss, or the threshold drops rows with signal. If no rank keeps a
-    row, the optimizer step changes nothing: neither momentum nor weight decay is applied.
+    The update equals TRL's, because a row with an advantage of 0 adds nothing to TRL's policy loss. It differs if the
+    loss has a KL term (`beta`), an entropy bonus or an auxiliary loss, or if the threshold drops rows with signal. If
+    no rank keeps a row, the optimizer step changes nothing: neither momentum nor weight decay is applied.
 
     Args:
-        model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
+        model: the policy: a model, or the name or path of one.
         reward_funcs: one or several reward functions in any form of `dash_trl.rewards`, or a `RewardRunner`. `None`:
             the environments give the rewards.
         args: a `DASHConfig`. `None`: the defaults, with the output directory "dash-output".
@@ -424,8 +424,8 @@ class DASHTrainer(GRPOTrainer):
 
         Args:
             rewards: [N, F], the rewards of N rows (all ranks) by F functions. Groups are complete and their rows are
-                adjacent, but a call may get only some groups of a window. NaN = the function does not apply to the row.
-                A row is unscored if all its rewards are NaN.
+                adjacent, but a call may get only some groups of a window. NaN = the function does not apply; a row is
+                unscored if all its rewards are NaN.
         Returns:
             [N] floats, finite for scored rows.
         """

@@ -164,7 +164,7 @@ class EvaluationArguments(Task):
             )
 
     def task(self, models: Sequence[str]) -> Self:
-        """Return these arguments with a dataset and a length. By default, the toy model gets the toy problems.
+        """Return these arguments with a dataset (by default, the toy problems for the toy model) and a length.
 
         Raises:
             ValueError: if no dataset is given and the toy model is not among the models.

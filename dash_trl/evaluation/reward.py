@@ -26,7 +26,7 @@ PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a prog
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """Calls one reward function as in training. It is a context manager that ends the workers that it has started.
+    """Calls one reward function as in training. As a context manager, it ends the workers that it has started.
 
     Args:
         function: one reward function in any form of `dash_trl.rewards.forms`, a list with one function, or a
@@ -86,8 +86,7 @@ def scored_samples(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Sample completions of problems and score them. Yield each problem as soon as it is done, in any order.
 
-    `problems` are rows with a `prompt` and the columns that the reward function reads; `sampling` goes to
-    `Sampler.sample`.
+    `problems` are rows with a `prompt` and the columns of the reward function; `sampling` goes to `Sampler.sample`.
 
     Yields:
         The index of a problem, and a row with its `prompt`, its `answer` if it has one, and its `samples`.
@@ -115,8 +114,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Sample every prompt of a dataset, score the samples, and return their figures (see `figures_of`).
 
-    A reward failed if it is None, NaN or infinite, or if the function raised an exception. A failed reward counts in
-    `failed` and is left out of the accuracy; it never counts as 0.
+    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It counts in `failed` and is
+    left out of the accuracy; it never counts as 0.
 
     Args:
         model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Afterwards, its

@@ -55,7 +55,7 @@ async def unless_lost(outcome: Awaitable[Any], seconds: float) -> Any:
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task is cancelled. Users' functions may raise a `CancelledError`, too."""
+    """Return whether the running task is cancelled; a user's function may raise a `CancelledError`, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

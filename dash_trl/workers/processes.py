@@ -61,7 +61,7 @@ class _Worker(LokyProcess):
     """A worker process. It leads a process group that ends with it, so what a call has started ends, too."""
 
     def terminate(self) -> None:
-        """Kill the group. Pebble's own SIGTERM would reach neither a call that ignores it, nor what it has started."""
+        """Kill the group. Pebble's SIGTERM would reach neither a call that ignores it, nor what it has started."""
         with suppress(ProcessLookupError, PermissionError):  # some systems raise these for a group that has ended
             os.killpg(self.pid, signal.SIGKILL)
         super().terminate()  # it may not lead a group yet
@@ -124,7 +124,7 @@ def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
 
 
 class ProcessCalls(Backend):
-    """`Backend` that makes calls in worker processes. The workers end at `close` or when this process exits.
+    """`Backend` that makes calls in worker processes, which end at `close` or when this process exits.
 
     A worker may use at most `MEMORY` bytes of address space.
 
