@@ -9,16 +9,11 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
+    """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package, whose `__name__` is `package`.
 
     The names are read from the imports under the first `if TYPE_CHECKING:` of that `__init__.py`. So each name is
-    written only once, and type checkers see ordinary imports. The names under a second `if TYPE_CHECKING:` are for
-    other folders of dash_trl ("rooms"): these names can be imported, but `__dir__` and `__all__` leave them out.
-
-    Args:
-        package: name of the package, its `__name__`.
-    Returns:
-        `__getattr__`, `__dir__` and `__all__`.
+    written once, and type checkers see ordinary imports. The names under a second `if TYPE_CHECKING:` are for other
+    folders of dash_trl: they can be imported, but `__dir__` and `__all__` leave them out.
     """
     module = sys.modules[package]
     tree = ast.parse(inspect.getsource(module))

@@ -22,15 +22,11 @@ Position = tuple[int, int]  # in the dataset: (completed epochs, micro-batches t
 
 
 def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
-    """Finds the checkpoint for the option `resume_from_checkpoint`.
+    """Find the checkpoint for the option `resume_from_checkpoint`; None for a new run.
 
     Args:
-        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used
-            that is whole and of the folder's latest run. True stands for the folder `output_dir`, None and False for a
-            new run. The texts "true", "none" and "false" mean the same as these three values.
-        output_dir: `TrainingArguments.output_dir`.
-    Returns:
-        The path of the checkpoint; None for a new run.
+        value: a checkpoint, or a folder with checkpoints, whose last whole one of its latest run is used. True is the
+            folder `output_dir`; None and False are a new run. The texts "true", "none" and "false" mean the same.
     Raises:
         ValueError: if there is no such checkpoint, or if the named one is damaged.
     """
@@ -53,13 +49,9 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
 
 
 def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
-    """Check that a checkpoint has the kind of weights that this run trains: those of an adapter, or of a whole model.
+    """Raise a `ValueError` if a checkpoint has an adapter, but this run trains a whole model, or the other way round.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        is_adapted: True = this run trains an adapter.
-    Raises:
-        ValueError: if it has the other kind. Transformers would leave the weights as they are, or find no file.
+    Transformers would leave the weights as they are, or find no file.
     """
     other, said = "adapter_config.json", "an adapter, but this run trains all weights"
     if is_adapted:
@@ -82,14 +74,8 @@ STATE = ("optimizer*", "scheduler.pt", "rng_state*")  # files without which a ru
 
 
 def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str, Any]]) -> str | None:
-    """Compare the optimizer of a checkpoint with that of this run, by their parameter groups.
+    """Return a warning of how this run's optimizer differs from the checkpoint's, by their parameter groups, or `None`.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        asked: the groups before the checkpoint was loaded.
-        groups: the groups now.
-    Returns:
-        A warning: what the checkpoint lacks, and which of its settings hold. `None`: there is no difference.
     Raises:
         ValueError: if the checkpoint is of another optimizer, whose settings have other names.
     """
@@ -108,17 +94,13 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
-    With these files, a resumed run continues within the saved window instead of sampling a new one. All ranks call
-    every method at the same point.
+    With these files, a resumed run continues within the saved window. All ranks call every method at the same point.
 
     Attributes:
-        host: the trainer.
-        rules: which log-probs a window has.
         prompts: number of rows of the training set; `None` for a stream.
         queue: hands out the prompts. `None`: Transformers reads them.
         dynamic: chooses the groups of windows. `None`: a window has all groups.
         micro_steps: has the window in use.
-        skipped: counts skipped optimizer steps.
     """
 
     host: Host
@@ -147,11 +129,7 @@ class Checkpoints:
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
-        """`with` block in which all files of a checkpoint are written. At its end, the checkpoint is whole.
-
-        Args:
-            folder: folder of the checkpoint.
-        """
+        """`with` block in which all files of a checkpoint are written. At its end, the checkpoint is whole."""
         runs = {**self._runs, [*self._runs][-1]: self.host.state.global_step}
         self._ranks.agree(manifest.begin, folder, runs, main_only=True)
         yield
@@ -174,12 +152,8 @@ class Checkpoints:
     def save(self, folder: str, micro_step: int) -> None:
         """Save this rank's part of a checkpoint: its survivors with their log-probs, and its position.
 
-        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
-        a resumed run samples them again.
-
-        Args:
-            folder: folder of the checkpoint.
-            micro_step: number of micro-steps that have run.
+        Windows that were sampled ahead are not saved: a resumed run samples them again. `micro_step` is the number of
+        micro-steps that have run.
         """
         state, schedule = self.host.state, self.micro_steps.schedule
         completed = schedule.completed(micro_step, state.global_step)  # in whole optimizer steps
@@ -190,16 +164,13 @@ class Checkpoints:
         SavedRun(self._shapes, position, completed, self.skipped.total, window, *states).save(self._file(folder))
 
     def begin(self, checkpoint: str | None, start: Position) -> tuple[int, Position]:
-        """Begin a run, if possible where a checkpoint was saved.
+        """Begin a run, if possible where a checkpoint was saved, and give it a name. `None` means a new run.
 
-        The run gets a name. If it saves checkpoints, those of other runs in its folder no longer count.
+        If the run saves checkpoints, those of other runs in its folder no longer count.
 
-        Args:
-            checkpoint: folder of the checkpoint. `None`: a new run.
-            start: the position at which Transformers would begin.
         Returns:
-            The micro-step and the position with which the run begins. The position is `start` for a new run, if the
-            checkpoint cannot be continued, and with `ignore_data_skip`; otherwise that of the checkpoint.
+            The micro-step and the position with which the run begins. The position is `start`, where Transformers would
+            begin, for a new run, if the checkpoint cannot be continued, and with `ignore_data_skip`.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
@@ -247,6 +218,5 @@ class Checkpoints:
         return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
 
     def warn(self, message: str) -> None:
-        """Log a warning, on the first rank only."""
         if self._ranks.rank == 0:
             logger.warning(message)

@@ -1,7 +1,7 @@
 """Compares one optimizer step of TRL's `GRPOTrainer` and of `DASHTrainer` on scripted completions and rewards.
 
-`dash_trl doctor MODEL --update` uses it. The trainers get the same weights, rows and rewards, so their gradients have
-to be equal up to rounding. A third step, TRL's in float32, tells how much rounding changes.
+`dash_trl doctor MODEL --update` uses it. The trainers get the same weights, rows and rewards, so their gradients are
+equal up to rounding. A third step, TRL's in float32, tells how much rounding changes.
 """
 
 import gc
@@ -35,7 +35,6 @@ class Scripted:
         group: G, rows of a group.
         longest: limit of the lengths of completions, which are lognormal with a fourth of it as median.
         prompt_tokens: number of random tokens of a prompt.
-        lengths: lengths of the last completions.
     """
 
     constant: float
@@ -46,7 +45,6 @@ class Scripted:
     __name__ = "scripted"
 
     def rollouts(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """Return the fields of a `rollout_func` for N prompts."""
         draw = random.Random(trainer.state.global_step)
         drawn = [round(draw.lognormvariate(0, 0.8) * self.longest / 4) for _ in prompts]
         self.lengths: list[int] = [min(max(length, 8), self.longest) for length in drawn]
@@ -67,14 +65,7 @@ def _ids(draw: random.Random, length: int) -> list[int]:
 
 
 class Step(TrainerCallback):
-    """The gradients of a run's first optimizer step, and what its last one took.
-
-    Attributes:
-        gradients: name of a parameter → its gradient, float32 on the CPU.
-        seconds: duration.
-        costs: text about seconds and memory.
-        figures: what the last step logged.
-    """
+    """The gradients of a run's first optimizer step (float32 on the CPU), and the costs and the log of its last one."""
 
     seconds = 0.0
     costs = ""
@@ -98,14 +89,7 @@ class Step(TrainerCallback):
 
 
 def make_step(kind: Any, model: ModelConfig, script: Scripted, *, bf16: bool) -> Step:
-    """Make two equal optimizer steps, with learning rate 0.
-
-    Args:
-        kind: `GRPOTrainer` or `DASHTrainer`.
-        model: the model, its dtype and its adapter, whose weights are random.
-        script: the completions and rewards.
-        bf16: whether passes compute in bf16 (`TrainingArguments.bf16`).
-    """
+    """Make two equal optimizer steps of a trainer class, with learning rate 0 and random weights of the adapter."""
     adapter = get_peft_config(model)
     if adapter is not None:
         adapter = without_towers(adapter, model.model_name_or_path, {})  # for TRL, too: the same weights are drawn
@@ -161,12 +145,10 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def compare_update(model: ModelConfig, script: Scripted, trainer: Any) -> str:
-    """Compare one optimizer step of TRL's trainer and of `DASHTrainer`, which is `trainer`; see `make_step`.
+    """Compare one optimizer step of TRL's trainer and of `trainer`, a `DASHTrainer` class, and return a report.
 
-    Returns:
-        A report for the terminal.
     Raises:
-        ValueError: if the gradients differ more than rounding explains; the message has the report.
+        ValueError: with the report, if the gradients differ more than rounding explains.
     """
     bf16 = computes_bf16()
     exact = make_step(GRPOTrainer, replace(model, dtype="float32"), script, bf16=False)

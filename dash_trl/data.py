@@ -69,7 +69,7 @@ def load_math_dataset(
     problem_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
-    r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`::
+    r"""Load math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`::
 
         load_math_dataset("openai/gsm8k", config="main", chat=tokenizer.chat_template is not None)
 
@@ -77,19 +77,18 @@ def load_math_dataset(
         name_or_path: a dataset on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
             after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
         config: name of the configuration on the hub, such as "main". None = the default.
-        split: name of the split, such as "test" or "train[:1000]". A single file or a saved `Dataset` has only the
-            split "train".
+        split: a split, such as "test" or "train[:1000]". A single file or a saved `Dataset` is the split "train".
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "boxed"; but the
             prompts of a column `prompt` stay unchanged.
         chat: True = make each prompt a conversation of one user message, for a tokenizer with a chat template.
-        solution: True = keep the first of `SOLUTION_COLUMNS` that exists, unchanged. Its name becomes `solution`; a
-            ready-made `completion` keeps its name.
-        problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
-        answer_column: name of the column with the gold answers. None = in each row, the first column of
-            `ANSWER_COLUMNS` that has an answer in it. A `solution` has one only in a ``\boxed{}`` or after `####`.
+        solution: True = keep the first of `SOLUTION_COLUMNS` that exists, as `solution`; a ready-made `completion`
+            keeps its name.
+        problem_column: column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
+        answer_column: column with the gold answers. None = in each row, the first of `ANSWER_COLUMNS` that has an
+            answer. A `solution` has one only in a ``\boxed{}`` or after `####`.
     Returns:
-        A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, the solution,
-        in the order of the source.
+        A dataset in the order of the source, with the columns `prompt` (string or conversation), `answer` (string)
+        and, if asked for, the solution.
     Raises:
         ValueError: if the path, split, template or a column does not exist, or a row lacks a problem or an answer.
     """
@@ -115,7 +114,7 @@ def load_code_dataset(
     solution: bool = False,
     problem_column: str | None = None,
 ) -> Dataset:
-    r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`::
+    r"""Load programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`::
 
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
@@ -123,17 +122,17 @@ def load_code_dataset(
         name_or_path: see `load_math_dataset`. The dataset has the columns of MBPP or MBPP+, or ready-made ones.
         config: see `load_math_dataset`.
         split: see `load_math_dataset`; MBPP+ has the splits "train" and "test".
-        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "code", which asks
-            for a fenced block; but ready-made prompts stay unchanged.
+        prompt_template: see `load_math_dataset`; None = "code", which asks for a fenced block.
         chat: see `load_math_dataset`.
         solution: see `load_math_dataset`.
-        problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
+        problem_column: see `load_math_dataset`.
     Returns:
         A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
-        - `tests`: list of scripts that test the program. For programs that read standard input, the columns are
-          `inputs` and `outputs` instead: lists of strings, one for each test. A dataset may have all three columns.
+        - `tests`: list of scripts that test the program.
+        - `inputs`, `outputs`: for programs that read standard input, lists of strings, one for each test. A dataset may
+          have `tests`, too.
         - `entry_point`: the name of the function, or None.
         - the solution, as in `load_math_dataset`; only with `solution=True`.
     Raises:
@@ -153,12 +152,6 @@ def load_code_dataset(
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Return whether a dataset has programming problems with tests, for `load_code_dataset`.
-
-    Args:
-        name_or_path: see `load_math_dataset`.
-        config: see `load_math_dataset`.
-    """
     known = {column.lower() for column in next(iter(_splits(str(name_or_path), config).values())).column_names}
     return "tests" in known or "test_list" in known or known >= {"inputs", "outputs"}
 
@@ -167,10 +160,9 @@ def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
 
 
 def mbpp_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns a row of MBPP or MBPP+ into `problem`, `tests`, `entry_point` and `code`. The problem shows an assert.
+    """Turn a row of MBPP or MBPP+ into `problem`, `tests`, `entry_point` and `code`. The problem shows an assert.
 
-    Args:
-        row: the row, with column names in lower case.
+    The names of the row's columns are in lower case.
     """
     listed = _scripts(row["test_list"])
     asserts = [one for one in listed if "assert" in one]  # MBPP+ also lists imports
@@ -190,21 +182,14 @@ def mbpp_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scripts(value: Any) -> list[str]:
-    """Return the scripts in a cell, which contains one text or a list of texts. Empty scripts are left out."""
     values = [value] if isinstance(value, str) else list(value or [])
     # EvalPlus's script for Mbpp/88 has no inputs, so it tests nothing.
     return [one for one in values if one.strip() and not re.search(r"^inputs = \[\]$", one, re.MULTILINE)]
 
 
 def _prompts(dataset: Dataset, column: str | None, template: str | None, default: str, chat: bool) -> list[Any]:
-    """Return the prompts of a dataset.
+    """Return the prompts of a dataset. Without a `template`, `default` is used, but a column `prompt` stays unchanged.
 
-    Args:
-        dataset: the dataset.
-        column: name of the column with the problems; None = the first of `PROBLEM_COLUMNS` that exists.
-        template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`.
-        default: the template if `template` is None; but a column `prompt` then has no template.
-        chat: see `make_prompt`.
     Raises:
         ValueError: if the template does not contain `{problem}`, or a row has no problem.
     """
@@ -227,12 +212,9 @@ def _prompts(dataset: Dataset, column: str | None, template: str | None, default
 
 
 def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str, str]] | None:
-    """Makes the prompt for one problem. The result is None if the problem is empty.
+    """Make the prompt for one problem, by a template that contains `{problem}`; None if the problem is empty.
 
-    Args:
-        problem: a text or a conversation. A conversation is returned unchanged.
-        template: a text that contains `{problem}`.
-        chat: True = make a conversation of one user message.
+    A conversation is returned unchanged. With `chat`, a text becomes a conversation of one user message.
     """
     if isinstance(problem, list):
         return problem or None
@@ -244,14 +226,9 @@ def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str,
 
 
 def final_answer(value: Any, marked: bool = False) -> str | None:
-    r"""Return the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value.
+    r"""Return the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value; None if empty.
 
-    Args:
-        value: the value of a column: an answer, or a solution.
-        marked: True = accept only an answer that follows `####` or is in a ``\boxed{}``, because a whole solution is no
-            answer.
-    Returns:
-        The answer; None if there is none.
+    With `marked`, the whole value is no answer, because it is a solution.
     """
     text = plain_answer(value)
     if (hashes := last_hashes(text)) is not None:
@@ -264,7 +241,6 @@ def final_answer(value: Any, marked: bool = False) -> str | None:
 
 
 def _load(name_or_path: str | Path, config: str | None, split: str) -> Dataset:
-    """Return the rows of a split, with column names in lower case."""
     rows = select_split(_splits(str(name_or_path), config), split, str(name_or_path))
     return rows.rename_columns({name: name.lower() for name in rows.column_names})
 
@@ -294,12 +270,8 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
 
 
 def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
-    """Selects a split, a part of a split, or all splits.
+    """Select a split ("test"), a part of a split ("train[:100]"), or "all" of the data that `source` names.
 
-    Args:
-        splits: the data by split.
-        split: the split or part of a split in the notation of `datasets`, such as "test" or "train[:100]"; or "all".
-        source: name of the data, for the error.
     Raises:
         ValueError: if the split does not exist.
     """
@@ -318,7 +290,7 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
 
 
 def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Splits MBPP+ in two by its problems' numbers; returns other data unchanged."""
+    """Split MBPP+ in two by its problems' numbers; return other data unchanged."""
     rows = next(iter(splits.values()))
     if len(splits) > 1 or len(rows) != MBPP_PLUS_ROWS or not MBPP_PLUS_COLUMNS <= set(rows.column_names):
         return splits
@@ -328,7 +300,7 @@ def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset) -> list[str]:
-    """Return the names of the columns to read, the preferred column first. Raises a `ValueError` if none exists."""
+    """Return the names of the columns to read, the preferred column first. Raise a `ValueError` if none exists."""
     names = known if wanted is None else [wanted.lower()]
     found = [name for name in names if name in dataset.column_names]
     if not found:
@@ -340,7 +312,6 @@ def _columns(what: str, wanted: str | None, known: Sequence[str], dataset: Datas
 
 
 def _solutions(dataset: Dataset) -> dict[str, Any]:
-    """Return the column with the solutions, by its new name."""
     column = _columns("solution", None, SOLUTION_COLUMNS, dataset)[0]
     return {"completion" if column == "completion" else "solution": dataset[column][:]}
 

@@ -29,7 +29,7 @@ PACKAGES = {
 
 
 def training() -> str:
-    """Imports the trainer: versions alone do not show every conflict between packages."""
+    """Import the trainer, because versions alone do not show every conflict between packages."""
     import dash_trl.trainer  # noqa: F401
 
     return "DASHTrainer can be imported"
@@ -52,7 +52,7 @@ def sandbox() -> str:
 
 
 def passes(name: str) -> str:
-    """Returns how the passes of a model run, as far as its config tells. A test before training decides."""
+    """Return how the passes of a model run, as far as its config tells. A test before training decides."""
     import torch
     from transformers import AutoConfig
 
@@ -68,7 +68,6 @@ def passes(name: str) -> str:
 
 
 def update(name: str, given: argparse.Namespace, options: Sequence[str]) -> str:
-    """Compares an update of a model with TRL's."""
     from transformers import HfArgumentParser
     from trl import ModelConfig
 

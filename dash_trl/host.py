@@ -1,7 +1,6 @@
-"""`Host`: what the objects of a run ask of the trainer.
+"""`Host`: what the objects of a run ask of the trainer, which is the host.
 
-`DASHTrainer` is the host. The objects that sample windows, wait for rewards and compute log-probs get it as their first
-argument, and use no other attribute of the trainer.
+The objects get it as their first argument, and use no other attribute of it.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions, S rows of a pass, T completion tokens.
 """
@@ -21,15 +20,9 @@ class Host(Protocol):
     """The trainer, as the objects of a run see it.
 
     Attributes:
-        args: the settings.
-        state: the state of the run, as Transformers keeps it.
-        model: the policy.
-        _tokenizer: the tokenizer; TRL has it beside a multimodal model's processor.
+        _tokenizer: the tokenizer, even if TRL has a multimodal model's processor.
         eos_token_ids: token ids that end a completion.
         reward_weights: [F], the current weights of the reward functions.
-        ranks: the ranks of the run.
-        recorder: logs figures and seconds.
-        callback_handler: has Transformers' callbacks.
         vllm_generation: TRL's sampler; a `ServerGeneration` if vLLM servers sample.
         rollout_func: the user's function that samples. `None`: there is none.
     """
@@ -66,7 +59,6 @@ class Host(Protocol):
 
 
 def on_servers(host: Host) -> bool:
-    """Whether vLLM servers sample."""
     return host.args.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
 
 
@@ -76,13 +68,12 @@ def one_ahead(host: Host) -> bool:
 
 
 def windows_ahead(host: Host) -> int:
-    """Return how many windows are sampled before training needs them, at most."""
     return host.args.async_level if rows_come_early(host) else 0
 
 
 def rows_come_early(host: Host) -> bool:
     """Whether a window's rows are sampled one after the other, or before training needs the window.
 
-    Servers return each group when it is done, with `async_level=0`, too.
+    Servers return each group when it is done, even with `async_level=0`.
     """
     return on_servers(host) or one_ahead(host)

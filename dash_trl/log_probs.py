@@ -41,13 +41,8 @@ def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
     """Return the settings that replace attributes of the trainer while TRL computes the loss.
 
     TRL corrects for the difference between sampler and policy only with `use_vllm=True`. In training, `use_vllm` is
-    therefore set to True in two more cases: with `loss_type="decoupled_ppo"`, and if this process samples the next
-    window while it waits for rewards. In an evaluation, our losses have no correction, because the policy itself
-    samples.
-
-    Args:
-        host: the trainer.
-        training: False in an evaluation.
+    therefore also True with `loss_type="decoupled_ppo"`, and if this process samples the next window while it waits for
+    rewards. In an evaluation, our losses have no correction, because the policy itself samples.
     """
     loss_type = host.args.loss_type
     settings = OFF_POLICY_LOSSES.get(loss_type, {})
@@ -64,12 +59,10 @@ class LogProbRules:
         outlives_its_weights: True = several optimizer steps use a window, so its old log-probs must be computed.
         reference: True = the loss needs the log-probs of the reference model.
         sampler_is_old: True = the old log-probs are the sampler's log-probs.
-        correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no importance sampling
-            correction.
+        correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no correction.
         model: the policy, whose dropout is looked up.
-        noisy: True = NEFTune adds noise, or a row has several training passes (`num_iterations`). These are meant to
-            lie in one optimizer step, but if a stream ends within a window, an optimizer step may come between them and
-            change the weights.
+        noisy: True = NEFTune adds noise, or a row has several training passes (`num_iterations`), between which an
+            optimizer step may come if a stream ends within a window.
     """
 
     outlives_its_weights: bool
@@ -81,7 +74,6 @@ class LogProbRules:
 
     @classmethod
     def of(cls, host: Host) -> LogProbRules:
-        """Return the rules for the settings of a run."""
         args = host.args
         settings = vars(args) | loss_settings(host, training=True)
         correction = {
@@ -103,10 +95,8 @@ class LogProbRules:
     def names(self, *, serves_one_step: bool) -> list[str]:
         """Return the fields of log-probs that must be computed before training.
 
-        Args:
-            serves_one_step: True = one optimizer step uses the whole window. Its training passes then use the same
-                weights as the old log-probs, so that they can compute the old log-probs themselves; see
-                `CorrectionInPass`.
+        If the window `serves_one_step`, its training passes use the same weights as the old log-probs, so they can
+        compute these themselves; see `CorrectionInPass`.
         """
         repeatable = serves_one_step and not self.noisy and not has_dropout(self.model)
         corrects = self.correction is not None and not repeatable
@@ -115,16 +105,12 @@ class LogProbRules:
 
 
 class LogProbs:
-    """Computes old log-probs, reference log-probs and importance-sampling ratios.
+    """Computes old log-probs, reference log-probs and importance sampling ratios.
 
     All ranks call every method at the same point, because model passes and the gathering of lengths are collectives.
 
-    Args:
-        host: the trainer.
-        micro_batches: makes the inputs of passes.
     Attributes:
-        rules: which log-probs the loss needs.
-        in_pass: computes importance sampling ratios within training passes; see `CorrectionInPass`.
+        in_pass: computes importance sampling ratios within training passes.
     """
 
     def __init__(self, host: Host, micro_batches: MicroBatches):
@@ -137,14 +123,8 @@ class LogProbs:
         """Add old log-probs, reference log-probs and ratios to the survivors, as far as the loss needs them.
 
         The passes have the micro-batches of the training passes. With other rows or another width, bf16 would round
-        differently, and ratios of equal policies would differ from 1.
-
-        If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
-        sampler did not report.
-
-        Args:
-            part: the window, or a part of it.
-            shares: the micro-steps of each share of the window; see `Schedule.shares_of_window`.
+        differently, and ratios of equal policies would differ from 1. If the old log-probs are the sampler's, only rows
+        with a token whose log-prob is not reported need a pass. For `shares` see `Schedule.shares_of_window`.
         """
         rules, survivors = self.rules, part.rollouts
         names = rules.names(serves_one_step=len(shares) == 1 and not part.by_group)
@@ -171,14 +151,10 @@ class LogProbs:
         return replace(part, rollouts=survivors.with_log_probs(**known))
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Add these fields to all rows, before it is known which rows survive.
+        """Add the fields of `added` to all B rows of a window without rewards, before it is known which rows survive.
 
-        This is for a window that several optimizer steps use, and whose rewards come group by group. The log-probs of
-        all groups must be computed before the first of these steps changes the weights, but the rewards of some groups
-        come only after that step.
-
-        Args:
-            rollouts: the B rows of the window, without rewards.
+        This is for a window that several optimizer steps use, and whose rewards come group by group. All log-probs must
+        be computed before the first of these steps changes the weights, but some rewards come only after it.
         """
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
@@ -195,14 +171,7 @@ class LogProbs:
 
     @torch.no_grad()
     def of_tokens(self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[Any]:
-        """Compute the policy's log-probs of each completion's tokens.
-
-        Args:
-            prompt_ids: B lists of token ids.
-            completion_ids: B lists of token ids.
-        Returns:
-            B lists with one log-prob per completion token.
-        """
+        """Compute one log-prob by the policy for each token of B completions; the arguments are lists of token ids."""
         rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=self._host._tokenizer.pad_token_id)
         with self._host.recorder.timed("logprobs"):
             _, window = self._window(rollouts)
@@ -210,13 +179,10 @@ class LogProbs:
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     def log(self, survivors: Survivors) -> None:
-        """Log figures about the sampler's log-probs of a window: how they differ from the old ones, and the ratios.
+        """Log the ratios of a whole window, and how the sampler's log-probs differ from the old ones.
 
-        This needs ratios that were computed before training; see `log_step` for the others. If the old log-probs are
-        the sampler's, the share of rows is logged for which a pass had to compute unknown log-probs.
-
-        Args:
-            survivors: the survivors of a whole window.
+        Ratios that training passes compute are left to `log_step`. If the old log-probs are the sampler's, the share of
+        rows is logged for which a pass computed unknown log-probs.
         """
         sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
         old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
@@ -230,10 +196,7 @@ class LogProbs:
             self._log_correction(old, sampled, mask, ratio)
 
     def log_step(self) -> None:
-        """Log the figures of the correction for windows whose old log-probs were computed in training passes.
-
-        Call it at the end of an optimizer step.
-        """
+        """Log the figures of the ratios that the training passes of the ending optimizer step have computed."""
         for tables in self.in_pass.of_step():
             self._log_correction(*tables)
 
@@ -251,17 +214,7 @@ class LogProbs:
         run: Callable[[Inputs], Sequence[Tensor]],
         count: int,
     ) -> list[Tensor]:
-        """Run passes over the needed rows of a part, and collect the results.
-
-        Args:
-            part: the window, or a part of it.
-            shares: see `added`.
-            needed: [R, M] bool.
-            run: function that takes the inputs of a pass, runs it, and returns at least `count` tensors [S, T'].
-            count: number of results.
-        Returns:
-            `count` tensors [B, T] float32, on the CPU.
-        """
+        """Run passes over the `needed` rows ([R, M] bool) of a part; return `count` float32 tensors [B, T]."""
         args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for steps in shares:
@@ -276,11 +229,7 @@ class LogProbs:
         return found
 
     def _window(self, rollouts: CreditedRollouts, *, by_group: bool = False) -> tuple[Tensor, Part]:
-        """Build a window from the rows that are not fully masked.
-
-        Returns:
-            The indices of these rows, and the window.
-        """
+        """Build a window from the rows that are not fully masked; return the indices of these rows, and the window."""
         lengths = rollouts.lengths()
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
@@ -289,14 +238,10 @@ class LogProbs:
 
 
 class CorrectionInPass:
-    """Computes importance-sampling ratios within training passes, which saves the passes for old log-probs.
+    """Computes importance sampling ratios within training passes, which saves the passes for old log-probs.
 
-    This works if one optimizer step uses the whole window. The training passes of this step use the same weights as the
-    old log-probs, so their log-probs, detached, are the old log-probs.
-
-    Args:
-        rules: which log-probs the loss needs.
-        rank: index of this rank.
+    This works if one optimizer step uses the whole window. Its training passes use the same weights as the old
+    log-probs, so their log-probs, detached, are the old log-probs.
     """
 
     def __init__(self, rules: LogProbRules, rank: int):
@@ -306,10 +251,7 @@ class CorrectionInPass:
     def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor) -> Inputs:
         """Return the inputs of the loss, with the ratios of a training pass if the pass needs them.
 
-        Args:
-            inputs: the inputs of the pass.
-            log_probs: [S, T], the policy's log-probs in this pass.
-            mask: [S, T], 1 = a token that the loss counts.
+        The policy's `log_probs` in this pass, and `mask` (1 = a token that the loss counts), are [S, T].
         """
         correction = self._rules.correction
         if correction is None or "importance_sampling_ratio" in inputs:
@@ -322,11 +264,7 @@ class CorrectionInPass:
         return {**inputs, "importance_sampling_ratio": ratio}
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the log-probs and ratios of all passes of the ending optimizer step, and forget them.
-
-        Yields:
-            For each window, the old log-probs, the sampler's log-probs, the loss mask and the ratios.
-        """
+        """Yield and forget, for each window, the old and the sampler's log-probs, the loss mask and the ratios."""
         tables, self._tables = self._tables, defaultdict(list)
         for passes in tables.values():
             widest = max(old.shape[1] for old, *_ in passes)

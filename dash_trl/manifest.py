@@ -35,7 +35,7 @@ def begin(folder: Path, runs: dict[str, int]) -> None:
 
 
 def finish(folder: Path, runs: dict[str, int]) -> None:
-    """List the files of a checkpoint that has been saved."""
+    """List the files of a saved checkpoint, which makes it whole."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LIST]
     write(folder / LIST, {"runs": runs, "files": {name: checksum(folder / name) for name in names}})
 
@@ -49,10 +49,10 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def find(folder: Path) -> tuple[Path | None, list[str]]:
-    """Find the last checkpoint in a folder that is whole and of the folder's run. The folder may be the checkpoint.
+    """Find the last checkpoint in a folder (or the folder itself) that is whole and of the folder's run.
 
     Returns:
-        The checkpoint, or `None`; the reason why each later one is none.
+        The checkpoint, or `None`; the reason why each later checkpoint does not count.
     """
     current, reasons = _read(folder / RUN).get("runs"), []
     found = {int(end): path for path in folder.glob("checkpoint-*") if (end := path.name[11:]).isdigit()}

@@ -15,12 +15,7 @@ from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_shar
 
 
 class MicroBatches:
-    """Makes the inputs of model passes from the rows of a window.
-
-    Args:
-        host: the trainer.
-        passes: builds the inputs, padding-free or padded.
-    """
+    """Makes the inputs of model passes from the rows of a window."""
 
     def __init__(self, host: Host, passes: ModelPasses):
         self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
@@ -29,8 +24,8 @@ class MicroBatches:
     def plan(self, part: Part) -> list[MicroBatch]:
         """Distribute the survivors of a part over micro-batches; see `plan_share`.
 
-        The plan depends only on the part, so that all passes over the part round in the same way: those of the old
-        policy and of the reference model, and the training passes.
+        The plan depends only on the part, so that all passes over it round in the same way: those of the old policy and
+        of the reference model, and the training passes.
         """
         lengths = part.lengths
         if self.passes.full_width:  # each row of a pass is as wide as the window
@@ -50,24 +45,15 @@ class MicroBatches:
         return planned
 
     def without_gradient(self, part: Part) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes without gradient.
-
-        Args:
-            part: the share of a window, or a part of it.
-        Yields:
-            For each pass, the indices of this rank's rows in `part.rollouts`, and the inputs on the CPU.
-        """
+        """For each pass, yield this rank's rows, as indices in `part.rollouts`, and its inputs on the CPU."""
         for micro_batch in self.plan(part):
             yield self._of(part, micro_batch)
 
     def with_gradient(self, part: Part, passes: list[Pass]) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Make the inputs of training passes on the CPU, including the weights of their losses in the optimizer step.
+        """Make the inputs of training passes on the CPU, with the weights of their losses in the optimizer step.
 
-        Args:
-            part: the share of a window, or a part of it.
-            passes: its passes.
         Yields:
-            The inputs of a pass, and a bool, True = the pass is the last one of the micro-step.
+            The inputs of a pass, and whether it is the last pass of the micro-step.
         """
         if planned := [one.micro_batch for one in passes]:
             padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
@@ -93,7 +79,6 @@ class MicroBatches:
             yield inputs, part.ends_step and one is passes[-1]
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """Return this rank's rows of a micro-batch, as indices in `part.rollouts`, and the inputs of their pass."""
         # The survivors of this rank are those rows of its lengths that are not 0, in the same order.
         indices = (part.lengths[self._rank, :, 1] > 0).cumsum(dim=0) - 1
         rows = indices[list(micro_batch.rows[self._rank])].tolist()

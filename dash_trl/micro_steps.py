@@ -19,13 +19,6 @@ class MicroSteps:
     """Collects a window when it is due, keeps the window in use, and makes the inputs of each micro-step's passes.
 
     All ranks call `wait_for_rest`, and every method with an argument `micro_step`, at the same point.
-
-    Args:
-        host: the trainer.
-        micro_batches: makes the inputs of passes.
-        collector: collects the windows.
-    Attributes:
-        schedule: decides which rows run in which micro-step.
     """
 
     def __init__(self, host: Host, micro_batches: MicroBatches, collector: Collector):
@@ -42,7 +35,6 @@ class MicroSteps:
         self._micro_step = 0  # the micro-step that runs
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
-        """Begin an optimizer step, with the arguments of `Schedule.begin_optimizer_step`."""
         self.schedule.begin_optimizer_step(first, micro_steps, global_step)
         if self._window is not None:
             self._window.begin_optimizer_step(global_step)
@@ -50,13 +42,11 @@ class MicroSteps:
     def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
-        All passes of a share run in its last micro-step, because they may have to wait for rewards.
+        All passes of a share run in its last micro-step, because they may have to wait for rewards. `examples` are the
+        micro-step's dataset rows; see `Collector.window`.
 
-        Args:
-            micro_step: the micro-step.
-            examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
-            The inputs of a pass, and a bool, True = the pass is the last one of the micro-step.
+            The inputs of a pass, and whether it is the last pass of the micro-step.
         """
         self._micro_step = micro_step
         by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(micro_step)
@@ -87,7 +77,7 @@ class MicroSteps:
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
     def _groups_of_step(self) -> int:
-        """Return the number of groups that this rank has in the running optimizer step's share of the window in use."""
+        """Return this rank's number of groups in the running optimizer step's share of the window in use."""
         return (
             len(self.schedule.micro_steps_of_share(self._micro_step))
             * self.schedule.rows_per_step
@@ -95,34 +85,22 @@ class MicroSteps:
         )
 
     def wait_for_rest(self) -> None:
-        """Wait for all remaining parts of the window in use.
-
-        The window is then whole, as if all of its rewards had been awaited together.
-        """
+        """Wait for all remaining parts of the window in use, which is whole afterwards."""
         window = self._window
         if window is not None and window.whole is None:
             self._host.model.train()  # an evaluation may have changed the mode
             window.wait()
 
     def window_to_save(self, micro_step: int) -> Part | None:
-        """Return the window in use if a run that is resumed from a checkpoint can use it.
+        """Return the window in use, which must be whole, if a run that is resumed at `micro_step` can use it.
 
-        Call it only when the window in use is whole.
-
-        Args:
-            micro_step: the micro-step at which a resumed run continues.
-        Returns:
-            The window in use. `None`: no window is in use, or it begins after `micro_step`, so that later weights than
-            those of the resumed run have sampled it.
+        It cannot if the window begins after `micro_step`, because later weights than those of the resumed run sampled
+        it.
         """
         if self._window is None or self.schedule.samples_again(micro_step + 1):
             return None
         return self._window.whole
 
     def resume(self, window: Part | None) -> None:
-        """Continue with the window of a checkpoint.
-
-        Args:
-            window: the window of the checkpoint. `None`: begin with a new window.
-        """
+        """Continue with the window of a checkpoint; `None` = begin with a new window."""
         self._window = None if window is None else Window(self._host.state.global_step, whole=window)

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
-    """Whether a model has more parts than a language model, such as a vision tower."""
     return config.get_text_config() is not config
 
 
@@ -26,17 +25,14 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def of_texts(model: Any) -> list[nn.Module]:
-    """Return the modules of a model that texts pass through: the language model and its LM head."""
+    """Return the modules that texts pass through: the language model and its LM head."""
     return [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def freeze_towers(model: Any) -> None:
     """Let no optimizer get the weights of a vision tower or of another part that texts do not pass through.
 
-    Such weights have no gradient. Without this, DDP would wait for one, and weight decay under ZeRO would change them.
-
-    Args:
-        model: a transformers model, with adapters or without.
+    Such weights have no gradient. DDP would wait for one, and weight decay under ZeRO would change them.
     """
     trained = {parameter for part in of_texts(model) for parameter in part.parameters()}
     for parameter in model.parameters():
@@ -47,12 +43,7 @@ def freeze_towers(model: Any) -> None:
 def without_towers(peft_config: Any, model: Any, settings: dict[str, Any]) -> Any:
     """Return an adapter's configuration that leaves out the towers of a multimodal model, whatever its targets are.
 
-    Args:
-        peft_config: configuration of the adapter.
-        model: a model, or the name or path of one.
-        settings: arguments of `from_pretrained`.
-    Returns:
-        `peft_config` itself, if the model has no towers or the configuration excludes modules already.
+    If the model has no towers or the configuration excludes modules already, the result is `peft_config` itself.
     """
     if getattr(peft_config, "exclude_modules", "") is not None:
         return peft_config

@@ -27,22 +27,11 @@ class Run:
     interrupt) or unused rows of a window (because of `max_steps`).
 
     Args:
-        host: the trainer.
-        passes: runs the model passes.
-        functions: the watched reward functions.
-        names: the name of each function.
         may_score_early: False = a subclass overrides `_calculate_rewards`, so rewards begin only when it is called.
         prompts: number of rows of the training set; `None` for a stream.
         conversations: runs tools and environments. `None`: rows have one turn.
     Attributes:
         queue: hands out the prompts. `None`: Transformers reads them.
-        rewards: scores the completions.
-        collector: collects the windows.
-        micro_steps: decides which passes run in a micro-step.
-        pass_metrics: combines TRL's figures of the passes of an optimizer step.
-        off_policy: measures how far the policy is from the sampler.
-        skipped: counts optimizer steps whose gradient is not finite.
-        checkpoints: saves the run and continues it.
     """
 
     def __init__(
@@ -84,17 +73,10 @@ class Run:
         )
 
     def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
-        """Begin an optimizer step.
-
-        Args:
-            first: its first micro-step.
-            micro_steps: number of its micro-steps.
-        """
         self.micro_steps.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
         self.checkpoints.begin_optimizer_step()
 
     def end_optimizer_step(self) -> None:
-        """Log the figures of an optimizer step."""
         host = self._host
         host.recorder.end_step()
         for figures in self.pass_metrics.of_step(self.micro_steps.schedule.shares.values()):

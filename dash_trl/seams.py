@@ -1,6 +1,6 @@
 """Functions that use internals of TRL, Transformers and accelerate, such as TRL's loss settings or TRL's step counter.
 
-Such uses belong in this module; to override a method or to read an attribute is no such use. Contract tests on a plain
+All such uses belong here, except overridden methods and attributes that are only read. Contract tests on a plain
 `GRPOTrainer` (`tests/test_seams.py`) fail if a new TRL changes the internals that they check.
 """
 
@@ -36,12 +36,10 @@ _told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned 
 
 @contextmanager
 def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of the trainer within the `with` block, and restore them after it.
+    """Set attributes (name → value) of a trainer, its arguments or a module within the `with` block, and restore them.
 
-    Args:
-        trainer: a `GRPOTrainer`, its arguments, a model, or a module.
-        settings: name of an attribute → value. The attribute must not be a property, nor come from `__getattr__` as a
-            `PeftModel`'s attributes do: it would be hidden or changed elsewhere.
+    An attribute must not be a property, nor come from `__getattr__` as a `PeftModel`'s attributes do: it would be
+    hidden or changed elsewhere.
     """
     attributes = vars(trainer)
     before = {name: attributes[name] for name in settings if name in attributes}  # without methods of the class
@@ -57,13 +55,8 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> Tensor | float:
     """Return what TRL's loss of a pass will contain besides policy and KL: minus the entropy bonus, plus router loss.
 
-    Call it before TRL computes the loss, because TRL may then adapt the entropy's coefficient.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        mask: [S, T], 1 = a token that the loss counts.
-        entropies: [S, T], the policy's entropies in this pass.
-        aux_loss: the router loss of this pass. `None`: the model has none.
+    Call it before TRL computes the loss, because TRL may then adapt the entropy's coefficient. `mask` (1 = a token that
+    the loss counts) and `entropies` are [S, T].
     """
     value = trainer.router_aux_loss_coef * aux_loss if trainer.aux_loss_enabled else 0.0
     gated = trainer.use_adaptive_entropy and not trainer._last_world_entropy <= trainer.args.entropy_target
@@ -75,9 +68,9 @@ def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor 
 
 
 class Unread(TorchFunctionMode):
-    """Mode in which `Tensor.item()` returns the tensor, because the CPU would wait for the GPU to read the number.
+    """Mode in which `Tensor.item()` returns the tensor, and `torch.tensor` of a number fills a tensor on the GPU.
 
-    `torch.tensor` of a number fills a tensor on the GPU, because the CPU would wait for a copy of the number.
+    Otherwise the CPU would wait for the GPU to read or to copy the number.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,12 +81,9 @@ class Unread(TorchFunctionMode):
 
 @contextmanager
 def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
-    """Within the `with` block, TRL's loss logs its figures into the dict that is yielded, as tensors.
+    """Within the `with` block, TRL's loss logs its figures into the yielded dict, as tensors.
 
-    The adaptive entropy bonus needs one of the figures at once, so with it, the figures are numbers.
-
-    Args:
-        trainer: a `GRPOTrainer` in training mode.
+    With the adaptive entropy bonus, which needs one of the figures at once, the figures are numbers.
     """
     figures: dict[str, list[Any]] = defaultdict(list)
     extremes = {"nanmin": lambda one: one.nanquantile(0.0), "nanmax": lambda one: one.nanquantile(1.0)}
@@ -106,7 +96,6 @@ def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
 
 
 def new_passes(trainer: Any) -> ModelPasses:
-    """Build the `ModelPasses`, which run the passes of the policy and the reference model, padding-free if possible."""
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     models = [model.get_base_model() if is_peft_model(model) else model for model in models]
@@ -134,10 +123,9 @@ def new_passes(trainer: Any) -> ModelPasses:
 
 @contextmanager
 def reference(trainer: Any) -> Iterator[Any]:
-    """Yield the reference model.
+    """Yield the reference model. With PEFT, it is the policy with the adapter "ref" or, without "ref", the base model.
 
-    With PEFT, it is the policy with the adapter "ref", a copy of the adapter with which training began. Without "ref",
-    it is the base model.
+    The adapter "ref" is a copy of the adapter with which training began.
     """
     if trainer.ref_model is not None:
         yield trainer.ref_model
@@ -148,12 +136,9 @@ def reference(trainer: Any) -> Iterator[Any]:
 
 
 def reference_of(model: Any) -> AbstractContextManager[None]:
-    """Return a context manager in which TRL's reference of a given model is a copy of this model.
+    """Context manager in which TRL's reference of a given model is a copy of this model.
 
-    TRL loads the model that the configuration names instead, whose weights may be others.
-
-    Args:
-        model: a model, or the name of one.
+    TRL itself would load the model that the configuration names, whose weights may differ.
     """
     load = grpo_trainer.create_model_from_path
 
@@ -171,12 +156,8 @@ def reference_of(model: Any) -> AbstractContextManager[None]:
 def use_own_generator(dataloader: Any, seed: int) -> None:
     """Let a dataloader draw the seeds of its workers from a generator of its own.
 
-    Each epoch draws a seed when it is opened. How early that happens depends on how far prompts are read ahead. Drawn
-    from the common generator, it would change the other random numbers, which a resumed run must repeat.
-
-    Args:
-        dataloader: accelerate's dataloader.
-        seed: seed of the generator.
+    How far prompts are read ahead decides when an epoch draws its seed. Drawn from the common generator, it would
+    change the other random numbers, which a resumed run must repeat.
     """
     getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
@@ -186,9 +167,6 @@ def begin_accelerate(args: Any) -> None:
 
     With several processes, accelerate gives the CPU an index. `torch.load`, with which Transformers reads the optimizer
     of a checkpoint, knows no such device.
-
-    Args:
-        args: the training arguments.
     """
     AcceleratorState._reset_state()
     if args.device.type == "cpu":
@@ -196,15 +174,7 @@ def begin_accelerate(args: Any) -> None:
 
 
 def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """Tokenize tool messages as TRL does, with a tokenizer that no other thread uses.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        tokenizer: a tokenizer that only this thread uses.
-        messages: the tool messages.
-    Returns:
-        Token ids.
-    """
+    """Tokenize tool messages as TRL does, with a tokenizer that only this thread uses; return token ids."""
     this = copy(trainer)  # other threads use the tokenizer of `trainer`
     this.processing_class = this._tokenizer = tokenizer
     return this._get_tool_suffix_ids(messages)
@@ -218,19 +188,10 @@ def decoded(
     *,
     tools: Sequence[Any] = (),
 ) -> list[Any]:
-    """Decode completions into the form that reward functions get.
+    """Decode B completions into the form that reward functions get: texts or, for conversations, one message each.
 
-    The result for a row does not depend on the other rows.
-
-    Args:
-        tokenizer: the tokenizer. If it has a `response_template` or `response_schema`, a message also gets the fields
-            that TRL parses from the response with it, such as the reasoning.
-        prompts: B texts or conversations.
-        prompt_ids: B lists of token ids.
-        completion_ids: B lists of token ids.
-        tools: the tools that the prompts describe.
-    Returns:
-        B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
+    The result for a row does not depend on other rows. If the tokenizer has a `response_template` or `response_schema`,
+    a message also gets the fields that TRL parses with it, such as the reasoning.
     """
     are_messages = is_conversational({"prompt": prompts[0]})
     if are_messages and any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
@@ -258,8 +219,8 @@ def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
     """Parse a response into a message, as TRL does.
 
-    If JSON in the response is nested too deeply, TRL's parser raises a RecursionError, which would end the run. The
-    message then has the text of the response, as TRL's message has for other malformed output.
+    If its JSON is nested too deeply, TRL's parser raises a RecursionError. The message then has the text of the
+    response, as for other malformed output.
     """
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
@@ -268,12 +229,7 @@ def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[A
 
 
 def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
-    """Let more tokens end a completion, so that TRL, too, does not count a row that ends with one as truncated.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        ids: token ids.
-    """
+    """Let more token ids end a completion, so that TRL, too, does not count a row that ends with one as truncated."""
     trainer.eos_token_ids = [*dict.fromkeys([*trainer.eos_token_ids, *ids])]  # a new list: the model may own the old
 
 
@@ -281,22 +237,14 @@ def generate_options(model: Any, generation_config: Any) -> Any:
     """Return the configuration with which transformers' `generate` runs.
 
     `generate` takes the options that `generation_config` leaves out from the model's own generation config.
-
-    Args:
-        model: the model.
-        generation_config: the configuration with which `generate` is called.
     """
     return model._prepare_generation_config(generation_config)[0]
 
 
 def sampling_changes(model: Any, config: Any) -> list[str]:
-    """Return what makes transformers' `generate` sample from another distribution than the model's.
+    """Return the names of processors with which `generate` samples from another distribution than the model's.
 
-    Args:
-        model: the model.
-        config: the result of `generate_options`, which is changed here.
-    Returns:
-        The names of transformers' processors that change the distribution.
+    `config`, the result of `generate_options`, is changed.
     """
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
@@ -323,8 +271,8 @@ class Logs:
 
     Attributes:
         tables: the columns of the table of completions.
-        extra: the columns that reward functions have logged with `log_extra`.
-        metrics: the values that reward functions have logged with `log_metric`.
+        extra: the columns of `log_extra`, which reward functions call.
+        metrics: the values of `log_metric`, which reward functions call.
         figures: name → values since the last log; TRL logs their mean.
     """
 
@@ -355,12 +303,9 @@ def begin_anew(trainer: Any) -> None:
 
 
 def begin_trackio(trainer: Any) -> None:
-    """Begin the run of Trackio before training or an evaluation.
+    """Begin the run of Trackio, to which TRL's profiler logs, before training or an evaluation.
 
-    TRL's profiler logs to this run, but Transformers begins it only with training and ends it with training.
-
-    Args:
-        trainer: a `GRPOTrainer`.
+    Transformers begins and ends it only with training.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):
@@ -368,13 +313,7 @@ def begin_trackio(trainer: Any) -> None:
 
 
 def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
-    """Count a micro-step as TRL's training step does, whose single pass a micro-step need not have.
-
-    Args:
-        trainer: a `GRPOTrainer`.
-        seconds: duration of the micro-step.
-        ends_step: True = it ends an optimizer step, so TRL's figure `step_time` is logged.
-    """
+    """Count a micro-step, which need not have exactly one pass, as TRL's training step does."""
     trainer._step += 1
     trainer._current_train_step_time += seconds
     if ends_step:
@@ -385,8 +324,7 @@ def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
 def to_training_mode(trainer: Any) -> None:
     """Put model and optimizer into training mode before a window is sampled.
 
-    Transformers does this only in its training step. Some optimizers swap the weights when their mode changes, so it
-    must happen before sampling.
+    Transformers does this only in its training step, but some optimizers swap the weights when their mode changes.
     """
     trainer.model_wrapped.train()
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
@@ -398,8 +336,7 @@ def to_training_mode(trainer: Any) -> None:
 def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
     """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch.
 
-    A column of the table of completions that is not logged in the evaluation is removed, because its rows end before
-    the evaluation's.
+    A column of the table of completions that the evaluation does not log is removed, because it has fewer rows.
     """
     batches: list[Tensor] = []
     calculate = trainer._calculate_rewards
@@ -439,8 +376,8 @@ def leave_out_step(accelerator: Any) -> None:
 def begin_left_out_step(accelerator: Any) -> None:
     """Prepare an optimizer step that is left out: clear overflow flags, and advance DeepSpeed's learning-rate schedule.
 
-    Otherwise accelerate would report an overflow of the previous step again. DeepSpeed's engine advances the schedule
-    of its configuration only together with the optimizer.
+    Otherwise accelerate would report an earlier overflow again, and DeepSpeed would advance its schedule only together
+    with the optimizer.
     """
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
@@ -452,11 +389,5 @@ def begin_left_out_step(accelerator: Any) -> None:
 
 
 def shuffled(rows: int) -> Tensor:
-    """Draw the random order in which micro-steps get rows. The random state advances as with TRL's shuffle.
-
-    Args:
-        rows: number of rows.
-    Returns:
-        [rows] int64.
-    """
+    """Draw the random order of the rows, [rows] int64. The random state advances as with TRL's shuffle."""
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]

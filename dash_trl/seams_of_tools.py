@@ -14,10 +14,9 @@ from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environm
 
 
 def new_conversations(trainer: Any) -> Conversations | None:
-    """Build the `Conversations`, which run the tools and environments of rows with several turns.
+    """Build the `Conversations`; `None` if there are no tools and no environments.
 
-    The instances of environments that TRL has already created are used first. The result is `None` if there are no
-    tools and no environments.
+    The instances of environments that TRL has already created are used first.
     """
     if not trainer.tools and trainer.environment_factories is None:
         return None

@@ -66,7 +66,7 @@ def vllm_servers(
 
     Raises:
         ValueError: if there are more servers than GPUs, or if vLLM is not installed.
-        RuntimeError: if a server ends before it is ready. The message contains the last lines of its log.
+        RuntimeError: if a server ends before it is ready; the message contains the last lines of its log.
     """
     gpus = visible_gpus()
     share = len(gpus) // count
@@ -110,15 +110,7 @@ def vllm_servers(
 
 
 def wait_until_ready(url: str, command: Command) -> None:
-    """Wait until a server answers.
-
-    Args:
-        url: URL of the server.
-        command: process of the server.
-
-    Raises:
-        RuntimeError: if the server ends. The message contains the last lines of its log.
-    """
+    """Wait until a server answers, or raise a `RuntimeError` with the last lines of its log if it ends."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has a 127.0.0.1 of its own
     while command.running:
         with suppress(OSError):
@@ -136,12 +128,7 @@ def visible_gpus() -> list[str]:
 
 
 def free_ports(count: int, first: int) -> list[int]:
-    """Return the next ports at which nothing listens on this machine.
-
-    Args:
-        count: number of ports.
-        first: first port to try.
-    """
+    """Return the next `count` ports, from `first` on, at which nothing listens on this machine."""
     return list(itertools.islice((port for port in itertools.count(first) if not is_port_in_use(port)), count))
 
 
@@ -152,11 +139,6 @@ def stop(number: int, _: object) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        argv: command line arguments.
-    """
     parser = argparse.ArgumentParser(
         prog="dash_trl serve",
         description=__doc__,

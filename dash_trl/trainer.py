@@ -3,10 +3,8 @@
     get_batch_samples ──► training_step, once per micro-step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
 
 An optimizer step has up to `gradient_accumulation_steps` micro-steps. `training_step` asks `MicroSteps` for its passes,
-and `MicroSteps` asks `Collector` for the window.
-
-Most of what touches private parts of TRL, Transformers and accelerate is in `seams`. `ranks.agree(work)` calls `work`,
-and raises an error of one rank on all ranks.
+and `MicroSteps` asks `Collector` for the window. `ranks.agree(work)` calls `work`, and raises an error of one rank on
+all ranks.
 """
 
 import math
@@ -48,20 +46,20 @@ from dash_trl.update import aipo, outcome_advantages, to_device, with_token_loss
 class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that trains only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    A row has signal if its advantage is not 0. The trainer samples all rows of a window at once (TRL's generation
-    batch) and keeps them in CPU memory. Before it trains, it drops rows without signal, and packs the others into few
-    passes. A `gradient_filter_threshold` above 0 also drops rows with little signal; `None` drops no row. Passes are
-    padding-free if the model's attention allows that.
+    A row has signal if its advantage is not 0. The trainer samples all rows of a window (TRL's generation batch), keeps
+    them in CPU memory, drops rows without signal, and packs the others into few passes, which are padding-free if the
+    model's attention allows that. A `gradient_filter_threshold` above 0 also drops rows with little signal; `None`
+    drops no row.
 
-    With an advantage of 0, a row adds nothing to TRL's policy loss. So the update equals TRL's, unless the loss has a
-    KL term (`beta`), an entropy bonus or an auxiliary loss, or the threshold drops rows with signal. If no rank keeps a
-    row, the optimizer step changes nothing: neither momentum nor weight decay is applied.
+    The update equals TRL's, because a row with an advantage of 0 adds nothing to TRL's policy loss. It differs if the
+    loss has a KL term (`beta`), an entropy bonus or an auxiliary loss, or if the threshold drops rows with signal. If
+    no rank keeps a row, the optimizer step changes nothing: neither momentum nor weight decay is applied.
 
     Args:
-        model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
+        model: the policy: a model, or the name or path of one.
         reward_funcs: one or several reward functions in any form of `dash_trl.rewards`, or a `RewardRunner`. `None`:
             the environments give the rewards.
-        args: a `DASHConfig`. `None`: a `DASHConfig` with all defaults and the output directory "dash-output".
+        args: a `DASHConfig`. `None`: the defaults, with the output directory "dash-output".
         train_dataset: dataset with a column "prompt"; see `trl.GRPOTrainer`.
         eval_dataset: dataset, or a dict of datasets, for evaluation.
         processing_class: tokenizer, or the processor of a multimodal model. `None`: that of the model.
@@ -231,9 +229,9 @@ class DASHTrainer(GRPOTrainer):
 
     @property
     def _last_loaded_step(self) -> int:
-        """The optimizer step of vLLM's weights; −1 if the model's weights have changed since, in whatever way.
+        """The optimizer step of vLLM's weights; −1 if the model's weights have changed since.
 
-        TRL compares it with the number of optimizer steps before vLLM samples, and sets it when it sends the weights.
+        TRL reads it before vLLM samples, and sets it when it sends the weights.
         """
         step, version = self._loaded
         if step != self.state.global_step or not self.ranks.largest(
@@ -301,13 +299,13 @@ class DASHTrainer(GRPOTrainer):
             run the pass           log-probs, entropies and router loss
             add to the inputs      1. the ratio of these log-probs to the sampler's, if no earlier pass has computed it
                                    (`CorrectionInPass`); 2. values that make TRL compute `per_token_loss`
-            compute TRL's loss     from these inputs and the results of the pass, with the settings of `loss_settings`
+            compute TRL's loss     from these inputs and results, with the settings of `loss_settings`
             multiply it            `loss_scale` · (TRL's loss − R) + `regularizer_scale` · R, where R is the part of
                                    TRL's loss that comes from the entropy bonus and the router
-            keep TRL's figures     of this pass, which are read and logged when the optimizer step ends (`PassMetrics`)
+            keep TRL's figures     of this pass, until the optimizer step ends (`PassMetrics`)
 
-        An override may add a term of its own. As in TRL, divide it by `current_gradient_accumulation_steps` in
-        training. Multiply it by `inputs["regularizer_scale"]`, too, because the number of passes is not TRL's number of
+        An override may add a term. In training, divide it by `current_gradient_accumulation_steps`, as TRL does, and
+        multiply it by `inputs["regularizer_scale"]`, because the number of passes is not TRL's number of
         micro-batches::
 
             steps = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -336,8 +334,8 @@ class DASHTrainer(GRPOTrainer):
     ) -> Tensor | None:
         """Compute the loss of each token in a training pass. Override this method for a loss of your own.
 
-        TRL multiplies it by its importance sampling correction, adds KL, entropy bonus and router loss, and averages
-        over tokens or rows as `loss_type` says. The options of TRL's own ratio (`epsilon`, `epsilon_high`, `delta`,
+        TRL multiplies it by its importance sampling correction, adds KL, entropy bonus and router loss, and averages as
+        `loss_type` says. The options of TRL's own ratio (`epsilon`, `epsilon_high`, `delta`,
         `importance_sampling_level`) have no effect. The loss of an evaluation is TRL's.
 
         Args:
@@ -410,8 +408,8 @@ class DASHTrainer(GRPOTrainer):
         TRL calls this method in an evaluation, and `Rewards.of_batch` calls it in training.
 
         Returns:
-            [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
-            the row or, in an evaluation, if a tool or the environment of the row failed.
+            [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a function, or in an
+            evaluation a tool or the environment, failed on the row.
         """
         training, failed = self.model.training, None
         if not training and self._conversations is not None:  # in training, `Rewards.of_batch` leaves these rows out
@@ -425,9 +423,9 @@ class DASHTrainer(GRPOTrainer):
         `dash_trl.update.weighted_rewards` turns the columns of `rewards` into one reward per row.
 
         Args:
-            rewards: [N, F], the rewards of N rows (all ranks) by F functions. Groups are complete, but a call may get
-                only some of a window. The rows of a group are adjacent. NaN = the function does not apply to the row.
-                A row is unscored if all its rewards are NaN.
+            rewards: [N, F], the rewards of N rows (all ranks) by F functions. Groups are complete and their rows are
+                adjacent, but a call may get only some groups of a window. NaN = the function does not apply; a row is
+                unscored if all its rewards are NaN.
         Returns:
             [N] floats, finite for scored rows.
         """
@@ -482,7 +480,7 @@ class DASHTrainer(GRPOTrainer):
         return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Run TRL's evaluation, average rewards without rows that fill up the last batch, add `eval_k` figures.
+        """Run TRL's evaluation, average rewards without rows that fill up the last batch, and add `eval_k` figures.
 
         All figures get the prefix here. TRL's `log` would call the rewards of all datasets `eval_reward`.
         """

@@ -7,7 +7,6 @@ from packaging.specifiers import SpecifierSet
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package; `None` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,7 +1,4 @@
-"""Checks `DASHTrainer`'s arguments, most of them before weights are loaded.
-
-Each error names the value, the reason and the remedy.
-"""
+"""Checks `DASHTrainer`'s arguments, most of them before weights are loaded."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -23,16 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]) -> None:
-    """Checks the arguments of `DASHTrainer` before weights are loaded.
+    """Raise a `ValueError` if an argument of `DASHTrainer` cannot be used, or if two arguments exclude each other.
 
-    Args:
-        model: as given to `DASHTrainer`.
-        args: as given to `DASHTrainer`.
-        train_dataset: as given to `DASHTrainer`.
-        eval_dataset: as given to `DASHTrainer`.
-        others: the other arguments of `DASHTrainer` by name, such as `tools`, `callbacks` and `peft_config`.
-    Raises:
-        ValueError: if an argument cannot be used, or if two arguments exclude each other.
+    `others` are the arguments without a parameter here, such as `tools`, `callbacks` and `peft_config`.
     """
     if not isinstance(args, DASHConfig):
         raise ValueError(
@@ -114,16 +104,13 @@ VLLM_OPTIONS = (
 
 
 def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
-    """Checks that `async_level` works with the other arguments, and warns if the loss does not fit older rollouts.
+    """Check that `async_level` fits the other arguments, and warn if the loss does not fit older rollouts.
 
-    Args:
-        args: the configuration.
-        own_rollouts: True = there is a `rollout_func`.
-        rewards_come_later: True = a `RewardRunner` computes all rewards, so the trainer can sample while it waits for
-            the rewards.
+    `rewards_come_later` means that a `RewardRunner` computes all rewards, so that sampling can go on meanwhile.
+
     Raises:
-        ValueError: if `async_level` is above 0, and one of these holds: a `rollout_func` samples, which needs the
-            trainer; or the trainer's process samples, but `async_level` is above 1 or `rewards_come_later` is False.
+        ValueError: if `async_level` is above 0 and a `rollout_func` samples, which needs the trainer; or if the
+            trainer's process samples, but `async_level` is above 1 or `rewards_come_later` is False.
     """
     if args.async_level == 0:
         return
@@ -163,15 +150,10 @@ GENERATE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
-    """Checks that transformers' generate samples completions for training.
+    """Raise a `ValueError` if a sampling option of transformers' `generate` has no use in training.
 
-    Args:
-        model: the model.
-        generation_config: the configuration with which the trainer calls `generate`.
-        exact: True = it has to sample from the model's distribution, because it samples with older weights.
-    Raises:
-        ValueError: if an option has no use in training or, with `exact`, changes the distribution, such as `top_p`.
-            Without `exact`, this is only warned of.
+    `exact` is True if older weights sample. Then options such as `top_p`, which change the model's distribution, raise
+    an error, too. Otherwise they only give a warning.
     """
     options = generate_options(model, generation_config)
     for name, (usable, remedy) in GENERATE.items():
@@ -193,14 +175,10 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
 
 
 def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
-    """Warns if the weights that are trained have 16 bits, and the optimizer has no copies of them in float32.
+    """Warn if the trained weights have 16 bits, and the optimizer has no copies of them in float32.
 
-    Since Transformers 5, `from_pretrained` keeps the dtype of the checkpoint, which is bf16 for most models.
-
-    Args:
-        model: the model, with its adapter if it has one.
-        args: the configuration.
-        has_copies: True = the optimizer has such copies, as with DeepSpeed and FSDP.
+    Since Transformers 5, `from_pretrained` keeps the dtype of the checkpoint, mostly bf16. DeepSpeed and FSDP keep
+    copies (`has_copies`).
     """
     if not has_copies and any(one.requires_grad and one.dtype.itemsize == 2 for one in model.parameters()):
         logger.warning(
@@ -212,12 +190,13 @@ def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
 
 
 def check_correction(args: DASHConfig) -> None:
-    """Warns if TRL's importance sampling correction gives most rows weights near 0.
+    """Warn if TRL's importance sampling correction gives most rows weights near 0.
 
-    Raises a `ValueError` if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
+    Such weights arise if options such as `top_p` change vLLM's distribution, and the correction multiplies the ratios
+    of all tokens of a row.
 
-    Weights near 0 arise if sampling options such as `top_p` change vLLM's distribution, and the mode of the correction
-    multiplies the ratios of all tokens of a row.
+    Raises:
+        ValueError: if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
     """
     mode = args.vllm_importance_sampling_mode
     of_sequences = args.vllm_importance_sampling_correction and mode.startswith("sequence")
@@ -240,13 +219,10 @@ def check_correction(args: DASHConfig) -> None:
 
 
 def check_generation_kwargs(args: DASHConfig) -> None:
-    """Checks the options in `generation_kwargs`.
+    """Raise a `ValueError` if an option in `generation_kwargs` cannot be used.
 
-    Args:
-        args: the configuration.
-    Raises:
-        ValueError: if there is another temperature than the loss uses; if vLLM's `stop` would end completions that
-            then count as truncated and are masked; or if vLLM would ignore an option or cut prompts.
+    The temperature must be that of the loss. vLLM's `stop` would end completions that then count as truncated. vLLM
+    would ignore some options, or cut prompts.
     """
     options = args.generation_kwargs or {}
     if options.get("temperature", args.temperature) != args.temperature:
@@ -270,12 +246,9 @@ def check_generation_kwargs(args: DASHConfig) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Raises a `ValueError` if a callback has a rollout event, such as `on_rewards`, but is not a `DASHCallback`.
+    """Raise a `ValueError` if a callback has a rollout event, such as `on_rewards`, but is not a `DASHCallback`.
 
-    The trainer would never call this event. A method whose name closely resembles a rollout event counts as one, too.
-
-    Args:
-        callbacks: instances or classes of callbacks.
+    The trainer would never call this event. A method whose name closely resembles that of an event counts, too.
     """
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -288,14 +261,11 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def check_groups_apart(trainer: Any, base: Any) -> None:
-    """Checks that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
+    """Check that nothing in a run with `reward_pipeline` or `max_num_gen_batches` needs all groups of a window.
 
-    With these options, callbacks and `compute_advantages` get some groups of a window at a time. So what they do to a
-    group must not depend on other groups.
+    With these options, callbacks and `compute_advantages` get some groups of a window at a time. Methods count only if
+    a subclass of `base`, which is `DASHTrainer`, overrides them.
 
-    Args:
-        trainer: the trainer.
-        base: the class `DASHTrainer`. Only methods that a subclass overrides are checked.
     Raises:
         ValueError: if a reward or a loss needs the whole window; or if an overridden `compute_advantages`, or a
             callback with `on_rewards` or `on_advantages`, lacks the attribute `per_group = True`.
@@ -343,13 +313,7 @@ NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
 def check_called(kind: type, base: type, names: Iterable[str] = NOT_CALLED) -> None:
-    """Raises a `ValueError` if a subclass overrides a method of TRL that `DASHTrainer` does not call in training.
-
-    Args:
-        kind: the subclass.
-        base: `DASHTrainer`.
-        names: names of the methods.
-    """
+    """Raise a `ValueError` if a subclass overrides a method of TRL that is not called in training."""
     for name in names:
         if getattr(kind, name) is not getattr(base, name):
             raise ValueError(
@@ -360,13 +324,9 @@ def check_called(kind: type, base: type, names: Iterable[str] = NOT_CALLED) -> N
 
 
 def check_subclass(kind: type, base: type) -> None:
-    """Calls `check_called`, and warns if a subclass computes the loss without `regularizer_scale`.
+    """Call `check_called`, and warn if a subclass computes the loss without `regularizer_scale`.
 
     `regularizer_scale` is the weight of a term that the subclass may add.
-
-    Args:
-        kind: the subclass.
-        base: `DASHTrainer`.
     """
     check_called(kind, base)
     for name in ("compute_loss", "_compute_loss"):
@@ -380,14 +340,9 @@ def check_subclass(kind: type, base: type) -> None:
 
 
 def check_losses(trainer: Any, run: int, weighed: int) -> None:
-    """Checks that the loss of each pass has got the weight of the pass in the optimizer step.
+    """Raise a `ValueError` if the `run` passes of a micro-step have not called `_compute_loss` once each.
 
-    Args:
-        trainer: the trainer.
-        run: number of passes of the micro-step.
-        weighed: number of calls of `DASHTrainer._compute_loss` in the micro-step.
-    Raises:
-        ValueError: if the numbers differ.
+    `weighed` is the number of these calls. A loss would lack the weight of its pass in the optimizer step.
     """
     if run != weighed:
         raise ValueError(

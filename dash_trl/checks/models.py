@@ -14,12 +14,8 @@ from dash_trl.multimodal import class_of
 
 
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
-    """Checks, before any weight is loaded, that a model can be trained to generate text.
+    """Check, before any weight is loaded, that a model, given as an object, name or directory, can be trained.
 
-    Args:
-        model: a name, a directory, or a model.
-        args: the configuration.
-        peft_config: as given to `DASHTrainer`.
     Raises:
         ValueError: if the model does not exist, is compiled, is not a causal language model, or has virtual tokens.
     """
@@ -59,11 +55,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Raises a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
-
-    Args:
-        model: the model that the trainer has built, with its adapter.
-    """
+    """Raise a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass."""
     if not any(one.requires_grad for one in model.parameters()):
         raise ValueError(
             f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Set "
@@ -78,12 +70,9 @@ def check_trainable(model: Any) -> None:
 
 
 def context_of(config: Any) -> int | None:
-    """Returns the number of tokens of a model's context; None if its configuration does not have it.
+    """Return the number of tokens of a model's context; None if unknown.
 
-    Model cards of Qwen extend the context by YaRN with `rope_parameters` only; `max_position_embeddings` remains.
-
-    Args:
-        config: the model's configuration.
+    Qwen's model cards extend the context with `rope_parameters` (YaRN) and leave `max_position_embeddings` as it is.
     """
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
@@ -94,11 +83,7 @@ def context_of(config: Any) -> int | None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raises a `ValueError` if the tokenizer has no end token: no completion could end, and no batch be padded.
-
-    Args:
-        tokenizer: the tokenizer of the policy.
-    """
+    """Raise a `ValueError` if the tokenizer has no end token: no completion could end, and no batch be padded."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"The {type(tokenizer).__name__} has no eos_token, so no completion could end. Set one that the model "
@@ -107,13 +92,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_saving(trainer: Any) -> None:
-    """Checks that a checkpoint can be saved, by saving everything but the weights.
-
-    Args:
-        trainer: the trainer.
-    Raises:
-        ValueError: if something cannot be saved. A checkpoint, or the model after a whole run, would fail, too.
-    """
+    """Save everything of a checkpoint but the weights, and raise a `ValueError` if something cannot be saved."""
     model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
     savers = {
         "model.config": model.config.save_pretrained,
@@ -133,12 +112,9 @@ def check_saving(trainer: Any) -> None:
 
 
 def check_tied_adapter(model: Any) -> None:
-    """Checks that an adapter does not untie tied embeddings, because vLLM has one weight for embeddings and LM head.
+    """Raise a `ValueError` if an adapter unties tied embeddings: vLLM has one weight for embeddings and LM head.
 
-    Args:
-        model: the model, with or without an adapter.
-    Raises:
-        ValueError: if the adapter trains only the embeddings, only the LM head, or a weight for each of the two.
+    The adapter does so if it trains only the embeddings, only the LM head, or a weight for each of the two.
     """
     if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
         return

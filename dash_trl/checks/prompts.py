@@ -16,13 +16,11 @@ TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "
 def check_dataset(
     dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False, conversations: bool = False
 ) -> None:
-    """Checks the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
+    """Check the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
 
     Args:
-        dataset: a dataset, or None.
-        name: name of the dataset, for errors.
         own_rollouts: True = there is a `rollout_func`, which may take prompts of any form.
-        environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
+        environments: True = there are environments, which may give the prompts.
         conversations: True = prompts must be conversations, because a chat template adds tools to them.
     Raises:
         ValueError: if the dataset is empty, lacks the column `prompt` or has a column that would hide an argument of
@@ -67,17 +65,10 @@ def check_dataset(
 
 
 def plain_prompt(prompt: Any, place: str) -> Any:
-    """Checks that a prompt is a text or a conversation, and not empty. Joins the text parts of each message.
+    """Return a prompt with the text parts of each message joined, because chat templates of text models need texts.
 
-    Chat templates of text models know texts only. Many of them write a list of parts as nothing, or as Python code.
-
-    Args:
-        prompt: the prompt.
-        place: the dataset and row of the prompt, for the error.
-    Returns:
-        The prompt, in which the content of each message is a text.
     Raises:
-        ValueError: if the prompt is neither a text nor a conversation of texts, or is empty.
+        ValueError: if the prompt is neither a text nor a conversation of texts, or is empty; `place` names it.
     """
     plain: Any = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
     if not plain or not isinstance(plain, str | list) or isinstance(plain, list) and None in plain:
@@ -96,11 +87,10 @@ def plain_prompt(prompt: Any, place: str) -> Any:
 
 
 def _plain_message(message: Any) -> dict[str, Any] | None:
-    """Returns a message whose content is a text; None if it has other content. A tool call needs no content.
+    """Return a message whose content is a text; None if it has other content. A tool call needs no content.
 
-    `datasets` gives each message the keys of all messages, with None where a message has no such key. On these, the
-    templates of Llama 3.1 and gpt-oss fail, and others write "null" among the arguments of a tool call. So keys without
-    a value are left out (https://github.com/huggingface/trl/pull/5376).
+    `datasets` gives each message the keys of all messages. Some chat templates fail on keys without a value, or write
+    "null" into a tool call, so these keys are left out (https://github.com/huggingface/trl/pull/5376).
     """
     if not isinstance(message, Mapping) or message.get("role") is None:
         return None
@@ -120,16 +110,10 @@ def check_prompt_ids(
     ends: Collection[int],
     context: int | None = None,
 ) -> None:
-    """Checks that the model has room for a completion of each prompt, and that prompts begin once and go on.
+    """Raise a `ValueError` if a prompt is empty, ends with one of `ends`, or leaves no room in the `context`.
 
-    Args:
-        prompt_ids: token ids of the prompts.
-        tokenizer: the tokenizer.
-        ends: ids of the tokens that end a completion.
-        context: largest number of tokens of prompt and completion together; None = unknown.
-    Raises:
-        ValueError: if a prompt is empty, fills the context, ends with an end token, or begins with `bos_token` twice,
-            because a text from a chat template already has the token that the tokenizer adds.
+    A prompt must not begin with `bos_token` twice, either: a text from a chat template already has the token that the
+    tokenizer adds. With `context=None`, the context is unknown.
     """
     if not all(prompt_ids):
         raise ValueError(
@@ -156,13 +140,7 @@ def check_prompt_ids(
 
 
 def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
-    """Raises a `ValueError` if a row has a token that is not in the model's vocabulary.
-
-    Args:
-        rows: lists of token ids.
-        config: the model's configuration.
-        name: what has the token, for the error.
-    """
+    """Raise a `ValueError` if a row of token ids has a token outside the model's vocabulary; `name` names the rows."""
     vocabulary = config.get_text_config().vocab_size
     if (largest := max(max(ids, default=0) for ids in rows)) >= vocabulary:
         raise ValueError(
@@ -172,17 +150,11 @@ def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
 
 
 def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: Any) -> dict[str, Any]:
-    """Calls a user's `rollout_func` and checks the result.
+    """Call a user's `rollout_func(prompts, trainer)`, check its result and return it.
 
-    Args:
-        rollout_func: as given to `DASHTrainer`.
-        prompts: first argument of `rollout_func`.
-        trainer: second argument of `rollout_func`.
-    Returns:
-        The result of `rollout_func`.
     Raises:
-        ValueError: if the result lacks rows, tokens or log-probs that are needed, or if its log-probs or its `env_mask`
-            do not have the lengths of the completions.
+        ValueError: if rows, tokens or needed log-probs are missing, or if log-probs or `env_mask` do not have the
+            lengths of the completions.
     """
     output = rollout_func(prompts, trainer)
     if missing := [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]:
@@ -216,14 +188,7 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
 
 
 def check_batch(dataset: Any, args: DASHConfig) -> None:
-    """Checks that the training dataset can fill a window. With too few prompts, TRL would train on nothing.
-
-    Args:
-        dataset: the training dataset.
-        args: the configuration.
-    Raises:
-        ValueError: if the dataset has too few prompts.
-    """
+    """Raise a `ValueError` if the dataset has too few prompts for a window: TRL would train on nothing."""
     if isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
         if len(dataset) < needed:
@@ -235,15 +200,9 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
 
 
 def check_first_step(batches: int, args: DASHConfig) -> None:
-    """Checks that a stream of prompts is long enough for one optimizer step.
+    """Raise a `ValueError` if a stream gives fewer micro-batches (`batches`) than an optimizer step takes.
 
     Otherwise, Transformers would read the stream again and again without ever making a step.
-
-    Args:
-        batches: number of micro-batches that a rank got for the first optimizer step.
-        args: the configuration.
-    Raises:
-        ValueError: if there are fewer micro-batches than `gradient_accumulation_steps`.
     """
     if batches < args.gradient_accumulation_steps:
         raise ValueError(

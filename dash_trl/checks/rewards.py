@@ -7,18 +7,12 @@ from dash_trl.rewards import RunnerReward, form_of, is_reward_model
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
-    """Checks that reward functions fit the datasets and the configuration.
+    """Check that the unpacked reward functions fit the datasets and the configuration.
 
-    Args:
-        rewards: the functions, as `dash_trl.rewards.unpack` returns them.
-        args: the configuration.
-        train_dataset: as given to `DASHTrainer`.
-        eval_dataset: as given to `DASHTrainer`.
-        own_rollouts: True = there is a `rollout_func`, which may add columns.
     Raises:
-        ValueError: if a function needs a column that does not exist; if a function needs whole groups, but the
-            completions of a group are spread over ranks; or if a function scores a whole batch, but `reward_pipeline`
-            or `async_level` needs functions that score one completion.
+        ValueError: if a needed column does not exist; if a function needs whole groups, but a group is spread over
+            ranks; or if a function scores a whole batch, but `reward_pipeline` or `async_level` needs functions that
+            score one completion.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(isinstance(one, RunnerReward) for one in rewards or [None]))

@@ -2,7 +2,7 @@
 
     prompts ──► sampler ──► reward ──► samples (one line per problem) ──► figures ──► table, plot
 
-The command is `dash_trl eval` (docs/howto/evaluate.md); in a program `evaluate` measures a loaded model.
+The command is `dash_trl eval` (docs/howto/evaluate.md); in a program, `evaluate` measures a loaded model.
 """
 
 from typing import TYPE_CHECKING

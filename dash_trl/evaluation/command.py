@@ -47,7 +47,7 @@ TOY_LENGTH = 64  # in tokens
 
 @dataclass
 class Task:
-    """The problems, and the reward function that decides which completions are correct: that of training, or your own.
+    """The problems, and the reward function that decides which completions are correct.
 
     Raises:
         ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
@@ -82,22 +82,19 @@ class Task:
 
     @property
     def is_toy(self) -> bool:
-        """Whether the problems are those of the toy model."""
         return self.dataset_name in (None, TOY)
 
     @cached_property
     def has_tests(self) -> bool:
-        """Whether the problems are programming problems."""
         if self.is_toy or self.answer_column is not None:
             return False
         return has_tests(str(self.dataset_name), config=self.dataset_config)
 
     def problems(self, chat: bool, split: str | None = None, solution: bool = False) -> Dataset:
-        """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
+        """Load the problems: rows with a `prompt` and the columns that the reward function reads.
 
         Args:
-            chat: True = make each prompt a conversation, for a tokenizer with a chat template, unless `plain_prompts`
-                is True. The prompts of toy problems are always conversations.
+            chat: True = make each prompt a conversation, unless `plain_prompts` is True. Toy prompts always are.
             split: a split, or a part of it, such as "train[:100]". None: `dataset_test_split`.
             solution: True = keep the column with solutions.
         """
@@ -117,11 +114,7 @@ class Task:
         )
 
     def reward(self, toy: Any = arithmetic_reward) -> Any:
-        """Returns the reward function: your own, or the one that fits the problems.
-
-        Args:
-            toy: the reward function of toy problems.
-        """
+        """Return the reward function: your own, or the one that fits the problems (`toy` for toy problems)."""
         if self.reward_path is not None:
             reward = load_reward(self.reward_path, self.reward_name)
         else:
@@ -131,7 +124,7 @@ class Task:
 
 @dataclass
 class EvaluationArguments(Task):
-    """Flags of the command: those of `Task`, and flags for samples, pass@k and the folder of results."""
+    """Flags of the command."""
 
     num_samples: int = HfArg(default=16, help="Number of completions of each problem.")
     k: list[int] | None = HfArg(
@@ -171,7 +164,7 @@ class EvaluationArguments(Task):
             )
 
     def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments with a dataset and a length. The toy model's problems are the toy's by default.
+        """Return these arguments with a dataset (by default, the toy problems for the toy model) and a length.
 
         Raises:
             ValueError: if no dataset is given and the toy model is not among the models.
@@ -188,13 +181,7 @@ class EvaluationArguments(Task):
 
 
 def command_parser(arguments: type, command: str, description: str | None) -> HfArgumentParser:
-    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
-
-    Args:
-        arguments: the dataclass of the flags.
-        command: name of the command in the usage line.
-        description: text of the help.
-    """
+    """Return the parser of a command's dataclass of flags, and set up logging so that messages are printed."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     return HfArgumentParser(
@@ -216,9 +203,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> dict[str, dict[str, Any]]:
-    """Measures models; prints, writes and plots their figures, and returns them by label.
-
-    Models, problems, reward function and files are checked before any weight is loaded.
+    """Measure models; print, write and plot their figures. Everything is checked before any weight is loaded.
 
     Args:
         models: directories, hub names, or "toy".
@@ -226,7 +211,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     Returns:
         Label of a model → its figures; see `figures_of`.
     Raises:
-        ValueError: if a model, dataset, reward function or server does not exist or cannot be used.
+        ValueError: if a model, dataset, reward function or server cannot be used.
     """
     arguments, ks = arguments.task(models), arguments.k or []
     folder = Path(arguments.output_dir)
@@ -258,10 +243,8 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Returns names of models for files and plots: the last part of each path or, if two are equal, the whole paths.
+    """Return names of models for files and plots: the last part of each path or, if two are equal, whole paths.
 
-    Args:
-        models: directories or hub names.
     Raises:
         ValueError: if a model is named twice.
     """
@@ -277,11 +260,7 @@ def labels(models: Sequence[str]) -> list[str]:
 def _sample(
     label: str, checkpoint: Checkpoint, problems: Dataset, reward: Reward, arguments: EvaluationArguments
 ) -> list[list[dict[str, Any]]]:
-    """Samples and scores problems, and writes each problem to the file as soon as it is done.
-
-    Returns:
-        The samples of each problem.
-    """
+    """Sample and score problems, write each to the file as soon as it is done, and return the samples of each."""
     folder = Path(arguments.output_dir)
     samples: dict[int, list[dict[str, Any]]] = {}
     with (

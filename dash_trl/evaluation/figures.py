@@ -1,8 +1,7 @@
 """Computes figures from scored samples: accuracy and pass@k with intervals, lengths, truncated and failed shares.
 
 A sample is *scored* if its reward did not fail; an unscored sample counts neither as correct nor as wrong. If more than
-1 % of the rewards failed, the figures are marked, because unscored samples may be correct more or less often than
-scored samples.
+1 % of the rewards failed, the figures are marked: the scored samples may not represent the others.
 
 Letters: P problems, n scored samples of a problem, c correct samples among these, k <= n samples of pass@k.
 """
@@ -22,31 +21,27 @@ MARK, EQUAL = "*", "[all equal]"  # if all problems are equal, an interval has n
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates, without bias, the probability that at least one of k samples of a problem is correct::
+    """Estimate, without bias, the probability that at least one of k samples of a problem is correct::
 
         pass@k = 1 - C(n - c, k) / C(n, k)      (Chen et al. 2021, arXiv 2107.03374, equation 1)
 
     Args:
         n: number of samples.
         c: number of correct samples, 0 <= c <= n.
-        k: number of samples that are drawn from the n samples, 1 <= k <= n.
+        k: number of samples that are drawn, 1 <= k <= n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def bootstrap_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
-    """Returns the 95 % percentile interval of Σ values / Σ weights by a bootstrap over the problems (Efron 1979).
+    """Return the 95 % percentile interval of Σ values / Σ weights by a bootstrap over the problems (Efron 1979).
 
-    Problems are resampled, because another test set would have other problems. The samples of a problem stay together.
-    If all values are equal, for example because there is only one problem, the interval has no width, although the
-    figure is not certain.
+    Problems are resampled, because another test set would have other problems. If all values are equal, the interval
+    has no width, although the figure is not certain.
 
     Args:
-        values: [P], at least one: for example pass@k of each problem, or the number of correct samples of each problem.
-        weights: [P], for example the number of scored samples of each problem. None = 1 for each problem, so that the
-            interval is that of the mean.
-    Returns:
-        The lower and the upper end.
+        values: [P], at least one: for example pass@k of each problem.
+        weights: [P], for example the number of scored samples of each problem. None = 1 for each problem.
     """
     value = np.asarray(values, dtype=np.float64)
     weight = np.ones_like(value) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -58,7 +53,7 @@ def bootstrap_interval(values: Sequence[float], weights: Sequence[float] | None 
 
 
 def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
-    """Computes the figures of a model, in a form that can be written as JSON.
+    """Compute the figures of a model, in a form that can be written as JSON.
 
     Args:
         rows: for each problem a list of samples. A sample has `reward` (number; None = failed), `tokens` (number of
@@ -68,15 +63,12 @@ def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
         A dictionary with these entries. A figure that cannot be estimated is None.
 
         - `accuracy`: share of correct samples among the scored samples.
-        - `accuracy_interval`: lower and upper end of the interval of the accuracy.
-        - `pass_at`: k (as a string) → [mean, low, high]: the mean of pass@k over the problems with at least k scored
-          samples, and the ends of its interval.
-        - `left_out`: k (as a string) → number of problems with fewer than k scored samples.
-        - `problems`: number of problems.
-        - `samples`: number of samples.
-        - `failed`: share of the samples whose reward failed.
+        - `accuracy_interval`: its lower and upper end.
+        - `pass_at`: k (as a string) → [mean, low, high] over the problems with at least k scored samples.
+        - `left_out`: k (as a string) → number of the other problems.
+        - `problems`, `samples`: numbers of problems and of samples.
+        - `failed`, `truncated`: shares of samples whose reward failed, and of truncated samples.
         - `marked`: True = more than 1 % of the rewards failed.
-        - `truncated`: share of truncated samples.
         - `mean_length`: mean number of tokens of a sample.
     """
     samples = [sample for row in rows for sample in row]
@@ -100,14 +92,14 @@ def figures_of(rows: Rows, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def _estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> list[Any]:
-    """Returns Σ values / Σ weights and the ends of its interval (see `bootstrap_interval`); three None if empty."""
+    """Return Σ values / Σ weights and the ends of its interval; three None if empty."""
     if not values:
         return [None] * 3
     return [sum(values) / sum(weights or [1] * len(values)), *bootstrap_interval(values, weights)]
 
 
 def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Returns the number of scored samples of a problem, and the number of correct ones."""
+    """Return the numbers of scored and of correct samples of a problem."""
     scored = [sample["reward"] for sample in samples if sample["reward"] is not None]
     return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
 
@@ -115,19 +107,18 @@ def _counts(samples: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 def metrics_of(
     rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
 ) -> dict[str, float]:
-    """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
+    """Compute accuracy and pass@k of an evaluation during training, for the trainer's log.
 
     Args:
         rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function does not apply, or
-            this or another function failed on the sample.
+            a function failed on the sample.
         names: names of the F reward functions.
-        ks: values of k for pass@k; at most `group_size`.
+        ks: values of k; at most `group_size`.
         group_size: number of samples of a problem.
     Returns:
-        Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
-        `failed`: the share of samples with NaN. Accuracy and pass@k have an interval, whose ends are further figures,
-        such as `accuracy_low` and `accuracy_high`. If there are several reward functions, each function has its own
-        figures, and their names begin with `rewards/<name>/`.
+        Name → number; NaN = it cannot be estimated. The names are `accuracy` and `pass_at_<k>`, also with `_low` and
+        `_high` for the interval, and `failed`, the share of NaN. With several functions, they begin with
+        `rewards/<name>/`.
     """
     found: dict[str, float] = {}
     for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
@@ -150,20 +141,14 @@ def differences(
     others: Rows,
     ks: Sequence[int],
 ) -> dict[str, list[Any]]:
-    """Computes how much better a model is than another model on the same problems.
+    """Compute how much better a model (`rows`) is than another one (`others`) on the same problems in the same order.
 
-    The models are compared problem by problem. The difficulty of a problem influences both models and cancels in the
-    difference, so the intervals of differences are narrower than the intervals of the two models. A problem is left out
-    if one of the models has too few scored samples of it. Each problem counts 1, however many of its samples are
-    scored. The accuracies of the models are over samples, so their difference may be another one if rewards failed.
+    The models are compared problem by problem, so a problem's difficulty cancels and the interval is narrower than the
+    two models'. Each problem counts 1, however many of its samples are scored. A problem is left out if one of the
+    models has too few scored samples of it.
 
-    Args:
-        rows: samples of the model, as in `figures_of`.
-        others: samples of the other model, as in `figures_of`, with the problems in the same order.
-        ks: values of k for pass@k.
     Returns:
-        "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. Three
-        None = no problem is left.
+        "accuracy" and each "pass@k" → [mean, low, high] of the difference. Three None = no problem is left.
     """
     counts = [(_counts(row), _counts(other)) for row, other in zip(rows, others, strict=True)]
     gains = {
@@ -174,12 +159,7 @@ def differences(
 
 
 def comparison(name: str, found: Mapping[str, Any]) -> str:
-    """Returns the difference between two models as one line of text, in percentage points.
-
-    Args:
-        name: name of the model.
-        found: the result of `differences`, and "from": the name of the other model.
-    """
+    """Return the result of `differences`, and "from", the other model's name, as one line in percentage points."""
     estimates = [(what, *value) for what, value in found.items() if what != "from" and value[0] is not None]
     cells = [
         f"{what} {100 * mean:+.1f} " + (f"[{100 * low:+.1f}, {100 * high:+.1f}]" if low < high else EQUAL)
@@ -189,14 +169,7 @@ def comparison(name: str, found: Mapping[str, Any]) -> str:
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
-    """Returns figures as a text table with one line per model: shares in per cent, 95 % intervals in brackets.
-
-    A last line explains the mark, if a model is marked.
-
-    Args:
-        models: name of a model → the result of `figures_of`.
-        ks: values of k for pass@k.
-    """
+    """Return the results of `figures_of` for several models as a text table, in per cent with intervals in brackets."""
     rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
     for name, figures in models.items():
         mark = MARK if figures["marked"] else ""

@@ -1,7 +1,4 @@
-"""Scores samples with one reward function, problem by problem.
-
-`evaluate` measures a loaded model, for example in a training script.
-"""
+"""Scores samples with one reward function, problem by problem."""
 
 import asyncio
 import math
@@ -29,12 +26,11 @@ PATIENCE = 120.0  # time limit of a reward in seconds; a reward that runs a prog
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """Calls one reward function as in training. It is a context manager that ends the workers that it has started.
+    """Calls one reward function as in training. As a context manager, it ends the workers that it has started.
 
     Args:
-        function: one reward function, in a form that a trainer accepts as `reward_funcs`: a function of any form
-            (`dash_trl.rewards.forms`), a list with one function, or a `RewardRunner` with one function, which is not
-            closed.
+        function: one reward function in any form of `dash_trl.rewards.forms`, a list with one function, or a
+            `RewardRunner` with one function, which is not closed.
     Raises:
         ValueError: if there are several functions, or a reward model.
     """
@@ -52,18 +48,13 @@ class Reward(AbstractContextManager["Reward"]):
         self._loop = EventLoop()  # not this thread's: a notebook runs one there
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises a `ValueError` if the function needs a column that does not exist."""
+        """Raise a `ValueError` if the function needs a column that does not exist."""
         if isinstance(self._function, RunnerReward):
             self._function.form.check_columns(columns)
 
     def scores(self, row: Mapping[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
-        """Scores the samples of one problem.
+        """Return the reward of each sample of a problem; None = the function failed (an exception, None, NaN, ±inf).
 
-        Args:
-            row: the problem.
-            samples: the samples of the problem.
-        Returns:
-            A list with one reward per sample; None = the function failed (an exception, None, NaN, ±inf).
         Raises:
             ValueError: if the function does not return a list of numbers.
         """
@@ -93,13 +84,10 @@ class Reward(AbstractContextManager["Reward"]):
 def scored_samples(
     sampler: Sampler, problems: Any, reward: Reward, **sampling: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Samples completions of problems and scores them. Yields each problem as soon as it is done, in any order.
+    """Sample completions of problems and score them. Yield each problem as soon as it is done, in any order.
 
-    Args:
-        sampler: samples the completions.
-        problems: rows with a `prompt` and the columns that the reward function reads.
-        reward: scores the completions.
-        sampling: arguments of `Sampler.sample`.
+    `problems` are rows with a `prompt` and the columns of the reward function; `sampling` goes to `Sampler.sample`.
+
     Yields:
         The index of a problem, and a row with its `prompt`, its `answer` if it has one, and its `samples`.
     """
@@ -124,21 +112,20 @@ def evaluate(
     batch_size: int = BATCH_SIZE,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Samples every prompt of a dataset, scores the samples, and returns their figures (see `figures_of`).
+    """Sample every prompt of a dataset, score the samples, and return their figures (see `figures_of`).
 
-    A reward failed if it is None, NaN or infinite, or if the function raised an exception. A failed reward is left out
-    of the accuracy and counted in `failed`. It never counts as 0.
+    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It counts in `failed` and is
+    left out of the accuracy; it never counts as 0.
 
     Args:
-        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Afterwards, the
-            model's mode and the global random state are as before.
+        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Afterwards, its
+            mode and the global random state are as before.
         tokenizer: the tokenizer of the model.
         dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
         reward_func: see `Reward`.
         k: values of k for pass@k; at most `num_samples`.
         batch_size: number of rows that are sampled together; the samples depend on it.
-        sampling: `num_samples`, `temperature`, `max_completion_length`, `seed` and `chat_template_kwargs`; see
-            `Sampler.sample`.
+        sampling: arguments of `Sampler.sample`, such as `num_samples` and `temperature`.
     Raises:
         ValueError: if there are several reward functions, or if one needs a column that does not exist.
     """

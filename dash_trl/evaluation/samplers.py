@@ -2,8 +2,8 @@
 
     sample(prompts) ──► token ids ──► _draw: transformers | vLLM servers ──► (index, its completions)
 
-Samples come from the model's own distribution at the given temperature: nothing in the model's `generation_config` has
-an effect, except for its end tokens. `open_sampler` chooses a sampler.
+Samples come from the model's own distribution at the given temperature: only the end tokens of the model's
+`generation_config` have an effect.
 
 Letters: P prompts, S samples of each.
 """
@@ -59,17 +59,13 @@ class SampledCompletion:
 
 
 class Checkpoint:
-    """A model that is named by its directory or hub name, or a LoRA adapter that is named by its directory.
-
-    The constructor reads the config and the tokenizer, but no weights.
+    """A model, or a LoRA adapter, of which the constructor reads the config and the tokenizer, but no weights.
 
     Args:
-        name: the directory, the hub name, or "toy".
+        name: directory or hub name of the model, directory of the adapter, or "toy".
     Attributes:
-        base: name or directory of the config and the full weights: `name` itself, or, for an adapter, its base model.
-        is_adapter: whether the model is an adapter.
+        base: name or directory of the full weights: `name` itself, or an adapter's base model.
         config: the config of the base model.
-        tokenizer: the tokenizer.
     Raises:
         OSError: if no model has this name.
     """
@@ -85,12 +81,7 @@ class Checkpoint:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(name if own else self.base, padding_side="left")
 
     def load(self, dtype: Any = None, device: str = "cpu") -> Any:
-        """Loads the model for inference. An adapter is merged into the weights.
-
-        Args:
-            dtype: dtype of the weights.
-            device: the device of the model.
-        """
+        """Load the model for inference. An adapter is merged into the weights."""
         model = auto_class(self.config).from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
             from peft import PeftModel  # imported here, since most runs have no adapter
@@ -103,7 +94,7 @@ class Sampler(ABC):
     """Samples completions from a model.
 
     Args:
-        tokenizer: the tokenizer of the model. It needs a chat template if prompts are conversations.
+        tokenizer: the tokenizer of the model. Conversations need its chat template.
         generation_config: the model's. Its end tokens and the tokenizer's end a completion, as in TRL.
     """
 
@@ -123,7 +114,7 @@ class Sampler(ABC):
         seed: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        """Samples completions of prompts. Prompts are returned in the order in which they are done.
+        """Sample completions of prompts, and yield each prompt when it is done.
 
         Args:
             prompts: P texts or conversations.
@@ -131,10 +122,9 @@ class Sampler(ABC):
             temperature: sampling temperature; 0 = greedy decoding, with one sample.
             max_completion_length: limit of a completion in tokens.
             seed: seed of all random numbers.
-            chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`. Pass those of
-                training (TRL's option of this name), or the model gets other prompts than in training.
-        Returns:
-            An iterator over pairs: the index of a prompt, and the S completions of this prompt.
+            chat_template_kwargs: arguments of the chat template, such as `{"enable_thinking": False}`, as in training.
+        Yields:
+            The index of a prompt, and its S completions.
         """
         template = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
         encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
@@ -157,11 +147,11 @@ class Sampler(ABC):
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
     ) -> Drawn:
-        """Yields each prompt when it is done: its index, and the token ids of its completions."""
+        """Yield each prompt when it is done: its index, and the token ids of its completions."""
 
 
 class LocalSampler(Sampler):
-    """Samples by transformers' `generate`, S rows per prompt, in batches of `batch_size` rows with their own seeds.
+    """Samples by transformers' `generate`, in batches with their own seeds.
 
     Between two batches, the model's mode and the global random state are as before.
 
@@ -216,17 +206,9 @@ class LocalSampler(Sampler):
 class ServerSampler(Sampler):
     """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    `seed` has no effect, since the samples would not be reproducible anyway: timing decides which requests share a
-    batch, and this changes the last bits of the logits.
-
-    Args:
-        checkpoint: the model.
-        pool: servers with models of the checkpoint's shape. They get its weights and keep them.
-        weight_dir: see `open_sampler`.
-    Raises:
-        ValueError: see `check_servers` and `load_checkpoint`.
-        PoolError: see `check_servers` and `load_checkpoint`.
-        WeightMismatch: see `load_checkpoint`.
+    The servers of the pool have models of the checkpoint's shape, and get and keep its weights; for errors, see
+    `check_servers` and `load_checkpoint`. `seed` has no effect: timing decides which requests share a batch, which
+    changes the last bits of the logits.
     """
 
     def __init__(self, checkpoint: Checkpoint, pool: ServerPool, weight_dir: str | Path):
@@ -274,18 +256,17 @@ def open_sampler(
                 ...
 
     Args:
-        model: a directory, a hub name, the directory of a LoRA adapter, "toy", or a `Checkpoint`.
+        model: a directory or hub name of a model or LoRA adapter, "toy", or a `Checkpoint`.
         use_vllm: True = start a vLLM server on each visible GPU, and stop them on exit.
-        server_urls: vLLM servers (`dash_trl serve`) to sample from. If they have other weights of the same
-            shape, they get the model's weights and keep them.
-        batch_size: number of rows that transformers samples together; it has no effect on servers.
+        server_urls: vLLM servers (`dash_trl serve`) to sample from. They get the model's weights and keep them.
+        batch_size: number of rows that transformers samples together.
         weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
-            temporary directory on this machine.
+            temporary directory.
     Raises:
         OSError: if the model does not exist.
         ValueError: if servers have a model of another shape.
-        PoolError: see `ServerSampler`.
-        WeightMismatch: see `ServerSampler`.
+        PoolError: see `check_servers` and `load_checkpoint`.
+        WeightMismatch: see `load_checkpoint`.
     """
     if not isinstance(model, Checkpoint):
         model = Checkpoint(str(model))

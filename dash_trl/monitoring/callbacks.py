@@ -18,13 +18,10 @@ from dash_trl.monitoring.plots import plot_run
 def monitor(trainer: Any) -> None:
     """Show the reward and the share of survivors in the progress bar, and write `metrics.jsonl` and `run.png`.
 
-    The files are in the `output_dir` of the trainer. See `RewardProgressCallback` and `MetricsFileCallback`::
+    The files are in the trainer's `output_dir`. Any trainer of Transformers or TRL can be monitored::
 
         monitor(trainer)
         trainer.train()
-
-    Args:
-        trainer: a trainer of Transformers or TRL.
     """
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(RewardProgressCallback)
@@ -45,9 +42,7 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Writes every log to a JSON-lines file, and at the end draws the run as `run.png` in the same folder.
-
-    The file has one object per log, with the number of the optimizer step as `step`.
+    """Writes every log to a JSON-lines file with its `step`, and at the end draws `run.png` in the same folder.
 
     Args:
         path: path of the file. A new run empties it. A resumed run first removes the logs after its checkpoint.
@@ -75,19 +70,16 @@ class MetricsFileCallback(TrainerCallback):
 
 
 class TimeLimitCallback(TrainerCallback, ExportableState):
-    """Counts the seconds of training, logs them as `time/elapsed`, and stops the run after a limit.
+    """Counts the seconds of training, logs them as `time/elapsed`, and stops the run at the first step after a limit.
 
-    The run stops after the first optimizer step that ends after the limit. The time from the beginning to the end of
-    training counts, including evaluations and checkpoints, but not the time for loading the model. Checkpoints contain
-    the seconds so far. So a resumed run counts the seconds before its checkpoint, but not the seconds after it, because
-    the work of these seconds is lost. The clock of the main process decides, so that all ranks stop at the same step.
-    With `save_strategy="steps"`, a checkpoint is written at the end, as at the end of every run.
+    Evaluations and checkpoints count, but loading the model does not. A resumed run counts the seconds before its
+    checkpoint, too. The clock of the main process decides, so that all ranks stop at the same step. With
+    `save_strategy="steps"`, a checkpoint is written at the end.
 
     Args:
         limit: number of seconds. `None`: there is no limit.
         clock: function that returns the time in seconds, from any starting point.
     Attributes:
-        limit: number of seconds, or `None`.
         seconds: number of seconds of training so far.
     """
 
@@ -97,7 +89,6 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self._counted_at: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
         self._count()
         return {"args": {"limit": self.limit}, "attributes": {"seconds": self.seconds}}
 
@@ -116,7 +107,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Add the seconds to the log, so that later callbacks, such as `MetricsFileCallback`, get them, too."""
+        """Add the seconds to the log, so that later callbacks get them, too."""
         self._count()
         logs["time/elapsed"] = self.seconds
 

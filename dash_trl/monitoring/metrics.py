@@ -33,14 +33,8 @@ def filter_metrics(
 ) -> dict[str, float]:
     """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
-    The shares are over the rows of all ranks. `filter/kept_rows` + `filter/dropped_constant` +
-    `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
-
-    Args:
-        rollouts: B rows with their advantages.
-        filtered: the result of the filter for these rows.
-        reduce_sum: function that adds up a tensor over the ranks. It is called twice: with an int64 tensor, and with a
-            float32 tensor (MPS has no float64).
+    The shares are over the rows of all ranks and add up to 1. `reduce_sum`, which adds up a tensor over the ranks, gets
+    an int64 and a float32 tensor, because MPS has no float64.
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
@@ -55,10 +49,9 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Warns about windows without a survivor, because nothing is learned from them.
+    """Warns about windows without a survivor, from which nothing is learned.
 
-    The first window without a survivor in a run gives a warning, and so do `EMPTY_WINDOWS` of them in a row, and the
-    end of a run that had no other window.
+    A warning follows the first such window of a run, `EMPTY_WINDOWS` in a row, and a run that had no other window.
     """
 
     def __init__(self) -> None:
@@ -66,12 +59,7 @@ class EmptyWindows:
         self._windows = self._empty = self._count = 0
 
     def note(self, metrics: Mapping[str, float], threshold: float | None) -> None:
-        """Count the next window, and log a warning if one is due, with the reasons in this window.
-
-        Args:
-            metrics: the result of `filter_metrics` for this window.
-            threshold: `gradient_filter_threshold` in this window; a callback may change it.
-        """
+        """Count the next window by its `filter_metrics`, and log a warning with the reasons if one is due."""
         empty = metrics["filter/kept_rows"] == 0
         self._windows, self._empty, self._count = self._windows + 1, self._empty + empty, (self._count + 1) * empty
         if self._count == EMPTY_WINDOWS or (empty and self._empty == 1):
@@ -102,8 +90,8 @@ def sampler_metrics(
 
     Args:
         sampling_per_token_logps: [B, T], the sampler's log-probs; NaN = not reported.
-        old_per_token_logps: [B, T], the old log-probs.
-        importance_sampling_ratio: [B, T] or [B, 1], the result of `importance_sampling_ratio`.
+        old_per_token_logps: [B, T].
+        importance_sampling_ratio: [B, T] or [B, 1].
         loss_mask: [B, T], 1 = a token that the loss counts.
         gather: function that concatenates the vectors of all ranks.
     Returns:
@@ -137,17 +125,15 @@ def corrected_share(
     correction: Mapping[str, Any],
     reduce_sum: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return the share of the survivors' loss tokens whose importance sampling ratio is truncated or masked.
+    """Return the share of survivors' loss tokens, on all ranks, whose importance sampling ratio is truncated or masked.
 
-    The share is over all ranks. A sequence mode truncates or masks all tokens of a row together. With "token_mask" and
-    "sequence_mask", the figure is the share of tokens that are left out of the loss.
+    A sequence mode truncates or masks all tokens of a row together.
 
     Args:
-        old_per_token_logps: [B, T], the old log-probs.
-        sampling_per_token_logps: [B, T], the sampler's log-probs.
+        old_per_token_logps: [B, T].
+        sampling_per_token_logps: [B, T].
         loss_mask: [B, T], 1 = a token that the loss counts.
         correction: the keyword arguments of `importance_sampling_ratio`.
-        reduce_sum: function that adds up a tensor over the ranks.
     """
     others = old_per_token_logps, sampling_per_token_logps, loss_mask
     # Both ratios are computed here, on one device: the exponentials of a GPU and of a CPU differ in the last bit.
@@ -167,15 +153,12 @@ class OffPolicyMetrics:
         off_policy/clipped_share    the share of tokens with r > bound
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
-    For k3 see http://joschu.net/blog/kl-approx.html. The options top_p, top_k and min_p exclude some tokens from
-    sampling. Let Z be the total probability by π of the tokens that are not excluded. Then the expected value of
-    `off_policy/ratio_mean` is Z instead of 1, and the expected value of `off_policy/kl` is KL(μ‖π) − (1 − Z). The
-    figures need no additional pass, because they use the log-probs that TRL's loss computes. Tokens whose log-prob the
-    sampler did not report are left out.
+    For k3 see http://joschu.net/blog/kl-approx.html. If top_p, top_k or min_p exclude tokens, the expected mean of r is
+    Z, the total probability by π of the other tokens, and that of k3 is KL(μ‖π) − (1 − Z). Tokens without a log-prob of
+    the sampler are left out.
 
     Args:
-        bound: number, the upper bound of r in the loss. `None`: the loss has no bound, and `off_policy/clipped_share`
-            is not logged.
+        bound: the upper bound of r in the loss. `None`: there is no bound, and no `off_policy/clipped_share`.
     """
 
     def __init__(self, bound: float | None):
@@ -183,12 +166,9 @@ class OffPolicyMetrics:
         self._sums = torch.zeros(4)  # sums of r, r > bound, r − 1 − log r, and the number of tokens
 
     def see(self, inputs: Mapping[str, Any], log_probs: Tensor, mask: Tensor) -> None:
-        """Add the tokens of a training pass to the sums; do nothing if the sampler's log-probs are not known.
+        """Add the loss tokens (`mask` = 1) of a pass, with the policy's `log_probs` [B, T], to the sums.
 
-        Args:
-            inputs: the inputs of the loss.
-            log_probs: [B, T], the policy's log-probs in this pass.
-            mask: [B, T], 1 = a token that the loss counts.
+        If the sampler's log-probs are not known, this does nothing.
         """
         if (mu := inputs.get("sampling_per_token_logps")) is None:
             return
@@ -200,13 +180,7 @@ class OffPolicyMetrics:
         self._sums = self._sums.to(terms.device, non_blocking=True) + terms.flatten(1).sum(dim=1)
 
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the figures of the optimizer step that ends, and set the sums back to 0.
-
-        All ranks must call this method. If no token was added, the result is empty.
-
-        Args:
-            reduce_sum: function that adds up a tensor over the ranks.
-        """
+        """Return the figures of the ending optimizer step, and reset the sums. All ranks must call this."""
         ratio, clipped, kl, tokens = reduce_sum(self._sums).tolist()
         self._sums = torch.zeros(4)
         if not tokens:
@@ -216,15 +190,10 @@ class OffPolicyMetrics:
 
 
 def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return the staleness of the rows of all ranks, in optimizer steps: mean and maximum.
+    """Return the mean and maximum staleness of the rows of all ranks.
 
-    The staleness of a row is the number of optimizer steps since the oldest weights that may have sampled a token of
-    the row.
-
-    Args:
-        policy_version: [B, 2]; see `RolloutBatch`.
-        step: number of optimizer steps before the window.
-        gather: function that concatenates the tensors of all ranks.
+    The staleness of a row is the number of optimizer steps since the oldest weights that may have sampled its tokens.
+    `policy_version` is [B, 2]; see `RolloutBatch`. `step` is the number of optimizer steps before the window.
     """
     staleness = step - gather(policy_version[:, 0]).float()
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
@@ -235,17 +204,14 @@ def packing_metrics(
 ) -> dict[str, float]:
     """Return figures of how the rows of all ranks were packed into passes.
 
-    `packing/padding_free` is 1 or 0. `packing/padding_share` is the share of processed positions that are padding.
-    `packing/shared_tokens` is the share of the rows' tokens that a pass leaves out, because they belong to a prompt
-    that the pass has already computed for another row. `packing/max_tokens` is the number of positions in the largest
-    pass.
+    `packing/padding_share` is the share of processed positions that are padding. `packing/shared_tokens` is the share
+    of tokens that passes leave out, because they have computed the same prompt for another row. `packing/max_tokens` is
+    the number of positions in the largest pass.
 
     Args:
-        micro_batches: the micro-batches, which contain indices of rows in the window.
         lengths: [R, B, 4] of the window; see `RolloutBatch.lengths`.
-        padding_free: True = passes are padding-free.
         min_shared: see `plan_share`.
-        width: number of tokens of each row of a padded pass. 0: as many as its longest prompt and completion have.
+        width: tokens of each row of a padded pass. 0: as many as its longest prompt and completion have.
     """
     real = processed = saved = largest = 0
     for micro_batch in micro_batches:
@@ -284,16 +250,10 @@ PER_MICRO_STEP = ("policy_loss",)
 class PassMetrics:
     """Combines the figures that TRL's loss logs in every pass into one figure per optimizer step.
 
-    TRL logs the mean of each micro-batch and averages these means. Here, passes have different sizes and contain
-    survivors only. So a pass is weighted by its number of tokens. The number of clipped tokens is divided by the number
-    of tokens of all rows that the optimizer step uses, including dropped rows. If TRL's micro-batches all have the same
-    number of tokens, the figures are equal to TRL's, except that those in `OF_SURVIVORS` leave out dropped rows.
-
-    Args:
-        per_row: True = TRL clips whole rows (`importance_sampling_level="sequence"`). Then clipped rows are counted
-            instead of clipped tokens, unless advantages are per token.
-    Attributes:
-        passes: number of passes so far.
+    TRL averages the means of its micro-batches. Here, passes have different sizes and contain survivors only, so a pass
+    is weighted by its tokens, and clipped tokens are divided by the tokens of all rows of the optimizer step. If TRL's
+    micro-batches have equally many tokens, the figures equal TRL's, except that those in `OF_SURVIVORS` leave out
+    dropped rows. `per_row` means that TRL clips whole rows, which are then counted unless advantages are per token.
     """
 
     def __init__(self, *, per_row: bool):
@@ -302,27 +262,15 @@ class PassMetrics:
         self._zeros: dict[str, float] = {}  # the names so far: the shares of a step without a pass are logged as 0
 
     def take(self, figures: Mapping[str, Sequence[Any]], one: Pass, loss_scale: float, *, per_token: bool) -> None:
-        """Take the figures that TRL's loss has logged in a pass. `of_step` reads them.
-
-        Args:
-            figures: name → one value, a number or a tensor without dimensions.
-            one: the pass.
-            loss_scale: weight of the pass's loss in the optimizer step.
-            per_token: True = advantages are per token.
-        """
+        """Keep the figures of a pass that TRL's loss has logged: name → one number or 0-dimensional tensor."""
         self.passes += 1
         self.per_row &= not per_token
         self._taken.append((figures, one, loss_scale, per_token))
 
     def of_step(self, shares: Collection[Share]) -> list[dict[str, float]]:
-        """Return the figures of the optimizer step that ends, and forget its passes.
+        """Return the combined figures of the ending optimizer step, and each pass's other figures; forget the passes.
 
-        Tensors are read here, all at once, because the CPU waits for the GPU whenever it reads one.
-
-        Args:
-            shares: the shares of the optimizer step.
-        Returns:
-            The combined figures, and for each pass its other figures.
+        Tensors are read here at once, because the CPU waits for the GPU whenever it reads one.
         """
         found: list[dict[str, float]] = [{}]
         sums, counts = defaultdict(float, self._zeros), defaultdict[str, float](float)
@@ -348,7 +296,6 @@ class PassMetrics:
 
 
 def _read(values: Sequence[Any]) -> list[float]:
-    """Read numbers and tensors without dimensions; the tensors in one transfer."""
     tensors = [one for one in values if isinstance(one, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(read) if isinstance(one, Tensor) else one for one in values]

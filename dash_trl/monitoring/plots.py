@@ -13,8 +13,6 @@ from dash_trl.monitoring.recorder import PHASES
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the training logs from a file that `MetricsFileCallback` wrote.
 
-    Args:
-        path: path of the JSON-lines file.
     Raises:
         ValueError: if the file has no training log.
     """
@@ -69,8 +67,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     """Draw pass@k over k, one line per model with its 95 % interval, as in Figure 5 of the paper.
 
     Args:
-        models: name of a model → the figures that `dash_trl eval` writes for this model. In the
-            figures, `pass_at` maps k to [value, low, high], where low and high are the ends of the 95 % interval.
+        models: name of a model → its figures from `dash_trl eval`, whose `pass_at` maps k to [value, low, high].
         picture: path of the file to write.
         title: title of the picture.
     Returns:
@@ -103,7 +100,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t.
 
-    The divisor is the sum of the weights, so the first averages are not biased towards 0.
+    The divisor keeps the first averages from a bias towards 0.
 
     Args:
         values: the numbers x_i.

@@ -1,4 +1,4 @@
-"""`Recorder` adds figures and the seconds of each training phase to TRL's metrics, which TRL's `log` reads."""
+"""`Recorder` adds figures and the seconds of each training phase to TRL's metrics."""
 
 import logging
 import os
@@ -27,13 +27,9 @@ WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 class Recorder:
     """Records figures and the seconds of each training phase in TRL's metrics.
 
-    Args:
-        args: the settings, which tell the phases of the run.
-        state: the state of the run, which tells the running optimizer step.
-        logs: what TRL's `log` reads; see `seams.Logs`.
     Attributes:
-        logs: as above.
-        metrics: name → values since the last log. TRL logs the mean of the values.
+        logs: what TRL's `log` reads; see `seams.Logs`.
+        metrics: name → values since the last log.
     """
 
     def __init__(self, args: Any, state: Any, logs: Any):
@@ -49,30 +45,19 @@ class Recorder:
         self._steps = 0  # number of optimizer steps since the last log
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add one value to each figure. TRL logs the mean of the values since the last log.
-
-        Args:
-            metrics: name → value.
-        """
+        """Add one value to each figure (name → value). TRL logs the mean of the values since the last log."""
         for name, value in metrics.items():
             self.metrics[name].append(value)
 
     def total(self, name: str, value: float) -> None:
-        """Set a running total. TRL logs the last total instead of a mean.
-
-        Args:
-            name: name of the figure.
-            value: the total so far.
-        """
+        """Set a running total. TRL logs the last total instead of a mean."""
         self.metrics[name] = [value]
 
     @contextmanager
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
         """Add the seconds within the `with` block to a phase, which is logged per optimizer step as `time/<phase>`.
 
-        Args:
-            phase: name of the phase.
-            counts: False = do not count the seconds, as in an evaluation.
+        With `counts=False`, as in an evaluation, they are not added.
         """
         started = self._mark()
         yield
@@ -82,7 +67,7 @@ class Recorder:
     def end_step(self) -> None:
         """End an optimizer step and log the seconds of its phases.
 
-        On a GPU, the seconds are logged at the next step that TRL logs, as the mean of the steps since the last log.
+        On a GPU, TRL's next log has them as the mean of the steps since the last log.
         """
         self._steps += 1
         free = self._args.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ  # PyTorch takes all cores

@@ -38,9 +38,8 @@ class ProcessTool:
 
         trainer = DASHTrainer(..., tools=[ProcessTool(run_python, timeout=10)])
 
-    If a call hangs or crashes, its process is killed and the policy gets an error as the answer. The function runs in
-    the workers, so it cannot change anything in the trainer's process. The policy sees the name, signature and
-    docstring of the function.
+    If a call hangs or crashes, its process is killed and the policy gets an error as the answer. The function cannot
+    change anything in the trainer's process. The policy sees its name, signature and docstring.
 
     Args:
         function: the tool; neither a coroutine function nor a method of an environment.
@@ -58,7 +57,7 @@ class ProcessTool:
     def as_function(self) -> Callable[..., Any]:
         """Return a function that stands for the tool, because TRL and Transformers accept only functions.
 
-        `ToolCalls` finds this tool by the attribute `process_tool` of the function, and calls it in a worker process.
+        `ToolCalls` finds the tool by the function's attribute `process_tool`.
         """
 
         @functools.wraps(self.function)
@@ -72,9 +71,7 @@ class ProcessTool:
 class ToolCalls:
     """Calls tools, and the methods `reset` and `get_reward` of environments, many at a time outside the main thread.
 
-    Args:
-        timeout: seconds for one call. A function that runs longer cannot be stopped; it continues, but its result is
-            ignored.
+    A function that runs longer than `timeout` seconds continues, but its result is ignored.
     """
 
     def __init__(self, timeout: float):
@@ -85,7 +82,7 @@ class ToolCalls:
             weakref.finalize(self, one.close)
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Runs coroutines concurrently and returns all results. The first error cancels the others and is raised."""
+        """Run coroutines concurrently and return all results. The first error cancels the others and is raised."""
 
         async def together() -> list[Any]:
             async with asyncio.TaskGroup() as group:
@@ -98,11 +95,8 @@ class ToolCalls:
             raise errors.exceptions[0] from None
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Calls a function; returns its value or raises its exception.
+        """Call a function or coroutine function with keyword arguments; return its value or raise its exception.
 
-        Args:
-            function: a function or a coroutine function.
-            arguments: keyword arguments of the function.
         Raises:
             Overdue: if the call took longer than `timeout`.
             GivenUp: if the call was given up, because too many earlier calls hang.
@@ -121,17 +115,10 @@ class ToolCalls:
     async def answer(
         self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]
     ) -> tuple[list[Message], int]:
-        """Makes the tool calls of one message: functions one after the other, then coroutine functions concurrently.
+        """Make the parsed calls of one message: functions one after the other, then coroutine functions concurrently.
 
-        Args:
-            calls: the calls as the tokenizer parsed them.
-            tools: the tools by name.
-        Returns:
-            One message per call, in TRL's order (functions first), and the number of failed calls. The message of a
-            failed call contains the error.
-        Raises:
-            Overdue: see `call`.
-            GivenUp: see `call`.
+        Return one message per call, in TRL's order (functions first), and the number of failed calls. For errors see
+        `call`.
         """
         found: list[tuple[str, Any, bool]] = []  # name, content of the message, True = the call failed
         waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
@@ -165,7 +152,7 @@ class ToolCalls:
 
 
 def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return what a tool answers, as text. `__str__` of a value may take long, too, and runs within the time limit."""
+    """Return a tool's answer as text here, because `__str__` may take long and has to run within the time limit."""
     return _written(tool(**arguments))
 
 
@@ -174,7 +161,7 @@ async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _outcome(call: Call) -> tuple[Any, bool]:
-    """Return the content of a message, and whether the call failed. Raises the errors of `HANGS`."""
+    """Return the content of a message, and whether the call failed. Raise the errors of `HANGS`."""
     if isinstance(call.error, HANGS):
         raise call.error
     return (_written(call.value), False) if call.error is None else _failure(call.error)
@@ -185,7 +172,7 @@ def _failure(error: BaseException) -> tuple[str, bool]:
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:
-    """Return a value as text, or as text blocks for the chat template, without characters that tokenizers refuse."""
+    """Return a value as text, or as text blocks, without characters that tokenizers refuse."""
     if (
         isinstance(value, list)
         and value
@@ -198,5 +185,5 @@ def _written(value: Any) -> str | list[dict[str, str]]:
 
 
 def _encodable(text: str) -> str:
-    """Replaces lone surrogates by question marks. Cut JSON and file names may contain such characters."""
+    """Replace lone surrogates, which cut JSON and file names may contain, by question marks."""
     return text.encode(errors="replace").decode()

@@ -29,20 +29,15 @@ class Conversation:
     """One row of several turns, with its environment, tools and reward.
 
     Attributes:
-        example: the row's example of the dataset: column → value.
-        prompt_ids: token ids of the prompt; empty = they are not known yet.
+        prompt_ids: token ids of the prompt; empty = not known yet.
         prompt: the messages before the first turn.
         turns: the turns so far, from `Conversations.begin` on.
-        name: name of the row's environment. None = environments have no names, or there are none.
-        environment: the instance of the environment. None = there are no environments.
+        name: name of the row's environment, if environments have names.
         tools: the row's tools by name, including methods of the environment.
-        failure: text that describes the call that failed, so that the row is unscored; None = no call has failed.
-        reward: return value of the environment's `get_reward`; NaN = a call for this row failed, `ASK` = `get_reward`
-            was not called.
-        in_use: True = a call of the environment may still run, so no other row may use the environment.
+        failure: describes the failed call, so that the row is unscored; None = no call has failed.
+        reward: value of the environment's `get_reward`; NaN = a call failed, `ASK` = it was not called.
+        in_use: True = a call of the environment may still run, so no other row may use it.
         began: True = `begin` leased or made the environment; False = TRL made it, or there are no environments.
-        calls: number of tool calls so far.
-        failed_calls: number of tool calls that failed.
     """
 
     example: Mapping[str, Any]
@@ -68,12 +63,9 @@ class Conversations:
     """Runs rows of several turns: environments, tool calls and rewards.
 
     Attributes:
-        rules: function that returns the current limits of rows.
-        calls: object that calls tools and the methods of environments.
         tools: the tools that are not methods of an environment.
-        environments: the pool of environments; None = there are no environments.
         tokenize: function: a prompt, and the tools to list in it → token ids.
-        end_id: id of the only token in a completion if the environment failed before the first turn.
+        end_id: the only token of a completion if the environment failed before the first turn.
         use_environments: function that passes the environments of rows to reward functions.
     """
 
@@ -88,24 +80,17 @@ class Conversations:
 
     @property
     def has_tools(self) -> bool:
-        """Whether there are any tools, including methods of environments."""
         return bool(self.tools) or self.environments is not None and any(self.environments.tools.values())
 
     def lent(self) -> AbstractContextManager[None]:
-        """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
+        """Context manager for evaluations, within which TRL has the idle environments."""
         self._scored = ()
         return nullcontext() if self.environments is None else self.environments.lent()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
     ) -> list[Conversation]:
-        """Makes rows for an evaluation, in which TRL has reset the environments and will score the completions.
-
-        Args:
-            prompt_ids: token ids of each prompt.
-            environments: the environment of each row, if there are environments.
-            names: the name of each row's environment, if there are environments.
-        """
+        """Make rows for an evaluation, in which TRL has reset the environments and will score the completions."""
         rows = [Conversation({}, ids) for ids in prompt_ids]
         for i, row in enumerate(rows):
             if environments and names:
@@ -116,14 +101,9 @@ class Conversations:
         return rows
 
     async def begin(self, row: Conversation) -> bool:
-        """Prepares a row for its first turn: leases and resets its environment, and tokenizes its prompt.
+        """Lease and reset a row's environment and tokenize its prompt; return False if the environment failed.
 
-        With environments, the prompt is tokenized in any case, because the observation of `reset` changes it.
-
-        Args:
-            row: the row.
-        Returns:
-            Whether there is a turn to sample. False if the environment failed.
+        With environments, the prompt is always tokenized, because the observation of `reset` changes it.
         """
         environments = self.environments
         if environments is not None:
@@ -147,27 +127,18 @@ class Conversations:
         return row.failure is None
 
     def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
-        """Return the tools that are listed in the prompt of a row, whose environment has been chosen."""
         return self.tools if self.environments is None else self.environments.tools[row.name]
 
     def _set_up(self, row: Conversation) -> None:
-        """Give a row its tools and its turns."""
         methods = [] if row.environment is None else methods_of(row.environment)
         row.tools = {tool.__name__: tool for tool in [*self.tools, *methods]}
         row.turns = Turns(self.rules(), row.prompt_ids, self._listed(row))
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
-        """Adds a turn of the policy to a row and runs the tools that the turn calls.
+        """Add a turn of the policy to a row and run the tools that it calls; return whether there is another turn.
 
-        If the row ends with this turn without a failure, and `begin` has leased or made its environment, the method
-        also calls `get_reward` of the environment, if the environment has it.
-
-        Args:
-            row: the row.
-            ids: token ids of the turn.
-            log_probs: the sampler's log-probs of these tokens; None if the sampler reports no log-probs.
-        Returns:
-            Whether there is another turn to sample.
+        If the row ends without a failure, and `begin` has leased or made its environment, `get_reward` is called, too.
+        If the sampler reports no log-probs, `log_probs` is None.
         """
         calls = row.turns.sampled(ids, log_probs)
         if calls:
@@ -189,21 +160,20 @@ class Conversations:
         return False
 
     def score(self, rows: Sequence[Conversation]) -> None:
-        """Sets the rows that reward functions score next, and passes them the environments of these rows."""
+        """Set the rows that reward functions score next, and pass them the environments of these rows."""
         self._scored = rows
         if self.environments is not None:
             self.use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
-        """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
+        """Return, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
 
-        Args:
-            rows: number of rows of this rank, used only if there are no tools: then no row can have failed.
+        Without tools, no row can have failed, and `rows` is their number.
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Return the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
+        """Return the reward of each environment; NaN = a call failed. Call `get_reward` where no reward is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.calls.run([self._reward(one) for one in missing])
@@ -211,13 +181,12 @@ class Conversations:
         return [found[id(one)] for one in instances]
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
-        """Gives the environments of finished rows back to the pool, except those that may still be at work."""
+        """Give the environments of finished rows back to the pool, except those that may still be at work."""
         for row in rows:
             if self.environments is not None and row.environment is not None and not row.in_use:
                 self.environments.give_back(row.name, row.environment)
 
     async def _reward(self, instance: Any) -> Any:
-        """Calls `get_reward` for a row that TRL has begun; NaN if it fails."""
         try:
             return await self.calls.call(instance.get_reward, {})
         except Exception as error:
@@ -228,7 +197,7 @@ class Conversations:
             return math.nan
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
-        """Marks a row as unscored. Its environment is in an unknown state and does not return to the pool."""
+        """Mark a row as unscored. Its environment is in an unknown state and does not return to the pool."""
         text = "".join(traceback.format_exception_only(error)).strip()  # does not fail if the error's `__str__` fails
         error.__traceback__ = None  # a thread that hangs keeps the error; a traceback would keep the trainer in memory
         row.failure, row.reward = f"{what}: {text}", math.nan
@@ -238,11 +207,9 @@ class Conversations:
 
 
 class EnvironmentReward:
-    """The reward function of one class of environments: returns `get_reward` of each row's environment.
+    """The reward function of one class of environments (`kind`): returns `get_reward` of each row's environment.
 
-    Args:
-        kind: the class. The function returns None (not applicable) for rows with an environment of another class.
-        conversations: object that calls `get_reward` and keeps the rewards.
+    It returns None (not applicable) for rows with an environment of another class.
     """
 
     def __init__(self, kind: type, conversations: Conversations):

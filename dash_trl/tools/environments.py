@@ -22,8 +22,8 @@ class Environments:
 
     Attributes:
         factories: for each name, the function that makes an instance.
-        tools: for each name, the tools that are listed in prompts with this environment.
-        pool: for each name, the list of idle instances. It is TRL's: TRL uses the instances in evaluations.
+        tools: for each name, the tools that prompts list.
+        pool: for each name, TRL's list of idle instances, which TRL uses in evaluations.
     """
 
     factories: Mapping[str | None, Callable[[], Any]]
@@ -35,7 +35,7 @@ class Environments:
         self._is_lent = False
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
-        """Return the name of an example's environment: the column `environment`; None if environments have no names.
+        """Return the name of an example's environment (its column `environment`); None if environments have no names.
 
         Raises:
             ValueError: if there is no environment of this name.
@@ -54,17 +54,16 @@ class Environments:
             return self.pool[name].pop() if self.pool[name] and not self._is_lent else None
 
     def give_back(self, name: str | None, instance: Any) -> None:
-        """Puts an instance back into the pool."""
         self.pool[name].append(instance)
 
     def retire(self, instance: Any) -> None:
-        """Removes an instance from TRL's idle instances, so that TRL does not use it again."""
+        """Remove an instance from TRL's idle instances, so that TRL does not use it again."""
         for pool in self.pool.values():
             pool[:] = [one for one in pool if one is not instance]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context manager for an evaluation: within it, TRL has the idle instances."""
+        """Context manager for an evaluation, within which TRL has the idle instances."""
         with self._lock:
             self._is_lent = True
         try:

@@ -22,10 +22,9 @@ class TurnRules:
     """The limits of a row, and the functions that convert between token ids and messages.
 
     Attributes:
-        most_tokens: largest number of tokens in a completion, with the answers of tools; TRL's `max_completion_length`.
+        most_tokens: limit of tokens in a completion, with the answers of tools; TRL's `max_completion_length`.
         context: the sampler's limit of tokens in prompt and completion together; None = no limit.
-        most_rounds: largest number of rounds of tool calls in one row, TRL's `max_tool_calling_iterations`; None = no
-            limit.
+        most_rounds: limit of rounds of tool calls, TRL's `max_tool_calling_iterations`; None = no limit.
         parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
         encode: function: tool messages → their token ids, with the tokens that begin the policy's next turn.
     """
@@ -42,15 +41,12 @@ class Turns:
     """The turns of one row so far: the token ids and messages after its prompt.
 
     Attributes:
-        rules: the limits of the row, and the functions that convert token ids and messages.
-        prompt_ids: token ids of the prompt.
-        tools: the tools that are listed in the prompt.
-        completion_ids: list of the completion's token ids so far.
-        own: list with one entry per token id, 1 = the policy sampled the token, 0 = it belongs to a tool's answer.
-        log_probs: list of the sampler's log-probs, one per token id; 0 for tokens of a tool's answer. None if the
-            sampler reports no log-probs, or if the row `never_began`.
+        completion_ids: the completion's token ids so far.
+        own: one entry per token id, 1 = the policy sampled the token, 0 = it belongs to a tool's answer.
+        log_probs: the sampler's log-probs, one per token id; 0 for tokens of a tool's answer. None if the sampler
+            reports none, or if the row `never_began`.
         messages: the messages of the policy and the tools, in order.
-        rounds: number of rounds of tool calls that were answered.
+        rounds: number of answered rounds of tool calls.
     """
 
     rules: TurnRules
@@ -64,24 +60,17 @@ class Turns:
 
     @property
     def context(self) -> list[int]:
-        """The token ids before the next turn."""
         return self.prompt_ids + self.completion_ids
 
     @property
     def room(self) -> int:
-        """The largest number of tokens in the next turn."""
         room = self.rules.most_tokens - len(self.completion_ids)
         return room if self.rules.context is None else min(room, self.rules.context - len(self.context))
 
     def sampled(self, ids: list[int], log_probs: list[float | None] | None) -> list[Mapping[str, Any]]:
-        """Appends a turn of the policy, cut so that the completion has at most `most_tokens` tokens.
+        """Append a turn of the policy, cut to `most_tokens`, and return the tool calls that need an answer.
 
-        Args:
-            ids: token ids of the turn.
-            log_probs: the sampler's log-probs of these tokens; None if the sampler reports no log-probs.
-        Returns:
-            The tool calls that need an answer. An empty list means that the row has ended: the turn has no calls, or
-            the row has had `most_rounds` rounds.
+        If there are none, the row has ended: the turn has no calls, or the row has had `most_rounds` rounds.
         """
         ids = ids[: self.rules.most_tokens - len(self.completion_ids)]
         calls: list[Mapping[str, Any]] = []
@@ -93,24 +82,17 @@ class Turns:
         return calls if self.rules.most_rounds is None or self.rounds < self.rules.most_rounds else []
 
     def never_began(self, token: int, message: Message) -> None:
-        """Sets a completion of one token, for a row in which the environment failed before the first turn.
+        """Set a completion of one message and one token, because each row of a batch needs a token.
 
-        The token does not count as sampled by the policy. It is there because each row of a batch needs a token.
-
-        Args:
-            token: the token id.
-            message: the only message of the completion.
+        The environment of the row failed before the first turn. The token does not count as sampled by the policy.
         """
         self.messages = [message]
         self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:
-        """Appends the answers of tools if all of them fit into the row. Otherwise the row ends without the answers.
+        """Append the answers of tools, one message per call, and return whether the policy has another turn.
 
-        Args:
-            messages: the answers, one message per tool call.
-        Returns:
-            Whether the policy has another turn.
+        If the answers do not all fit into the row, the row ends without them.
         """
         if sum(len(str(one["content"])) for one in messages) > MOST_CHARACTERS * self.rules.most_tokens:
             return False

@@ -1,7 +1,4 @@
-"""A `Call` is one call of a function, and the future of its outcome. A `Backend` makes calls.
-
-A `Request` collects the outcomes of calls for many rows, and returns each group of rows when it is complete.
-"""
+"""A `Call` is one call of a function, and the future of its outcome. A `Request` collects outcomes for many rows."""
 
 import queue
 import threading
@@ -26,8 +23,8 @@ class Call(Future[Any]):
     Args:
         function: the function; a coroutine function for a backend that awaits it.
         arguments: name → value.
-        timeout: seconds from the start of the call, not from its submission. After this time the call ends with a
-            `TimeoutError`: with `Overdue` on threads and event loops.
+        timeout: seconds from the start of the call, not from its submission. Then the call ends with a
+            `TimeoutError`, which is `Overdue` on threads and event loops.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float):
@@ -45,12 +42,7 @@ class Call(Future[Any]):
         return self.result() if self.error is None else None
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome. A second outcome, for example from an abandoned thread, is ignored.
-
-        Args:
-            value: return value of the function.
-            error: exception that the function raised or that ended the call. None if the call has a value.
-        """
+        """Set the outcome. A second outcome, for example from an abandoned thread, is ignored."""
         with suppress(InvalidStateError):
             if error is None:
                 self.set_result(value)
@@ -61,17 +53,12 @@ class Call(Future[Any]):
 class Request:
     """Collects the outcomes of F functions for N rows, and returns groups of rows as soon as they are complete.
 
-    A group is complete when all functions are done with it. The outcomes may come in any order.
-
-    Args:
-        functions: number of functions, F.
-        rows: number of rows, N.
-        group_size: number of adjacent rows that make a group; the last group may be smaller.
+    A group of `group_size` adjacent rows is complete when all functions are done with it; the last group may be
+    smaller. The outcomes may come in any order.
 
     Attributes:
         outcomes: F lists of N outcomes; None = this outcome has not come.
         cancelled: whether nobody waits for the outcomes any more.
-        group_size: see the argument.
         uid: an id that no other request of any process has.
     """
 
@@ -85,34 +72,19 @@ class Request:
         self._handed_out = 0
 
     def rows_of(self, group: int) -> range:
-        """Return the rows of a group.
-
-        Args:
-            group: number of the group.
-        """
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
 
     def add(self, call: Call, done: Callable[[Call], None]) -> Call:
-        """Wait for a call, too; `cancel` cancels it.
+        """Add a call that is not submitted yet, and return it; `cancel` cancels it.
 
-        Args:
-            call: a call that is not submitted yet.
-            done: function that is called with the ended call, on any thread. It passes the outcome to `put`.
-
-        Returns:
-            The call.
+        `done` gets the ended call, on any thread, and passes the outcome to `put`.
         """
         self._calls.append(call)
         call.add_done_callback(done)  # type: ignore[arg-type]  # typed for any future
         return call
 
     def put(self, function: int, row: int, outcome: Any) -> bool:
-        """Store the outcome of a function for a row. Any thread may call this, but only once for each row.
-
-        Args:
-            function: number of the function.
-            row: number of the row.
-            outcome: the outcome, which is not None.
+        """Store a function's outcome, which is not None, for a row. Any thread may call this, once for each row.
 
         Returns:
             Whether the function now has all outcomes of the row's group. Then the caller must call `complete` for the
@@ -124,11 +96,7 @@ class Request:
             return all(outcomes[other] is not None for other in self.rows_of(row // self.group_size))
 
     def complete(self, group: int) -> None:
-        """Record that one more function is done with a group. After the last function, the group is complete.
-
-        Args:
-            group: number of the group.
-        """
+        """Record that one more function is done with a group, which is complete after the last function."""
         with self._lock:
             self._functions_left[group] -= 1
             if not self._functions_left[group]:
@@ -137,8 +105,7 @@ class Request:
     def next_groups(self, *, wait: bool = True) -> list[int]:
         """Return the numbers of complete groups that were not returned before.
 
-        Args:
-            wait: True = if there is no such group yet, wait for one. Call it with True only while groups are left.
+        With `wait=True`, wait for one if there is none yet. Pass it only while groups are left.
         """
         found: list[int] = []
         while not self._complete.empty() or wait and not found:
@@ -147,7 +114,7 @@ class Request:
         return found
 
     def wait(self) -> None:
-        """Wait until all groups are complete. If the wait is interrupted, the calls are cancelled."""
+        """Wait until all groups are complete. An interrupt cancels the calls."""
         try:
             while self._handed_out < len(self._functions_left):
                 self.next_groups()
@@ -156,7 +123,6 @@ class Request:
             raise
 
     def cancel(self) -> None:
-        """Cancel the calls, because nobody waits for their outcomes any more."""
         self.cancelled = True
         cancel_all(self._calls)
 
@@ -173,16 +139,9 @@ def call_all(
     *,
     timeout: float,
 ) -> list[Call]:
-    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels the calls.
+    """Call one function with several arguments in parallel; return the ended calls in order.
 
-    Args:
-        submit: `submit` of a backend.
-        function: see `Call`.
-        arguments: `Call.arguments` of each call.
-        timeout: see `Call`.
-
-    Returns:
-        The ended calls, in the order of `arguments`.
+    An interrupt cancels the calls.
     """
     calls = [Call(function, one, timeout=timeout) for one in arguments]
     submit(calls)

@@ -26,11 +26,6 @@ Outcome = tuple[Any, BaseException | None]  # value and error of a call
 
 
 def value_of(outcome: Outcome) -> Any:
-    """Return the value of a call, or raise its error.
-
-    Args:
-        outcome: value and error.
-    """
     value, error = outcome
     if error is not None:
         raise error
@@ -38,7 +33,6 @@ def value_of(outcome: Outcome) -> Any:
 
 
 async def _in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
-    """Wait for an outcome and return it. If it takes longer than `seconds`, raise `error`."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await outcome
@@ -49,19 +43,19 @@ async def _in_time(outcome: Awaitable[Any], seconds: float, error: Exception) ->
 
 
 async def unless_overdue(outcome: Future[Outcome], call: Call) -> Any:
-    """Wait for the outcome of a call in this process. Return its value, or raise its error or `Overdue`."""
+    """Return the value of a call in this process, or raise its error, or `Overdue` after its timeout."""
     error = Overdue(f"took more than {call.timeout:g} s")
     return value_of(await _in_time(asyncio.wrap_future(outcome), call.timeout, error))
 
 
 async def unless_lost(outcome: Awaitable[Any], seconds: float) -> Any:
-    """Wait for the outcome of a worker that keeps to timeouts itself, and give it up `LOST_SECONDS` after them."""
+    """Wait for the outcome of a worker that keeps to timeouts itself; give it up `LOST_SECONDS` after them."""
     seconds += LOST_SECONDS
     return await _in_time(outcome, seconds, GivenUp(f"no outcome has come within {seconds:.0f} s"))
 
 
 def is_cancelled() -> bool:
-    """Return whether the running task is cancelled. Users' functions may raise a `CancelledError`, too."""
+    """Return whether the running task is cancelled; a user's function may raise a `CancelledError`, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -69,7 +63,7 @@ def is_cancelled() -> bool:
 class EventLoop:
     """Asyncio loop on a daemon thread, which runs many requests at once while the main thread waits for them.
 
-    The loop does not run on the main thread, because a notebook runs a loop of its own there.
+    The main thread cannot run it, because a notebook runs a loop of its own there.
     """
 
     def __init__(self) -> None:
@@ -83,19 +77,11 @@ class EventLoop:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        """Run the loop until it is stopped. This is the function of the loop's thread."""
         self._loop.run_forever()
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine and wait for its end. If the wait is interrupted, the coroutine is cancelled.
-
-        Args:
-            coroutine: the coroutine.
-
-        Returns:
-            Return value of the coroutine.
-        """
+        """Run a coroutine, wait for its end and return its value. An interrupt of the wait cancels the coroutine."""
         future = self.start(coroutine)
         try:
             return future.result()
@@ -104,11 +90,7 @@ class EventLoop:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine without waiting for it; return its future, which cancels it.
-
-        Args:
-            coroutine: the coroutine.
-        """
+        """Run a coroutine without waiting for it; return its future, which cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(
@@ -116,9 +98,7 @@ class EventLoop:
     ) -> None:
         """Cancel all coroutines, run `last`, and end the thread. If a coroutine blocks the loop, this happens later.
 
-        Args:
-            last: coroutine function that closes objects of the loop, such as an HTTP session. None: nothing to close.
-            seconds: the longest wait.
+        `last` closes objects of the loop, such as an HTTP session. `seconds` is the longest wait.
         """
 
         async def end() -> None:
@@ -139,13 +119,13 @@ class EventLoop:
 class Backend:
     """Makes calls: at most a number of them at once, at a pace, and again after errors that may pass.
 
-    Every call gets its outcome in bounded time. Subclasses define `_made`. A fork of the process may use the backend,
-    too: it gets a loop, threads and processes of its own.
+    Every call gets its outcome in bounded time. Subclasses define `_made`. A fork of the process gets a loop, threads
+    and processes of its own.
 
     Args:
         count: largest number of calls at once.
         rate_limit: largest number of calls that start per second. None: no limit.
-        retry_on: types of the exceptions after which a call is made again. It keeps its place during the pause before.
+        retry_on: types of the exceptions after which a call is made again. During the pause, it keeps its place.
         retries: largest number of repetitions of a call.
     """
 
@@ -168,11 +148,7 @@ class Backend:
         self._loop: EventLoop | None = None
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Submit calls without waiting for them. Any thread may call this.
-
-        Args:
-            calls: the calls, each of which is submitted once.
-        """
+        """Submit calls, each once, without waiting for them. Any thread may call this."""
         with self._lock:
             if self._loop is None or not self._loop.is_running:
                 self._loop = EventLoop()
@@ -204,7 +180,6 @@ class Backend:
                 call.finish(error=error.__cause__ if isinstance(error.__cause__, StopIteration) else error)
 
     async def _attempt(self, call: Call) -> Any:
-        """Make a call once, at the pace."""
         if self._distance:
             async with self._pace:
                 await asyncio.sleep(self._distance)
@@ -224,8 +199,8 @@ class Backend:
 class AsyncCalls(Backend):
     """`Backend` for coroutine functions. They all run on one event loop, not on the backend's own.
 
-    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all other calls on this loop. All calls that
-    have begun there end at their timeouts, and later calls run on a new loop. For the arguments, see `Backend`.
+    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all other calls on this loop. They end at
+    their timeouts, and later calls run on a new loop.
     """
 
     def _open(self) -> None:
@@ -252,7 +227,7 @@ class AsyncCalls(Backend):
 
 
 async def _outcome_of(call: Call) -> Outcome:
-    """Await a call. Never raises an error: SystemExit would end the loop."""
+    """Await a call. No error is raised here: SystemExit would end the loop."""
     try:
         return await call.function(**call.arguments), None
     except BaseException as error:
@@ -262,17 +237,7 @@ async def _outcome_of(call: Call) -> Outcome:
 async def called(
     backend: Backend, function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout: float
 ) -> Call:
-    """Make one call and wait for it, on any loop. If the wait is cancelled, the call is cancelled.
-
-    Args:
-        backend: the backend that makes the call.
-        function: see `Call`.
-        arguments: see `Call`.
-        timeout: see `Call`.
-
-    Returns:
-        The ended call with its value or error.
-    """
+    """Make one call and wait for it, on any loop; return the ended call. Cancelling the wait cancels the call."""
     call, ended = Call(function, arguments, timeout=timeout), Future[None]()
     ended.set_running_or_notify_cancel()  # if this task is cancelled, the call still sets its result
     call.add_done_callback(lambda _: ended.set_result(None))

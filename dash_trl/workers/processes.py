@@ -1,13 +1,11 @@
-"""`ProcessCalls` makes CPU-bound calls in worker processes. A worker is killed if a call takes too long.
-
-The path of a call::
+"""`ProcessCalls` makes CPU-bound calls in worker processes. A worker is killed if a call takes too long::
 
     submit ──► pickled arguments ──► pebble's pool ──► `_call` in a worker, which calls the function
     value ◄── pickled outcome ◄─────────────────────────────┘   └─ over its timeout: the worker's group is killed
 
-Pebble owns the queue, the pipes and the timeouts. Loky starts the workers: they do not run the main script again, so it
-needs no main guard, and they are no forks of this process, which has threads and CUDA. Arguments and outcomes travel as
-bytes, because pebble's pool breaks at arguments that cannot be read.
+Loky starts the workers of pebble's pool: they do not run the main script again, so it needs no main guard, and they are
+no forks of this process, which has threads and CUDA. Arguments and outcomes travel as bytes, because pebble's pool
+breaks at arguments that cannot be read.
 """
 
 import asyncio
@@ -60,16 +58,16 @@ def default_workers() -> int:
 
 
 class _Worker(LokyProcess):
-    """A worker process. It leads a process group, which ends with it, so what a call has started ends, too."""
+    """A worker process. It leads a process group that ends with it, so what a call has started ends, too."""
 
     def terminate(self) -> None:
-        """Kill the group. Pebble's own SIGTERM would reach neither a call that ignores it, nor what it has started."""
+        """Kill the group. Pebble's SIGTERM would reach neither a call that ignores it, nor what it has started."""
         with suppress(ProcessLookupError, PermissionError):  # some systems raise these for a group that has ended
             os.killpg(self.pid, signal.SIGKILL)
         super().terminate()  # it may not lead a group yet
 
     def is_alive(self) -> bool:
-        """Return whether the worker runs; if not, what it has started is killed."""
+        """Return whether the worker runs; if not, kill what it has started."""
         alive = super().is_alive()
         if not alive:
             self.terminate()
@@ -84,7 +82,7 @@ class _Manager(PoolManager):
     """Pebble's manager with another order: all messages of a dead worker before its end, its end before its locks.
 
     Pebble could give the error of a worker's death to the worker's previous call, whose value is still in the pipe. And
-    it removes the locks first: a worker that starts meanwhile would find none, and print a traceback.
+    it removes the locks first, so a worker that starts meanwhile would find none.
     """
 
     def __init__(self, *contexts: Any):
@@ -112,14 +110,7 @@ def _end(reference: "weakref.ref[ProcessPool]") -> None:
 
 
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
-    """Pickle functions for other processes.
-
-    Args:
-        functions: the functions.
-
-    Raises:
-        ValueError: if one cannot be pickled.
-    """
+    """Pickle functions for other processes, or raise a `ValueError` if one cannot be pickled."""
     try:
         return cloudpickle.dumps(list(functions))  # type: ignore[no-any-return]
     except Exception as error:
@@ -133,15 +124,16 @@ def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
 
 
 class ProcessCalls(Backend):
-    """`Backend` that makes calls in worker processes. The workers end at `close` or when this process exits.
+    """`Backend` that makes calls in worker processes, which end at `close` or when this process exits.
 
-    A worker may use at most `MEMORY` bytes of address space. For the other arguments, see `Backend`.
+    A worker may use at most `MEMORY` bytes of address space.
 
     Args:
-        functions: the functions that can be called. They are sent to each worker once, by value (cloudpickle) if they
-            are from the main script, a notebook or a file that was loaded by its path.
+        functions: the functions that can be called. Each worker gets them once, by value (cloudpickle) if they are
+            from the main script, a notebook or a file that was loaded by its path.
         count: number of workers.
         prepare: importable function that runs first in each worker, for example to do slow imports.
+        settings: see `Backend`.
 
     Raises:
         ValueError: if a function cannot be sent to another process.
@@ -223,7 +215,7 @@ def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> 
 
 
 def _call(packed: bytes) -> bytes:
-    """Make a call in a worker; return its pickled value and error. Never raises an error."""
+    """Make a call in a worker; return its pickled value and error, and never raise an error."""
     try:
         number, arguments = pickle.loads(packed)
         return cloudpickle.dumps((_functions[number](**arguments), None))  # type: ignore[no-any-return]

@@ -17,9 +17,6 @@ class Command:
         arguments: the command line.
         environment: variables that are added to this process's environment.
         log: file to which stdout and stderr are appended.
-
-    Attributes:
-        process: the running program.
     """
 
     def __init__(
@@ -42,15 +39,10 @@ class Command:
 
     @property
     def running(self) -> bool:
-        """Whether the program has not ended."""
         return self.process.poll() is None
 
     def stop(self, *, seconds: float = STOP_SECONDS) -> None:
-        """Stop the program and its children: send SIGTERM, wait, then send SIGKILL.
-
-        Args:
-            seconds: the longest wait. 0: send only SIGKILL, at once.
-        """
+        """Stop the program and its children: send SIGTERM, wait at most `seconds`, then send SIGKILL."""
         if seconds:
             self.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -59,10 +51,9 @@ class Command:
         self.process.wait()
 
     def terminate(self) -> None:
-        """Send SIGTERM and do not wait. Several programs can thus end in parallel before `stop` is called for each."""
+        """Send SIGTERM and do not wait, so that several programs can end in parallel before their `stop`."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        """Send a signal to the process group."""
         with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self.process.pid, number)

@@ -1,10 +1,8 @@
-"""`RayCalls` makes CPU-bound calls on a Ray cluster, which several training runs may share.
-
-The path of a call::
+"""`RayCalls` makes CPU-bound calls on a Ray cluster, which several training runs may share::
 
     submit ──► a Ray task on any node ──► `ProcessCalls` with one worker process on that node
 
-A call does not run in the Ray worker itself. So if a call hangs or crashes, only its worker process ends.
+If a call hangs or crashes, only this worker process ends, not the Ray worker.
 """
 
 import asyncio
@@ -24,16 +22,10 @@ RETRIES = 1  # a call whose Ray worker is lost, for example with its node, is ma
 
 
 class RayCalls(Backend):
-    """`Backend` that makes calls on a Ray cluster.
+    """`Backend` that makes calls on the Ray cluster to which this process is connected, or else that at `RAY_ADDRESS`.
 
-    If this process is connected to a cluster, the backend uses this cluster. Otherwise it connects to the cluster at
-    the address in the environment variable `RAY_ADDRESS`. The nodes of a cluster need dash_trl and the modules that the
-    functions import. A call uses one CPU.
-
-    Args:
-        functions: see `ProcessCalls`.
-        count: largest number of calls that are submitted to Ray at a time.
-        settings: see `Backend`.
+    The nodes of a cluster need dash_trl and the modules that the functions import. A call uses one CPU, and at most
+    `count` calls are submitted to Ray at a time.
 
     Raises:
         ConnectionError: if there is no cluster at `RAY_ADDRESS`.
@@ -91,7 +83,6 @@ def _connect() -> None:
 
 @functools.lru_cache(1)
 def _workers(packed: Any) -> ProcessCalls:
-    """Return the backend of this Ray worker, which has one worker process."""
     import ray
 
     return ProcessCalls(pickle.loads(ray.get(packed)), 1)

@@ -1,10 +1,7 @@
-"""`ThreadCalls` makes each call on a daemon thread of its own.
-
-Use threads for functions that spend their time waiting, for example for a server.
+"""`ThreadCalls` makes each call on a daemon thread of its own, for functions that wait, for example for a server.
 
 The threads of `concurrent.futures` are not used: the interpreter waits for them at its exit, and Python cannot end a
-thread that hangs. If a call takes longer than its timeout, nobody waits for it any more, and another call takes its
-place.
+thread that hangs. A call that takes longer than its timeout loses its place to another call.
 """
 
 import threading
