@@ -332,7 +332,7 @@ class DASHConfig(GRPOConfig):
         steps = f"steps_per_generation={self.steps_per_generation}"
         of_window = self.per_device_train_batch_size * self.steps_per_generation
         of_step = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
-        rest = f", which do not split into groups of {size}"
+        rest = f", which do not split into groups of num_generations={size}"
         both = {
             "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
             f"advantage_estimator={self.advantage_estimator!r}": (
