@@ -241,7 +241,7 @@ REFUSED = [
     ({"steps_per_generation": 6}, "gradient_accumulation_steps=4, which begins a window within an optimizer step"),
     (
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4},
-        "leaves an optimizer step 2 completions of a process, which do not split into groups of 4",
+        "leaves an optimizer step 2 completions of a process, which do not split into groups of num_generations=4",
     ),
 ]
 
