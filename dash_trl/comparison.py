@@ -21,8 +21,8 @@ from dash_trl.config import DASHConfig, computes_bf16
 from dash_trl.multimodal import without_towers
 
 GROUP = 8
-EXACT = 1e-5  # by so much gradients in float32 may differ (docs/concepts/exact.md)
-MARGIN = 2.0  # by so many errors of TRL's gradients (against float32) they may differ otherwise: both trainers round
+EXACT = 1e-5  # the largest difference in float32 (docs/concepts/exact.md)
+MARGIN = 2.0  # in other dtypes: the largest difference, relative to the error that TRL's own gradients have
 
 
 @dataclass(kw_only=True)

@@ -33,6 +33,7 @@ from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.checks import (
     check_arguments,
     check_model,
+    check_prompt_ids,
     check_rewards,
     check_subclass,
     checked_rollouts,
@@ -542,6 +543,7 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
 def test_a_text_that_begins_twice_or_ends(trainer, monkeypatch):
     """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
     trainer._tokenize_prompts(["<|im_end|>", "1<|im_end|>1"])  # alone, GPT-2 has it as the beginning
+    assert "A prompt has no token" in refusal(check_prompt_ids, [[4], []], trainer._tokenizer, [1])
     assert "ends with an end token ([1]; eos_token)" in refusal(trainer._tokenize_prompts, ["1", "1<|im_end|>"])
     monkeypatch.setattr(trainer.model.config, "vocab_size", 100)
     assert "has the token 267, but the model has 100 embeddings" in refusal(trainer._tokenize_prompts, ["12 + 34"])

@@ -37,7 +37,11 @@ def test_a_failure_outweighs_another_functions_number():
     call(first)
     model = torch.nn.Linear(1, 1)
     rewards = torch.tensor([[1.0, 0.5], [NAN, 0.5], [NAN, 0.5], [1.0, NAN]])
-    ours = FailureWatch([first, model], ["first", "model"]).unscore(rewards, lambda rows: rows)
+    failures = FailureWatch([first, model], ["first", "model"])
+    failures.unscore(rewards, lambda rows: rows, counts=False)
+    assert not failures.failed  # an evaluation's failures are no figure of training
+    ours = failures.unscore(rewards, lambda rows: rows)
+    assert failures.failed.keys() == {"first", "model"}
     assert ours.isnan().all(dim=1).tolist() == [False, False, True, True]
     assert ours[1].isnan().tolist() == [True, False]
 
