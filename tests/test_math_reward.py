@@ -49,6 +49,24 @@ def reward():
 
 CASES = [json.loads(line) for line in Path(__file__).with_name("math_cases.jsonl").read_text().splitlines()]
 REPEATED = 20_000
+HANGING = (
+    "9^{9^{9^{9}}}",
+    "1000000!",
+    r"\sum_{n=1}^{10^{9}} \frac{1}{n}",
+    r"\int_0^1 \sin(x^{x^{x}}) dx",
+    r"\lim_{x\to 0} \frac{\sin(\sin(\sin(x)))}{x^{9}}",
+    r"\binom{10^7}{5\cdot 10^6}",
+    r"\sqrt{" * 200 + "2" + "}" * 200,
+    r"\frac{1}{" * 300 + "2" + "}" * 300,
+    "(" * 5000 + "5" + ")" * 5000,
+    r"\sin(" * 100 + "x" + ")" * 100,
+    "(x+1)^{100000}",
+    "(a+b+c+d+e+f+g)^{200}",
+    r"\log_{2}(2^{10^{12}})",
+    r"\cos(10^{10^{7}})",
+    r"\sqrt[1000000]{2}",
+    r"\gcd(10^{10^6}, 6^{10^6})",
+)
 # (completion, gold answer, score); None = unscored.
 DEGENERATE = [
     (in_box("5" * 1000), "5" * 1000, 1),
@@ -64,6 +82,7 @@ DEGENERATE = [
     (in_box("5" + "+0" * REPEATED), "5", 0),
     (in_box("-" * 900 + "5"), "6", 0),
     (in_box("9^{9^9}"), "5x", 0),  # math-verify gives up after 5 s
+    *((in_box(one), "5", 0) for one in HANGING),
     (in_box("5"), "1" + "+1" * 600, None),
     (in_box("5" * 1001), "5" * 1001, None),
 ]
