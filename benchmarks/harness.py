@@ -72,8 +72,8 @@ def run(main: Callable[..., Any], description: str | None, **options: dict[str, 
 
 
 def say(name: str, figures: Mapping[str, Any]) -> None:
-    """Prints a line and flushes it: a name, and those figures that are numbers."""
-    cells = [f"{key} {value}" for key, value in figures.items() if isinstance(value, int)]
+    """Prints a line and flushes it: a name, and those figures that are numbers or texts."""
+    cells = [f"{key} {value}" for key, value in figures.items() if isinstance(value, int | str)]
     cells += [f"{key} {value:.3g}" for key, value in figures.items() if isinstance(value, float)]
     print(f"{name:36} " + "  ".join(cells), flush=True)
 
@@ -225,14 +225,14 @@ def qwen2(**shape: Any) -> Any:
 
 
 @contextmanager
-def server_beside(path: str, port: int = 8800) -> Iterator[str]:
+def server_beside(path: str, port: int = 8800, options: Sequence[str] = ()) -> Iterator[str]:
     """Starts a vLLM server on the last core and yields its URL; this process then uses one thread on the first core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit(f"This needs 2 cores, one for the server and one for the trainer; there are {len(cores)}.")
     torch.set_num_threads(1)
     os.sched_setaffinity(0, cores[-1:])  # the server inherits this affinity
-    with vllm_servers(path, port=port) as (url,):
+    with vllm_servers(path, port=port, options=[*options]) as (url,):
         os.sched_setaffinity(0, cores[:1])
         yield url
     os.sched_setaffinity(0, cores)

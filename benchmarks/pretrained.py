@@ -10,9 +10,10 @@ the calculations alone, one per line. Files: train.jsonl and test.jsonl, with th
 From the samples that `dash_trl eval` wrote, mixed.jsonl gets the problems with right and wrong answers; training uses
 this file.
 
-The methods take their optimizer steps in turn, each in a process of its own, so that other work on the machine slows
-all alike. A step has 8 problems with 8 completions of at most 32 tokens, in 8 micro-steps. All sample from the one vLLM
-server, TRL's GRPOTrainer too. The figures are medians over the steps after the first.
+With `reward_pipeline`, groups are trained on while others are sampled; its `sampling_s` is only what the trainer waits
+before the first group. The methods take their optimizer steps in turn, each in a process of its own, so that other work
+on the machine slows all alike. A step has 8 problems with 8 completions of at most 32 tokens, in 8 micro-steps. All
+sample from the one vLLM server, TRL's GRPOTrainer too. The figures are medians over the steps after the first.
 
     python benchmarks/pretrained.py --model MODEL --methods "GRPO, samples per step (TRL)" --steps 39 --save outputs
 
@@ -43,6 +44,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, samples per step (TRL)": (GRPOTrainer, {}),
     "DASH without the filter": (DASHTrainer, {"gradient_filter_threshold": None}),
     "DASH": (DASHTrainer, {}),
+    "DASH, reward_pipeline": (DASHTrainer, {"reward_pipeline": True}),
     "DASH, dynamic sampling": (DASHTrainer, {"max_num_gen_batches": 3}),
 }
 
@@ -85,13 +87,13 @@ def train(name: str, folder: str, model: str, url: str, steps: int, save: Path |
     kind, own = METHODS[name]
 
     class Timed(kind):
-        if kind is GRPOTrainer:  # DASH logs its own time
+        if kind is GRPOTrainer:  # DASH logs its own times
 
             def _generate_single_turn(self, *args: Any) -> Any:
                 return spent("sampling_s", super()._generate_single_turn, *args)
 
-        def _calculate_rewards(self, *args: Any) -> Any:
-            return spent("rewards_s", super()._calculate_rewards, *args)
+            def _calculate_rewards(self, *args: Any) -> Any:
+                return spent("rewards_s", super()._calculate_rewards, *args)
 
     def spent(part: str, work: Any, *arguments: Any) -> Any:
         result, seconds = harness.timed(work, *arguments)
@@ -121,7 +123,7 @@ def train(name: str, folder: str, model: str, url: str, steps: int, save: Path |
         Timed,
         settings if kind is GRPOTrainer else settings | servers,
         model=model,
-        reward_funcs=MathAccuracyReward(),
+        reward_funcs=MathAccuracyReward().math_accuracy if "reward_pipeline" in own else MathAccuracyReward(),
         train_dataset=load_math_dataset(f"{folder}/mixed.jsonl"),
         processing_class=AutoTokenizer.from_pretrained(model),
         callbacks=[clock],
@@ -136,8 +138,9 @@ def train(name: str, folder: str, model: str, url: str, steps: int, save: Path |
         trainer.save_model(str(save / name))
     rows = [*zip(clock.rows, trainer.state.log_history, strict=False)]  # a last log follows those of the steps
     for row, log in rows:
-        sampling = log.get("time/generate", 0.0)
-        row |= {"sampling_s": row["sampling_s"] + sampling, "update_s": row["update_s"] - sampling}
+        for part, phase in (("sampling_s", "time/generate"), ("rewards_s", "time/reward")):
+            row[part] += log.get(phase, 0.0)
+            row["update_s"] -= log.get(phase, 0.0)
     return [row | {"signal": 1 - log["frac_reward_zero_std"], "reward": log["reward"]} for row, log in rows]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dash_trl._lazy import lazy
 from dash_trl.versions import installed, refuse_other_trl
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the names below, for type checkers
     from dash_trl.callbacks import DASHCallback
     from dash_trl.config import DASHConfig
     from dash_trl.data import load_code_dataset, load_math_dataset
@@ -20,8 +20,18 @@ if TYPE_CHECKING:
 
 __version__ = installed("dash_trl") or "0.0.0"  # a source tree that is not installed
 
-_get, __dir__, _names = lazy(__name__)
-__all__ = [*_names, "__version__"]
+_get, __dir__ = lazy(
+    __name__,
+    callbacks=["DASHCallback"],
+    config=["DASHConfig"],
+    data=["load_code_dataset", "load_math_dataset"],
+    process_rewards=["ProcessRewardCallback"],
+    rewards=["CodeReward", "MathAccuracyReward", "RewardRunner"],
+    rollout=["RolloutBatch"],
+    tools=["ProcessTool"],
+    trainer=["DASHTrainer"],
+)
+__all__ = [*__dir__(), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,14 @@
 """`DASHCallback`: a `TrainerCallback` with events that can change rollouts, rewards and advantages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.config import DASHConfig
-
-if TYPE_CHECKING:
-    from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
+from dash_trl.rollout import RolloutBatch
 
 ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
@@ -29,22 +25,19 @@ class DASHCallback(TrainerCallback):
     with its own rows, groups together. They may change tokens and masks, rewards, and advantages in place. A field of a
     wrong shape or dtype is a `ValueError` that names the callback. Evaluations do not call these events.
 
-    The keyword arguments are `model`, `processing_class`, `trainer`, `rewards_run` (whether reward functions run
-    meanwhile), and TRL's `log_extra(column, values)`, which adds a column to the table of completions (one value per
-    row). An event may run collectives and model passes if all ranks run the same number.
+    The keyword arguments are `model`, `processing_class`, `trainer`, and TRL's `log_extra(column, values)`, which adds
+    a column to the table of completions (one value per row). An event may run collectives and model passes if all ranks
+    run the same number.
 
     Attributes:
         per_group: True = what the callback does to a group does not depend on others. `reward_pipeline` and
-            `max_num_gen_batches` require this: they call `on_rewards` and `on_advantages` for some groups at a time.
-        overlaps_rewards: True = rewards begin before `on_rollouts_sampled`, if each function scores a completion by
-            itself. The event must change no row.
+            `max_num_gen_batches` require this: they call events for some groups at a time.
     Raises:
         ValueError: if a method's name resembles that of an event, so that no trainer would call it, or if the trainer
             is no `DASHTrainer`.
     """
 
     per_group = False
-    overlaps_rewards = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -83,7 +76,7 @@ class DASHCallback(TrainerCallback):
         To take tokens out of the loss, change `rollouts.tool_mask`, [B, T]: 0 = the loss does not count the token.
 
         Reward functions get changed columns of `rollouts.examples`, unless they have begun before: with
-        `reward_pipeline`, `async_level`, vLLM servers, or a callback with `overlaps_rewards`.
+        `reward_pipeline`, `async_level` or vLLM servers.
 
         Args:
             args: the `DASHConfig`.
@@ -94,7 +87,7 @@ class DASHCallback(TrainerCallback):
         """
 
     def on_rewards(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: ScoredRollouts, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
         """Called when the F reward functions have scored the rows. It may change `rollouts.rewards`, [B, F].
 
@@ -107,7 +100,7 @@ class DASHCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        rollouts: CreditedRollouts,
+        rollouts: RolloutBatch,
         **kwargs,
     ) -> None:
         """Called when the trainer has computed the advantages. It may change `rollouts.advantages`, [B].
@@ -133,7 +126,7 @@ def call_event(
     before = rollouts.tensors()
     loss_mask = rollouts.loss_mask.clone()
     getattr(callback, event)(*arguments, rollouts, **others)
-    rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
+    rollouts.validate(like=before, caller=f"{type(callback).__name__}.{event}")
     if event != "on_rollouts_sampled" and not (loss_mask == rollouts.loss_mask).all():
         raise ValueError(
             f"{type(callback).__name__}.{event} changed which tokens the loss counts, but they are counted already "

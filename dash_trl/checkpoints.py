@@ -25,8 +25,8 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
     """Find the checkpoint for the option `resume_from_checkpoint`; None for a new run.
 
     Args:
-        value: a checkpoint, or a folder with checkpoints, whose last whole one of its latest run is used. True is the
-            folder `output_dir`; None and False are a new run. The texts "true", "none" and "false" mean the same.
+        value: a checkpoint, or a folder with checkpoints, whose last whole one of its latest run is used. True or
+            "true" is the folder `output_dir`; None, False, "none" and "false" are a new run.
     Raises:
         ValueError: if there is no such checkpoint, or if the named one is damaged.
     """
@@ -94,7 +94,7 @@ def compared(checkpoint: str, asked: list[dict[str, Any]], groups: list[dict[str
 class Checkpoints:
     """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
-    With these files, a resumed run continues within the saved window. All ranks call every method at the same point.
+    All ranks call every method at the same point.
 
     Attributes:
         prompts: number of rows of the training set; `None` for a stream.
@@ -169,8 +169,8 @@ class Checkpoints:
         If the run saves checkpoints, those of other runs in its folder no longer count.
 
         Returns:
-            The micro-step and the position with which the run begins. The position is `start`, where Transformers would
-            begin, for a new run, if the checkpoint cannot be continued, and with `ignore_data_skip`.
+            The micro-step and the position with which the run begins. If its window is new, the position is `start`,
+            Transformers' own.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
@@ -179,16 +179,13 @@ class Checkpoints:
             path = Path(args.output_dir, manifest.RUN)
             self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)
         saved = None if checkpoint is None else self._resumed(checkpoint, start)
-        from_start = args.ignore_data_skip
         if saved is not None:
             self.micro_steps.resume(saved.window)  # `None` if the checkpoint was saved between two windows
             # Transformers miscounts in a stream that is read for several epochs.
-            start = start if from_start else saved.position
+            start = saved.position
         if self.queue is not None:
             self.queue.begin(*start)
-            if saved is not None and from_start and saved.window is not None:
-                self.queue.has_sampled(saved.step)
-            elif saved is not None and not from_start and saved.prompts is not None:
+            if saved is not None and saved.prompts is not None:
                 self.queue.load_state_dict(saved.prompts)
                 if self.dynamic is not None:
                     self.dynamic.share = saved.prompts.get("share", 1.0)
@@ -204,8 +201,10 @@ class Checkpoints:
                 "Windows that were sampled ahead of the checkpoint are sampled again, by its weights, so the run "
                 "differs from an uninterrupted one."
             )
-        anew = self.host.args.ignore_data_skip
-        reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint, ignore_data_skip=anew)
+        if self.host.args.ignore_data_skip:
+            reason: str | None = "ignore_data_skip=True begins the prompts of the epoch again"
+        else:
+            reason = why_a_new_window(saved, self._shapes, start, checkpoint=checkpoint)
         states = {} if saved is None else saved.states
         for name in self._ranks.agree(restore_states, dash_callbacks(self.host.callback_handler), states):
             self.warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")

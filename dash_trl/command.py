@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from dash_trl.signals import end, set_handlers
+from dash_trl.signals import end, say, set_handlers
 
 GRACE = 10  # seconds that a script has to end after Ctrl-C, until it gets SIGTERM
 PACKAGE = Path(__file__).parent
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=[*SCRIPTS, *MODULES])
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the command")
     arguments = parser.parse_args(argv)
+    sys.excepthook = say
     if arguments.command in SCRIPTS:
         launch(SCRIPTS[arguments.command], arguments.flags)
         return 0

@@ -8,12 +8,14 @@ import gc
 import random
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, get_peft_config
 
@@ -23,6 +25,7 @@ from dash_trl.multimodal import without_towers
 GROUP = 8
 EXACT = 1e-5  # the largest difference in float32 (docs/concepts/exact.md)
 MARGIN = 2.0  # in other dtypes: the largest difference, relative to the error that TRL's own gradients have
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 @dataclass(kw_only=True)
@@ -31,8 +34,7 @@ class Scripted:
 
     Attributes:
         constant: share of groups without signal.
-        rows: number of rows of an optimizer step.
-        group: G, rows of a group.
+        rows: number of rows of an optimizer step, in groups of `group`.
         longest: limit of the lengths of completions, which are lognormal with a fourth of it as median.
         prompt_tokens: number of random tokens of a prompt.
     """
@@ -64,8 +66,25 @@ def _ids(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(10, 256) for _ in range(length)]
 
 
+def begin_counting() -> profile:
+    """Begin to count what a GPU is asked to do; `counted` ends it."""
+    on_gpu = torch.cuda.is_available()
+    counting = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+    counting.start()
+    return counting
+
+
+def counted(counting: Any) -> tuple[int, int]:
+    """Return the number of kernels that were launched, and how often the CPU waited for the GPU."""
+    counting.stop()
+    # Not `key_averages`, which takes longer than what it counts.
+    names = Counter(event.name() for event in counting.profiler.kineto_results.events())
+    launches = sum(count for name, count in names.items() if "LaunchKernel" in name)
+    return launches, sum(names[name] for name in WAITS)
+
+
 class Step(TrainerCallback):
-    """The gradients of a run's first optimizer step (float32 on the CPU), and the costs and the log of its last one."""
+    """The gradients (float32, on the CPU) and waits of a run's first step; the log and other costs of its last step."""
 
     seconds = 0.0
     costs = ""
@@ -75,10 +94,13 @@ class Step(TrainerCallback):
         self.gradients: dict[str, Tensor] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.counting = begin_counting()
         self.seconds = -time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
+            _, self.waits = counted(self.counting)
             grads = {name: one.grad for name, one in model.named_parameters()}
             self.gradients = {name: one.float().cpu() for name, one in grads.items() if one is not None}
 
@@ -99,29 +121,30 @@ def make_step(kind: Any, model: ModelConfig, script: Scripted, *, bf16: bool) ->
     gc.collect()  # the trainer before this one would take memory
     torch.manual_seed(0)
     step = Step()
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": GROUP,
-        "gradient_accumulation_steps": script.rows // GROUP,
-        "num_generations": GROUP,
-        "max_completion_length": script.longest,
-        "max_steps": 2,
-        "learning_rate": 0.0,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": not on_gpu,
-        "bf16": bf16,
-        "model_init_kwargs": {"dtype": model.dtype, "attn_implementation": model.attn_implementation},
-    }
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig if kind is GRPOTrainer else DASHConfig
+        args = config(
+            folder,
+            per_device_train_batch_size=GROUP,
+            gradient_accumulation_steps=script.rows // GROUP,
+            num_generations=GROUP,
+            max_completion_length=script.longest,
+            max_steps=2,
+            learning_rate=0.0,
+            optim="sgd",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=not on_gpu,
+            bf16=bf16,
+            model_init_kwargs={"dtype": model.dtype, "attn_implementation": model.attn_implementation},
+        )
         trainer = kind(
             model=model.model_name_or_path,
             reward_funcs=script,
-            args=config(folder, **settings),
+            args=args,
             train_dataset=Dataset.from_dict({"prompt": list(map(str, range(script.rows)))}),
             peft_config=adapter,
             rollout_func=script.rollouts,
@@ -133,7 +156,7 @@ def make_step(kind: Any, model: ModelConfig, script: Scripted, *, bf16: bool) ->
         trainer.train()
     step.costs = f"{step.seconds:.2f} s"
     if on_gpu:
-        step.costs += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB"
+        step.costs += f", {torch.cuda.max_memory_allocated() / 1e9:.2f} GB, {step.waits} waits for the GPU"
     step.figures = trainer.state.log_history[1]
     return step
 

@@ -112,26 +112,23 @@ class DASHConfig(GRPOConfig):
         gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
             Drop a row (a completion with its prompt) before any model pass if its largest absolute advantage is 0 or
             below this threshold, or if it has no reward: a function failed, or none applies. With `0.0` and `beta=0`,
-            the update is exactly GRPO's. The paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops the same
-            rows as `0.0` if groups have at most 9 rows (`scale_rewards="none"`) or 99 (`"group"`); see
-            docs/concepts/exact.md. `None` turns the filter off. The logged `kl` and `entropy` are means over the rows
-            that are kept; TRL's are means over all rows.
+            the update is exactly GRPO's. The paper uses 0.1 (Section 3.5; see docs/concepts/exact.md). `None` turns the
+            filter off. The logged `kl` and `entropy` are means over the rows that are kept; TRL's are means over all
+            rows.
         filter_denominator (`str`, defaults to `"all"`):
             Which rows count in the denominator of the loss. `"all"`: dropped rows, too, as if their advantages were 0
             (as in the paper). `"kept"`: only the rows of the optimizer step that are kept, so a step is larger if few
             rows are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
-            `multi_objective_aggregation`. These options have no effect on `"rloo"`, `"single_path"`,
-            `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"` (see
-            `dash_trl.update.advantages`).
+            `multi_objective_aggregation`, which have no effect on the others (see `dash_trl.update.advantages`):
+            `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"`.
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
-            sampled, and need the sampler's log-probs (docs/concepts/staleness.md). `"aipo"` weights each token by
-            min(r, `aipo_delta`) and has no other term; r is the token's probability under the policy, divided by its
-            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with two settings: its old policy is the
-            weights with which training on the window began, and TRL's importance-sampling correction truncates ratios
-            to the sampler at `vllm_importance_sampling_clip_max` (mode `"token_truncate"`).
+            sampled, and need the sampler's log-probs; docs/concepts/staleness.md has the equations. `"aipo"` weights
+            each token by min(r, `aipo_delta`), where r is the policy's probability of the token, divided by the
+            sampler's. `"decoupled_ppo"` is `"dapo"` with TRL's importance-sampling correction, which truncates ratios
+            at `vllm_importance_sampling_clip_max` (mode `"token_truncate"`).
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio has no gradient.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
@@ -160,10 +157,10 @@ class DASHConfig(GRPOConfig):
             Transformers' option, whose default `True` makes each micro-step wait for the device. A loss that is not
             finite is 0 in the log anyway, and its optimizer step is skipped (`skipped_steps`).
         reward_pipeline (`bool`, defaults to `False`):
-            Train on each group as soon as it is scored. The update is the same. If several optimizer steps share a
-            window (`steps_per_generation` above `gradient_accumulation_steps`), each trains on the groups that are
-            scored next. Needs reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
-            docs/howto/slow-rewards.md.
+            Train on each group as soon as it is scored, on vLLM servers while they sample the rest of the window. The
+            update is the same. If several optimizer steps share a window (`steps_per_generation` above
+            `gradient_accumulation_steps`), each trains on the groups that are scored next, once all are sampled. Needs
+            reward functions that score each completion by itself (`dash_trl.RewardRunner`); see docs/howto/async.md.
         eval_k (`list[int]` or `None`, defaults to `None`):
             Evaluations log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They use
             the `num_generations_eval` completions of each problem; a completion is correct if its reward is above 0.5.
@@ -222,7 +219,7 @@ class DASHConfig(GRPOConfig):
         default=False, help="Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."
     )
     reward_pipeline: bool = HfArg(
-        default=False, help="Train on groups that are scored while the rewards of others are awaited."
+        default=False, help="Train on groups that are scored while others are sampled and scored. Same update."
     )
     eval_k: list[int] | None = HfArg(
         default=None, help="Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."
@@ -283,6 +280,11 @@ class DASHConfig(GRPOConfig):
     def samples_dynamically(self) -> bool:
         """Whether a window samples more prompts while too few groups have signal."""
         return self.max_num_gen_batches > 1
+
+    @property
+    def names_servers(self) -> bool:
+        """Whether vLLM servers sample, without a `rollout_func`."""
+        return self.use_vllm and self.vllm_mode == "server"
 
     @property
     def groups_of_rank(self) -> int:

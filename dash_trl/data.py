@@ -4,7 +4,7 @@ r"""Loads math and programming problems as datasets for TRL. A dataset has exact
                                                                     └──► problem, tests columns ──► prompt, tests, …
                                                        solution=True ──► and the human solution
 
-The following columns are read. Upper and lower case of column names do not matter.
+These columns are read, in upper or lower case:
 
 ======================================  ======================  ================================  =====================
 dataset                                 problem                 answer or tests                   solution
@@ -23,7 +23,7 @@ ready-made                              `prompt`, a string or a `answer`, or ver
 A dataset with other columns becomes a ready-made one with a few lines of `datasets` (docs/howto/code-rewards.md).
 
 MBPP+ is published as one split of 378 problems. Here it has the two of the paper's authors: in the order of `task_id`,
-the first 264 problems are "train", and the last 114 (594, 596, … 809) are "test". "all" means the whole dataset.
+the first 264 problems are "train", and the last 114 are "test". "all" means the whole dataset.
 """
 
 import logging
@@ -119,22 +119,17 @@ def load_code_dataset(
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
     Args:
-        name_or_path: see `load_math_dataset`. The dataset has the columns of MBPP or MBPP+, or ready-made ones.
-        config: see `load_math_dataset`.
-        split: see `load_math_dataset`; MBPP+ has the splits "train" and "test".
-        prompt_template: see `load_math_dataset`; None = "code", which asks for a fenced block.
-        chat: see `load_math_dataset`.
-        solution: see `load_math_dataset`.
-        problem_column: see `load_math_dataset`.
+        split: as in `load_math_dataset`; MBPP+ has the splits "train" and "test".
+        prompt_template: None = "code", which asks for a fenced block. The other arguments are as in
+            `load_math_dataset`, too.
     Returns:
         A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
         - `tests`: list of scripts that test the program.
-        - `inputs`, `outputs`: for programs that read standard input, lists of strings, one for each test. A dataset may
-          have `tests`, too.
+        - `inputs`, `outputs`: for programs that read standard input, lists of strings, one for each test.
         - `entry_point`: the name of the function, or None.
-        - the solution, as in `load_math_dataset`; only with `solution=True`.
+        - the solution, if asked for.
     Raises:
         ValueError: as in `load_math_dataset`; also if a row has no tests, or an entry point that is not a name.
     """
@@ -188,11 +183,7 @@ def _scripts(value: Any) -> list[str]:
 
 
 def _prompts(dataset: Dataset, column: str | None, template: str | None, default: str, chat: bool) -> list[Any]:
-    """Return the prompts of a dataset. Without a `template`, `default` is used, but a column `prompt` stays unchanged.
-
-    Raises:
-        ValueError: if the template does not contain `{problem}`, or a row has no problem.
-    """
+    """Return the prompts of a dataset. Without a `template`, `default` is used; a column `prompt` stays unchanged."""
     column = _columns("problem", column, PROBLEM_COLUMNS, dataset)[0]
     name = template or ("plain" if column == "prompt" else default)
     text = PROMPT_TEMPLATES.get(name, name)
@@ -225,7 +216,7 @@ def make_prompt(problem: Any, template: str, chat: bool) -> str | list[dict[str,
     return [{"role": "user", "content": text}] if chat else text
 
 
-def final_answer(value: Any, marked: bool = False) -> str | None:
+def final_answer(value: Any, marked: bool) -> str | None:
     r"""Return the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value; None if empty.
 
     With `marked`, the whole value is no answer, because it is a solution.

@@ -1,18 +1,18 @@
 """`Ranks`: the ranks of a run end together at an error, gather rows and add up numbers.
 
-A *meeting* is the end of `Ranks.agree`, where all ranks wait for each other and exchange their errors::
+A *barrier* is the end of `Ranks.agree`, where all ranks wait for each other and exchange their errors::
 
     rank 0   work ──► done ───┐
-    rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
+    rank 1   work ──► error ──┴──► barrier ──► the error is raised on every rank
 
 Otherwise the others would wait for a failed rank in their next collective. Torch's key-value store is used, because a
 collective could be mixed up with theirs.
 
-A failure ends one numbered meeting on all ranks. So `work` may call `agree`, too: if it fails on one rank before that,
-its error comes to the meeting for which the others wait::
+A failure ends one numbered barrier on all ranks. So `work` may call `agree`, too: if it fails on one rank before that,
+its error comes to the barrier for which the others wait::
 
     rank 0   agree( work( agree( work ──► done ──┐
-    rank 1   agree( work ──► error ──────────────┴──► meeting ──► the error ends all these calls, without a new meeting
+    rank 1   agree( work ──► error ──────────────┴──► barrier ──► the error ends all these calls, without a new barrier
 """
 
 import os
@@ -39,12 +39,12 @@ LAST_LOOK = 0.2
 
 T = TypeVar("T")
 
-_meetings = [0]  # number of meetings so far; the same on all ranks
+_barriers = [0]  # number of barriers so far; the same on all ranks
 HELLO = b"dash_trl"
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed, or did not come to a meeting. The message names the rank and its error."""
+    """Another rank failed, or did not come to a barrier. The message names the rank and its error."""
 
 
 class Lines:
@@ -97,6 +97,7 @@ class Ranks:
     Attributes:
         rank: index of this rank.
         count: number of ranks.
+        steps_in_backward: True = DeepSpeed makes an optimizer step in its last backward pass.
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
@@ -104,6 +105,7 @@ class Ranks:
         self.timeout = timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
+        self.steps_in_backward = accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.count > 1 and not _lines:
             store = dist.distributed_c10d._get_default_store()
             _lines.append(Lines(store, self.rank, os.environ.get("MASTER_ADDR", "localhost")))
@@ -128,28 +130,30 @@ class Ranks:
             named: its arguments by name.
         Raises:
             Exception: the error of `work` on this rank.
-            RankFailed: if another rank failed, or did not come to the meeting in time.
+            RankFailed: if another rank failed, or did not come to the barrier in time.
         """
         value: Any = None
         error: Exception | None = None
-        before = _meetings[0]
+        before = _barriers[0]
         try:
             if self.rank == 0 or not main_only:
                 value = work(*arguments, **named)
         except Exception as caught:
-            # All ranks got this error in the last meeting, in a call of `agree` by `work`.
-            if vars(caught).get("meeting") == _meetings[0] > before:
+            # All ranks got this error in the last barrier, in a call of `agree` by `work`.
+            if vars(caught).get("barrier") == _barriers[0] > before:
                 raise
             error = caught
         if self.count > 1:
-            _meetings[0] += 1
+            _barriers[0] += 1
             store = dist.distributed_c10d._get_default_store()
-            others = meet(store, self.rank, self.count, error, _meetings[0], timeout=self.timeout, lines=_lines[0])
+            others = wait_for_all(
+                store, self.rank, self.count, error, _barriers[0], timeout=self.timeout, lines=_lines[0]
+            )
             if error is None and others:
                 rank, text = min(others.items())
                 error = RankFailed(f"Rank {rank} failed with {text}")
         if error is not None:
-            vars(error)["meeting"] = _meetings[0]
+            vars(error)["barrier"] = _barriers[0]
             raise error
         if main_only or from_main:
             value = broadcast_object_list([value])[0]
@@ -202,7 +206,7 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     state._set_sync_gradients(synchronise)
 
 
-def meet(
+def wait_for_all(
     store: Any,
     rank: int,
     count: int,
@@ -213,7 +217,7 @@ def meet(
     timeout: float = TIMEOUT,
     lines: Lines | None = None,
 ) -> dict[int, str]:
-    """Wait until all `count` ranks have come to meeting `number`, and exchange errors.
+    """Wait until all `count` ranks have come to barrier `number`, and exchange errors.
 
     A rank that failed waits `patience` seconds for the others, another one `timeout` seconds.
 
@@ -239,7 +243,7 @@ def meet(
         # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
     said_by_all = store.multi_get(keys)
-    # All ranks have come to this meeting, so none still reads the keys of the last one.
+    # All ranks have come to this barrier, so none still reads the keys of the last one.
     store.delete_key(f"dash_trl/{number - 1}/{rank}")
     return {one: value.decode() for one, value in enumerate(said_by_all) if value}
 

@@ -4,8 +4,8 @@
 sandbox. It reads a model's config but no weights, and starts no server. The exit status is 1 if training does not work.
 
 `dash_trl doctor MODEL --update` makes one optimizer step with TRL's trainer and one with dash_trl's, on this machine's
-GPU or CPU, and compares their gradients, seconds and memory. It takes TRL's options of a model (`--dtype bfloat16`,
-`--use_peft`, …). The exit status is 1 if the gradients differ more than rounding explains.
+GPU or CPU, and compares their gradients, seconds, memory and waits. It takes TRL's options of a model (`--use_peft`,
+`--dtype bfloat16`, …). The exit status is 1 if the gradients differ more than rounding explains.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import platform
 from collections.abc import Sequence
 from functools import partial
 
+from dash_trl.command import files
 from dash_trl.versions import bounds, installed
 
 # A package → what it is for; "" = training.
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--update needs a MODEL, and only then there are more options: {options}")
     print(
         f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
-        f"{platform.machine()}, {os.cpu_count()} CPU cores\n"
+        f"{platform.machine()}, {os.cpu_count()} CPU cores\nThe pages that messages name: {files('docs')}\n"
     )
     works, tested = True, bounds()
     parts = PARTS | ({f"passes of {model}": partial(passes, model)} if model else {})

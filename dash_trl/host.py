@@ -54,12 +54,12 @@ class Host(Protocol):
     def dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Call an event of the callbacks, which may change the rollouts."""
 
-    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool) -> tuple[Any, ...]:
         """Run a pass of the policy or the reference model; return log-probs [S, T], and entropies [S, T] or `None`."""
 
 
 def on_servers(host: Host) -> bool:
-    return host.args.use_vllm and host.args.vllm_mode == "server" and host.rollout_func is None
+    return host.args.names_servers and host.rollout_func is None
 
 
 def one_ahead(host: Host) -> bool:

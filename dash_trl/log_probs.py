@@ -8,11 +8,9 @@ Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, T'
 differ from T, M rows of a rank in a window's `lengths`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from dash_trl.host import Host, one_ahead
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.monitoring import corrected_share, sampler_metrics
-from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, Part, RolloutBatch, Survivors
+from dash_trl.rollout import COMPLETION, LOG_PROB_FIELDS, LOSS, PROMPT, Part, RolloutBatch
 from dash_trl.update import (
     NO_LOG_PROB,
     OFF_POLICY_LOSSES,
@@ -51,7 +49,6 @@ def loss_settings(host: Host, *, training: bool) -> dict[str, Any]:
     return settings | ({"use_vllm": True} if loss_type == "decoupled_ppo" or one_ahead(host) else {})
 
 
-@dataclass(frozen=True)
 class LogProbRules:
     """Rules that determine which log-probs the loss needs.
 
@@ -60,20 +57,11 @@ class LogProbRules:
         reference: True = the loss needs the log-probs of the reference model.
         sampler_is_old: True = the old log-probs are the sampler's log-probs.
         correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no correction.
-        model: the policy, whose dropout is looked up.
         noisy: True = NEFTune adds noise, or a row has several training passes (`num_iterations`), between which an
             optimizer step may come if a stream ends within a window.
     """
 
-    outlives_its_weights: bool
-    reference: bool
-    sampler_is_old: bool
-    correction: dict[str, Any] | None
-    model: Any
-    noisy: bool
-
-    @classmethod
-    def of(cls, host: Host) -> LogProbRules:
+    def __init__(self, host: Host):
         args = host.args
         settings = vars(args) | loss_settings(host, training=True)
         correction = {
@@ -82,15 +70,12 @@ class LogProbRules:
             "clip_max": args.vllm_importance_sampling_clip_max,
         }
         corrects = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
-        return cls(
-            outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
-            != 0,
-            reference=args.beta != 0.0,
-            sampler_is_old=args.loss_type == "aipo",
-            correction=correction if corrects else None,
-            model=host.model,
-            noisy=args.num_iterations > 1 or args.neftune_noise_alpha is not None,
-        )
+        self.outlives_its_weights = args.gradient_accumulation_steps % args.window_batches != 0
+        self.reference = args.beta != 0.0
+        self.sampler_is_old = args.loss_type == "aipo"
+        self.correction = correction if corrects else None
+        self.noisy = args.num_iterations > 1 or args.neftune_noise_alpha is not None
+        self._model = host.model
 
     def names(self, *, serves_one_step: bool) -> list[str]:
         """Return the fields of log-probs that must be computed before training.
@@ -98,7 +83,7 @@ class LogProbRules:
         If the window `serves_one_step`, its training passes use the same weights as the old log-probs, so they can
         compute these themselves; see `CorrectionInPass`.
         """
-        repeatable = serves_one_step and not self.noisy and not has_dropout(self.model)
+        repeatable = serves_one_step and not self.noisy and not has_dropout(self._model)
         corrects = self.correction is not None and not repeatable
         old = self.outlives_its_weights or self.sampler_is_old or corrects
         return ["old_per_token_logps"] * old + ["ref_per_token_logps"] * self.reference
@@ -115,8 +100,8 @@ class LogProbs:
 
     def __init__(self, host: Host, micro_batches: MicroBatches):
         self._host, self._micro_batches, self._ranks = host, micro_batches, host.ranks
-        self.rules = LogProbRules.of(host)
-        self.in_pass = CorrectionInPass(self.rules, host.ranks.rank)
+        self.rules = LogProbRules(host)
+        self.in_pass = CorrectionInPass(self.rules.correction, host.ranks.rank)
 
     @torch.no_grad()
     def added(self, part: Part, shares: Sequence[range]) -> Part:
@@ -131,24 +116,21 @@ class LogProbs:
         if not names:
             return part
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
-        needed = part.lengths[..., 1] > 0
+        needed = part.lengths[..., COMPLETION] > 0
         if rules.sampler_is_old:
             unknown = needed[self._ranks.rank].long()
             unknown[unknown > 0] = unknown_log_probs(sampled, survivors.loss_mask).any(1).long()
             needed = self._ranks.gather(unknown).view(needed.shape) > 0
 
-        def run(inputs: Inputs) -> list[Tensor]:
-            return [self._host.run_pass(inputs, reference=name == "ref_per_token_logps")[0] for name in names]
-
         with self._host.recorder.timed("logprobs"):
-            known = dict(zip(names, self._found(part, shares, needed, run, len(names)), strict=True))
+            known = self._found(part, shares, needed, names)
         if rules.sampler_is_old:
             # A token whose log-prob the sampler did not report has the ratio π/μ = 1 at the beginning of the window.
             known["old_per_token_logps"] = torch.where(sampled > NO_LOG_PROB, sampled, known["old_per_token_logps"])
         if rules.correction is not None and "old_per_token_logps" in known:
             log_probs = known["old_per_token_logps"], sampled, survivors.loss_mask
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)
-        return replace(part, rollouts=survivors.with_log_probs(**known))
+        return replace(part, rollouts=replace(survivors, **known))
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Add the fields of `added` to all B rows of a window without rewards, before it is known which rows survive.
@@ -156,29 +138,25 @@ class LogProbs:
         This is for a window that several optimizer steps use, and whose rewards come group by group. All log-probs must
         be computed before the first of these steps changes the weights, but some rewards come only after it.
         """
-        nothing = torch.zeros(len(rollouts))
-        credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
-        rows, window = self._window(credited, by_group=True)
+        rows, window = self._window(rollouts, by_group=True)
         survivors = self.added(window, [range(1)]).rollouts
-        found = {name: getattr(survivors, name) for name in LOG_PROB_FIELDS}
-        return rollouts.with_log_probs(
-            **{
-                name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
-                for name, value in found.items()
-                if value is not None
-            }
-        )
+        whole: dict[str, Any] = {
+            name: value.new_zeros(len(rollouts), *value.shape[1:]).index_copy(0, rows, value)
+            for name, value in survivors.tensors().items()
+            if name in LOG_PROB_FIELDS
+        }
+        return replace(rollouts, **whole)
 
     @torch.no_grad()
-    def of_tokens(self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]) -> list[Any]:
-        """Compute one log-prob by the policy for each token of B completions; the arguments are lists of token ids."""
-        rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=self._host._tokenizer.pad_token_id)
+    def of_policy(self, rollouts: RolloutBatch) -> list[Any]:
+        """Compute one log-prob by the policy for each token of B completions."""
         with self._host.recorder.timed("logprobs"):
             _, window = self._window(rollouts)
-            (known,) = self._found(window, [range(1)], window.lengths[..., 1] > 0, self._host.run_pass, 1)
-        return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
+            needed = window.lengths[..., COMPLETION] > 0
+            (known,) = self._found(window, [range(1)], needed, ["old_per_token_logps"]).values()
+        return [row[mask].tolist() for row, mask in zip(known, rollouts.completion_mask.bool(), strict=True)]
 
-    def log(self, survivors: Survivors) -> None:
+    def log(self, survivors: RolloutBatch) -> None:
         """Log the ratios of a whole window, and how the sampler's log-probs differ from the old ones.
 
         Ratios that training passes compute are left to `log_step`. If the old log-probs are the sampler's, the share of
@@ -206,35 +184,31 @@ class LogProbs:
         self._host.recorder.log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
         self._host.recorder.log(corrected_share(old, sampled, mask, correction=correction, reduce_sum=self._ranks.sum))
 
-    def _found(
-        self,
-        part: Part,
-        shares: Sequence[range],
-        needed: Tensor,
-        run: Callable[[Inputs], Sequence[Tensor]],
-        count: int,
-    ) -> list[Tensor]:
-        """Run passes over the `needed` rows ([R, M] bool) of a part; return `count` float32 tensors [B, T]."""
+    def _found(self, part: Part, shares: Sequence[range], needed: Tensor, names: Sequence[str]) -> dict[str, Any]:
+        """Run passes over the `needed` rows ([R, M] bool) of a part; return name → log-probs, float32 [B, T]."""
         args, passes = self._host.args, []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for steps in shares:
                 own, share = part.where(needed & part.used_by(steps, shares[-1].stop), self._ranks.rank)
                 for rows, inputs in self._micro_batches.without_gradient(share):
                     on_device = {name: to_device(value, args.device) for name, value in inputs.items()}
-                    passes.append((own[rows].tolist(), run(on_device)[:count]))
-        found = [torch.zeros(part.rollouts.completion_ids.shape) for _ in range(count)]
+                    results = [
+                        self._host.run_pass(on_device, reference=name == "ref_per_token_logps")[0] for name in names
+                    ]
+                    passes.append((own[rows].tolist(), results))
+        found = {name: torch.zeros(part.rollouts.completion_ids.shape) for name in names}
         for rows, results in passes:  # read after the last pass, because reading waits for the device
-            for values, known in zip(results, found, strict=True):  # which may differ in columns
+            for values, known in zip(results, found.values(), strict=True):  # which may differ in columns
                 known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
-    def _window(self, rollouts: CreditedRollouts, *, by_group: bool = False) -> tuple[Tensor, Part]:
+    def _window(self, rollouts: RolloutBatch, *, by_group: bool = False) -> tuple[Tensor, Part]:
         """Build a window from the rows that are not fully masked; return the indices of these rows, and the window."""
         lengths = rollouts.lengths()
-        rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
+        rows = (lengths[:, COMPLETION] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
-        width = int(of_all[..., :2].amax(dim=1).sum(dim=1).max())
-        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., 2].sum(), by_group)
+        width = int(of_all[..., [PROMPT, COMPLETION]].amax(dim=1).sum(dim=1).max())
+        return rows, Part(rollouts.survivors(rows), of_all, width, of_all[..., LOSS].sum(), by_group)
 
 
 class CorrectionInPass:
@@ -244,8 +218,8 @@ class CorrectionInPass:
     log-probs, so their log-probs, detached, are the old log-probs.
     """
 
-    def __init__(self, rules: LogProbRules, rank: int):
-        self._rules, self._rank = rules, rank
+    def __init__(self, correction: dict[str, Any] | None, rank: int):
+        self._correction, self._rank = correction, rank
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor) -> Inputs:
@@ -253,11 +227,10 @@ class CorrectionInPass:
 
         The policy's `log_probs` in this pass, and `mask` (1 = a token that the loss counts), are [S, T].
         """
-        correction = self._rules.correction
-        if correction is None or "importance_sampling_ratio" in inputs:
+        if self._correction is None or "importance_sampling_ratio" in inputs:
             return inputs
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
-        ratio = importance_sampling_ratio(old, sampled, mask, **correction)
+        ratio = importance_sampling_ratio(old, sampled, mask, **self._correction)
         one: Pass = inputs["pass"]
         rows = len(one.micro_batch.rows[self._rank])  # the rows after these are dummy rows
         self._tables[one.share.first].append(tuple(table[:rows] for table in (old, sampled, mask, ratio)))

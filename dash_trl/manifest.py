@@ -3,8 +3,8 @@
     output_dir/_run.json                    {"runs": {"A": 4, "B": 9223372036854775807}}    B goes on from step 4 of A
     output_dir/checkpoint-6/_files.json     {"runs": {"A": 4, "B": 6}, "files": {name: [size, CRC-32]}}
 
-Each `train()` is a run. `_run.json` has the last step of each run that counts. While `_files.json` has no files, its
-checkpoint is incomplete. Without it, the checkpoint is of another trainer, and a run of its own.
+`_run.json` has the last step of each run (`train()`) that counts. While `_files.json` has no files, its checkpoint is
+incomplete. Without it, the checkpoint is of another trainer, and a run of its own.
 """
 
 import json

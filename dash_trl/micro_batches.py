@@ -10,7 +10,7 @@ import torch
 
 from dash_trl.host import Host
 from dash_trl.monitoring import packing_metrics
-from dash_trl.rollout import Part
+from dash_trl.rollout import COMPLETION, Part
 from dash_trl.update import MicroBatch, ModelPasses, Pass, loss_scale, plan_share, regularizer_weight
 
 
@@ -56,22 +56,26 @@ class MicroBatches:
             The inputs of a pass, and whether it is the last pass of the micro-step.
         """
         if planned := [one.micro_batch for one in passes]:
-            padding_free, min_shared = self.passes.padding_free, self.passes.min_shared
             self._recorder.log(
                 packing_metrics(
                     planned,
                     part.lengths,
-                    padding_free=padding_free,
-                    min_shared=min_shared,
+                    padding_free=self.passes.padding_free,
+                    min_shared=self.passes.min_shared,
                     width=part.width if self.passes.full_width else 0,
                 )
             )
         for one in passes:
             tokens, share = one.tokens[self._rank], one.share
-            rows, loss_type, denominator = one.micro_batch.size, self._args.loss_type, self._args.filter_denominator
             inputs = {
                 **self._of(part, one.micro_batch)[1],
-                "loss_scale": loss_scale(loss_type, denominator, rows=rows, tokens=tokens, share=share),
+                "loss_scale": loss_scale(
+                    self._args.loss_type,
+                    self._args.filter_denominator,
+                    rows=one.micro_batch.size,
+                    tokens=tokens,
+                    share=share,
+                ),
                 "regularizer_scale": regularizer_weight(tokens, share),
                 "num_items_in_batch": part.num_items_in_batch,
                 "pass": one,
@@ -80,6 +84,6 @@ class MicroBatches:
 
     def _of(self, part: Part, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
         # The survivors of this rank are those rows of its lengths that are not 0, in the same order.
-        indices = (part.lengths[self._rank, :, 1] > 0).cumsum(dim=0) - 1
+        indices = (part.lengths[self._rank, :, COMPLETION] > 0).cumsum(dim=0) - 1
         rows = indices[list(micro_batch.rows[self._rank])].tolist()
         return rows, self.passes.inputs(part.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)

@@ -5,14 +5,17 @@
 A *share* is the rows of a window that one optimizer step uses: all of them, or some of them (Mini).
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dash_trl.collect import Collector
-from dash_trl.host import Host
+from dash_trl.host import Host, on_servers
 from dash_trl.micro_batches import MicroBatches
 from dash_trl.rollout import Part, Window
-from dash_trl.update import Schedule
+from dash_trl.update import ROW_MEAN_LOSSES, Schedule, first_reason
+
+logger = logging.getLogger(__name__)
 
 
 class MicroSteps:
@@ -22,22 +25,17 @@ class MicroSteps:
     """
 
     def __init__(self, host: Host, micro_batches: MicroBatches, collector: Collector):
-        args = host.args
-        self.schedule = Schedule(
-            steps_per_generation=args.steps_per_generation,
-            num_iterations=args.num_iterations,
-            accumulation=args.gradient_accumulation_steps,
-            rows_per_step=args.per_device_train_batch_size,
-            pack=micro_batches.plan,
-        )
+        self.schedule = Schedule(host.args, micro_batches.plan)
         self._host, self._micro_batches, self._collector = host, micro_batches, collector
         self._window: Window | None = None  # the window in use
         self._micro_step = 0  # the micro-step that runs
+        self._has_said = False  # why windows are not streamed
+        self.rescale = 1.0  # factor for the gradients and the loss of the optimizer step, after its last pass
 
-    def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
-        self.schedule.begin_optimizer_step(first, micro_steps, global_step)
-        if self._window is not None:
-            self._window.begin_optimizer_step(global_step)
+    def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
+        has_stepped = self.schedule.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
+        if has_stepped and self._window is not None:
+            self._window.begin_optimizer_step()
 
     def inputs(self, micro_step: int, examples: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
         """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
@@ -49,6 +47,7 @@ class MicroSteps:
             The inputs of a pass, and whether it is the last pass of the micro-step.
         """
         self._micro_step = micro_step
+        self.rescale = 1.0
         by_group = self._host.args.reward_pipeline and self.schedule.has_whole_share(micro_step)
         if not by_group:
             self.wait_for_rest()
@@ -58,6 +57,7 @@ class MicroSteps:
                 micro_step=micro_step,
                 groups_of_step=self._groups_of_step if by_group else None,
                 shares=self.schedule.shares_of_window(micro_step),
+                streamed=by_group and self._streams(micro_step),
             )
             self.schedule.window_sampled(micro_step)
         share = self.schedule.micro_steps_of_share(micro_step)
@@ -65,24 +65,44 @@ class MicroSteps:
             return
         parts: Iterable[Part] = self._window
         if (window := self._window.whole) is not None:
-            first = share.start % self.schedule.steps_per_generation
-            used = window.used_by(range(first, first + len(share)), self.schedule.steps_per_generation)
+            steps = self._host.args.steps_per_generation
+            first = share.start % steps
+            used = window.used_by(range(first, first + len(share)), steps)
             parts = [window.where(used, self._host.ranks.rank)[1]]
         for part in parts:
             passes = self.schedule.plan(micro_step, part)
             yield from self._micro_batches.with_gradient(part, passes)
             if part.ends_step:
+                if self._host.args.loss_type not in ROW_MEAN_LOSSES:
+                    self.rescale = part.rescale
                 break
         if self.schedule.ends_window(micro_step):
             self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
+    def _streams(self, micro_step: int) -> bool:
+        """Whether passes may run before the window's number of loss tokens is known. If not, say once why."""
+        schedule = self.schedule
+        takes_one = schedule.micro_steps_of_share(micro_step) == schedule.optimizer_step
+        reason = first_reason(
+            {
+                "no vLLM servers sample": not on_servers(self._host),
+                "an optimizer step takes several windows": not takes_one,
+                "several optimizer steps take a window": len(schedule.shares_of_window(micro_step)) > 1,
+                "the model's passes need the window's width": self._micro_batches.passes.full_width,
+                # Gradients could not be multiplied.
+                "DeepSpeed makes its step in the last backward pass": self._host.ranks.steps_in_backward,
+            }
+        )
+        if reason is not None and not self._has_said and self._host.ranks.rank == 0:
+            logger.info(f"reward_pipeline: training on a window begins when all of it is sampled, because {reason}.")
+        self._has_said = True
+        return reason is None
+
     def _groups_of_step(self) -> int:
         """Return this rank's number of groups in the running optimizer step's share of the window in use."""
-        return (
-            len(self.schedule.micro_steps_of_share(self._micro_step))
-            * self.schedule.rows_per_step
-            // self._host.args.num_generations
-        )
+        args = self._host.args
+        micro_steps = self.schedule.micro_steps_of_share(self._micro_step)
+        return len(micro_steps) * args.per_device_train_batch_size // args.num_generations
 
     def wait_for_rest(self) -> None:
         """Wait for all remaining parts of the window in use, which is whole afterwards."""
@@ -103,4 +123,4 @@ class MicroSteps:
 
     def resume(self, window: Part | None) -> None:
         """Continue with the window of a checkpoint; `None` = begin with a new window."""
-        self._window = None if window is None else Window(self._host.state.global_step, whole=window)
+        self._window = None if window is None else Window(whole=window)

@@ -49,10 +49,8 @@ def without_towers(peft_config: Any, model: Any, settings: dict[str, Any]) -> An
         return peft_config
     if isinstance(model, str):
         config = AutoConfig.from_pretrained(model, **settings)
-        if not is_multimodal(config):
-            return peft_config
         kind = class_of(config)
-        if kind is None:
+        if kind is None or not is_multimodal(config):
             return peft_config
         with torch.device("meta"):
             model = kind(config)

@@ -7,7 +7,6 @@
 
 from typing import Any
 
-from dash_trl.callbacks import dash_callbacks
 from dash_trl.checkpoints import Checkpoints
 from dash_trl.collect import Collector, DynamicSampling, Rewards, new_sampler
 from dash_trl.host import Host, one_ahead, rows_come_early, windows_ahead
@@ -57,9 +56,7 @@ class Run:
         self.queue = new_queue(
             args, host.callback_handler, ahead=ahead, first=None if dynamic is None else dynamic.first
         )
-        # Rewards begin early if the main thread has other work meanwhile: later windows, or the work of a callback.
-        work = rows_come_early(host) or any(one.overlaps_rewards for one in dash_callbacks(host.callback_handler))
-        self.rewards = Rewards(host, functions, names, in_background=may_score_early and work)
+        self.rewards = Rewards(host, functions, names, start_early=may_score_early and rows_come_early(host))
         micro_batches = MicroBatches(host, passes)
         log_probs = LogProbs(host, micro_batches)
         sampler = new_sampler(host, self.rewards, log_probs, conversations)
@@ -73,7 +70,7 @@ class Run:
         )
 
     def begin_optimizer_step(self, first: int, micro_steps: int) -> None:
-        self.micro_steps.begin_optimizer_step(first, micro_steps, self._host.state.global_step)
+        self.micro_steps.begin_optimizer_step(first, micro_steps)
         self.checkpoints.begin_optimizer_step()
 
     def end_optimizer_step(self) -> None:

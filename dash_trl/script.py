@@ -1,6 +1,7 @@
 """What the training scripts in examples/ share: flags, their checks, and the accuracy on toy problems."""
 
 import logging
+import warnings
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import fields
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of Transformers and TRL, to each other
     parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
     if "--help_all" not in argv:
@@ -79,7 +81,10 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
     parser.set_defaults_with_config(
         **{"logging_steps": 1} | (toy_defaults if model.model_name_or_path in (None, TOY) else {})
     )
-    script, args, *others = parser.parse_args_and_config(argv)
+    try:
+        script, args, *others = parser.parse_args_and_config(argv)
+    except ValueError as error:  # also of TRL and Transformers, about a flag
+        raise ValueError(str(error)) from None
     args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     return script, args, *others
 

@@ -4,8 +4,6 @@ All such uses belong here, except overridden methods and attributes that are onl
 `GRPOTrainer` (`tests/test_seams.py`) fail if a new TRL changes the internals that they check.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict, deque
@@ -14,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +30,20 @@ from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 from dash_trl.update import ModelPasses
 
 logger = logging.getLogger(__name__)
+# No subclass and no argument reaches these globals of modules, so they are replaced within a `with` block:
+# - `grpo_trainer.nanmin` and `nanmax`, in `unread_figures`, until TRL's do not wait for the GPU (1.16: they do).
+# - `grpo_trainer.create_model_from_path`, in `reference_of`, until TRL takes a reference model (1.16: it does not).
+# - `transformers.trainer.rotate_checkpoints`, in `DASHTrainer._save_checkpoint`, until Transformers calls it in a
+#   method of its own (5.17: in `_save_checkpoint`, before our list of the checkpoint's files is written).
+# An evaluation's `_calculate_rewards` is wrapped on the instance, because a user's subclass may override the method.
 _told: set[str] = set()  # special tokens that `_tell_what_vanishes` has warned of
 
 
 @contextmanager
 def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Set attributes (name → value) of a trainer, its arguments or a module within the `with` block, and restore them.
+    """Set attributes (name → value) of a trainer, its arguments or a module within the `with` block.
 
-    An attribute must not be a property, nor come from `__getattr__` as a `PeftModel`'s attributes do: it would be
-    hidden or changed elsewhere.
+    They must not be properties, nor come from `__getattr__` as a `PeftModel`'s do.
     """
     attributes = vars(trainer)
     before = {name: attributes[name] for name in settings if name in attributes}  # without methods of the class
@@ -55,8 +59,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 def regularizer(trainer: Any, mask: Tensor, entropies: Tensor, aux_loss: Tensor | None) -> Tensor | float:
     """Return what TRL's loss of a pass will contain besides policy and KL: minus the entropy bonus, plus router loss.
 
-    Call it before TRL computes the loss, because TRL may then adapt the entropy's coefficient. `mask` (1 = a token that
-    the loss counts) and `entropies` are [S, T].
+    Call it before the loss, which may adapt the entropy's coefficient. `mask` (1 = counts) and `entropies` are [S, T].
     """
     value = trainer.router_aux_loss_coef * aux_loss if trainer.aux_loss_enabled else 0.0
     gated = trainer.use_adaptive_entropy and not trainer._last_world_entropy <= trainer.args.entropy_target
@@ -89,7 +92,7 @@ def unread_figures(trainer: Any) -> Iterator[dict[str, list[Any]]]:
     extremes = {"nanmin": lambda one: one.nanquantile(0.0), "nanmax": lambda one: one.nanquantile(1.0)}
     with (
         with_settings(trainer, {"_metrics": {"train": figures}}),
-        with_settings(grpo_trainer, extremes),  # those of TRL wait for the GPU
+        with_settings(grpo_trainer, extremes),
         nullcontext() if trainer.use_adaptive_entropy else Unread(),
     ):
         yield figures
@@ -136,10 +139,7 @@ def reference(trainer: Any) -> Iterator[Any]:
 
 
 def reference_of(model: Any) -> AbstractContextManager[None]:
-    """Context manager in which TRL's reference of a given model is a copy of this model.
-
-    TRL itself would load the model that the configuration names, whose weights may differ.
-    """
+    """Context manager in which TRL's reference of a given model is its copy, not the one that its config names."""
     load = grpo_trainer.create_model_from_path
 
     def copied(*args: Any, **kwargs: Any) -> Any:
@@ -153,20 +153,31 @@ def reference_of(model: Any) -> AbstractContextManager[None]:
     return with_settings(grpo_trainer, {} if isinstance(model, str) else {"create_model_from_path": copied})
 
 
+def without_casts(trainer: Any) -> AbstractContextManager[None]:
+    """Context manager in which an adapter gets its inputs as they are. Autocast casts them, with the same result.
+
+    PEFT would cast them to the dtype of the adapter first, which costs a kernel and memory in each layer.
+    """
+    if not (trainer.accelerator.native_amp and is_peft_model(trainer.model)):
+        return nullcontext()
+    from peft.helpers import disable_input_dtype_casting
+
+    return disable_input_dtype_casting(trainer.model)
+
+
 def use_own_generator(dataloader: Any, seed: int) -> None:
     """Let a dataloader draw the seeds of its workers from a generator of its own.
 
-    How far prompts are read ahead decides when an epoch draws its seed. Drawn from the common generator, it would
-    change the other random numbers, which a resumed run must repeat.
+    It draws at times that depend on how far prompts are read ahead, but a resumed run repeats the common generator's
+    numbers.
     """
     getattr(dataloader, "base_dataloader", dataloader).generator = torch.Generator().manual_seed(seed)
 
 
 def begin_accelerate(args: Any) -> None:
-    """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu", not "cpu:0".
+    """Let accelerate forget other trainers, and let a run on CPUs train on the device "cpu".
 
-    With several processes, accelerate gives the CPU an index. `torch.load`, with which Transformers reads the optimizer
-    of a checkpoint, knows no such device.
+    Several processes would train on "cpu:0", which `torch.load` of an optimizer does not know.
     """
     AcceleratorState._reset_state()
     if args.device.type == "cpu":
@@ -188,10 +199,9 @@ def decoded(
     *,
     tools: Sequence[Any] = (),
 ) -> list[Any]:
-    """Decode B completions into the form that reward functions get: texts or, for conversations, one message each.
+    """Decode B completions, each by itself, into what reward functions get: texts or, for conversations, a message.
 
-    The result for a row does not depend on other rows. If the tokenizer has a `response_template` or `response_schema`,
-    a message also gets the fields that TRL parses with it, such as the reasoning.
+    If the tokenizer has a `response_template` or `response_schema`, TRL parses more fields, such as the reasoning.
     """
     are_messages = is_conversational({"prompt": prompts[0]})
     if are_messages and any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
@@ -217,11 +227,7 @@ def _tell_what_vanishes(tokenizer: Any, ids: set[int]) -> None:
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """Parse a response into a message, as TRL does.
-
-    If its JSON is nested too deeply, TRL's parser raises a RecursionError. The message then has the text of the
-    response, as for other malformed output.
-    """
+    """Parse a response into a message, as TRL does; but JSON nested too deeply is a text, as other malformed output."""
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
     except RecursionError:
@@ -234,17 +240,14 @@ def add_end_tokens(trainer: Any, ids: Iterable[int]) -> None:
 
 
 def generate_options(model: Any, generation_config: Any) -> Any:
-    """Return the configuration with which transformers' `generate` runs.
-
-    `generate` takes the options that `generation_config` leaves out from the model's own generation config.
-    """
+    """Return the options with which `generate` runs: the model's own where `generation_config` leaves some out."""
     return model._prepare_generation_config(generation_config)[0]
 
 
 def sampling_changes(model: Any, config: Any) -> list[str]:
     """Return the names of processors with which `generate` samples from another distribution than the model's.
 
-    `config`, the result of `generate_options`, is changed.
+    `config` is the result of `generate_options`, and is changed.
     """
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
@@ -258,9 +261,9 @@ def sampling_changes(model: Any, config: Any) -> list[str]:
 
 
 def sync_weights(trainer: Any) -> None:
-    """Send vLLM the current weights if vLLM has other weights, as TRL does before it calls a `rollout_func`."""
+    """Send vLLM the current weights if it has others, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
-        with profiling_context(trainer, "sync_weights"):
+        with profiling_context(trainer, "sync_weights"), trainer.recorder.timed("wait_for_weights"):
             trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
 
@@ -283,10 +286,9 @@ class Logs:
 
 
 def begin_anew(trainer: Any) -> None:
-    """Reset the trainer's counters, pending figures, table of completions and entropy controller.
+    """Reset the trainer's counters, pending figures, table of completions, entropy controller and vLLM's version.
 
-    vLLM's weight version is reset, too, and so is the loss scaler (fp16): after an interrupted optimizer step, it would
-    treat the next gradients as unscaled already.
+    Reset the loss scaler, too: after an interrupted step, it would treat the next gradients as unscaled already.
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
@@ -303,10 +305,7 @@ def begin_anew(trainer: Any) -> None:
 
 
 def begin_trackio(trainer: Any) -> None:
-    """Begin the run of Trackio, to which TRL's profiler logs, before training or an evaluation.
-
-    Transformers begins and ends it only with training.
-    """
+    """Begin the run of Trackio, to which TRL's profiler logs. Transformers begins it only with training."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):
             callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
@@ -322,10 +321,7 @@ def end_micro_step(trainer: Any, seconds: float, *, ends_step: bool) -> None:
 
 
 def to_training_mode(trainer: Any) -> None:
-    """Put model and optimizer into training mode before a window is sampled.
-
-    Transformers does this only in its training step, but some optimizers swap the weights when their mode changes.
-    """
+    """Put model and optimizer into training mode before a window is sampled: some optimizers then swap the weights."""
     trainer.model_wrapped.train()
     optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
@@ -334,10 +330,7 @@ def to_training_mode(trainer: Any) -> None:
 
 @contextmanager
 def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
-    """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch.
-
-    A column of the table of completions that the evaluation does not log is removed, because it has fewer rows.
-    """
+    """Within the `with` block, collect the rewards of an evaluation: a list that gets [N, F] for each batch."""
     batches: list[Tensor] = []
     calculate = trainer._calculate_rewards
     columns = trainer._logs["extra"]
@@ -350,7 +343,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[Tensor]]:
 
     with with_settings(trainer, {"_calculate_rewards": calculated}):
         yield batches
-    rows = len(trainer._logs["prompt"])
+    rows = len(trainer._logs["prompt"])  # a column that the evaluation does not log has fewer, and is left out
     for name, values in columns.items():
         columns[name] = deque([*trained.get(name, [None] * rows), *values][-rows:])
 
@@ -364,8 +357,14 @@ def evaluated_figures(trainer: Any) -> dict[str, float | None]:
 
 
 def restore_accelerate(trainer: Any) -> None:
-    """Restore what accelerate knew when the trainer was made. Another `DASHConfig` or trainer replaces it for all."""
+    """Restore what accelerate knew when the trainer was made, which another trainer replaces for all."""
     vars(trainer.accelerator.state).update(trainer._accelerate_state)
+
+
+def name_folders(card: Path, base: str) -> None:
+    """Name the folders of a model and its base model in its card. TRL's card says None, as it knows the hub only."""
+    text = card.read_text().replace("[None](https://huggingface.co/None)", f"`{base}`")
+    card.write_text(text.replace('model="None"', f"model={str(card.parent)!r}"))
 
 
 def leave_out_step(accelerator: Any) -> None:
@@ -374,11 +373,7 @@ def leave_out_step(accelerator: Any) -> None:
 
 
 def begin_left_out_step(accelerator: Any) -> None:
-    """Prepare an optimizer step that is left out: clear overflow flags, and advance DeepSpeed's learning-rate schedule.
-
-    Otherwise accelerate would report an earlier overflow again, and DeepSpeed would advance its schedule only together
-    with the optimizer.
-    """
+    """Prepare an optimizer step that is left out: clear flags of overflows, and advance DeepSpeed's schedule."""
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
         if optimizer.step_was_skipped:  # still True: DeepSpeed's wrapper reads its own optimizer's flag

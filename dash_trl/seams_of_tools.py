@@ -53,15 +53,14 @@ def new_conversations(trainer: Any) -> Conversations | None:
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
-    calls, environments = ToolCalls(trainer.args.tool_timeout), None
+    calls, environments = ToolCalls(trainer.args.tool_timeout), Environments({}, {}, {})
     if trainer.environment_factories is not None:
-        kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
         environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
     end_id = trainer._tokenizer.eos_token_id
     use = partial(setattr, trainer, "environments")  # TRL passes them to reward functions
     conversations = Conversations(rules, calls, trainer._standalone_tools, environments, tokenize, end_id, use)
-    if environments is not None:
-        own = [kind for kind in kinds if owns_reward(kind)]
-        first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards
-        trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
+    kinds = dict.fromkeys(type(pool[0]) for pool in environments.pool.values())
+    own = [kind for kind in kinds if owns_reward(kind)]
+    first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards
+    trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
     return conversations

@@ -66,7 +66,7 @@ def vllm_servers(
 
     Raises:
         ValueError: if there are more servers than GPUs, or if vLLM is not installed.
-        RuntimeError: if a server ends before it is ready; the message contains the last lines of its log.
+        ValueError: also if a server ends before it is ready; the message contains the last lines of its log.
     """
     gpus = visible_gpus()
     share = len(gpus) // count
@@ -110,7 +110,7 @@ def vllm_servers(
 
 
 def wait_until_ready(url: str, command: Command) -> None:
-    """Wait until a server answers, or raise a `RuntimeError` with the last lines of its log if it ends."""
+    """Wait until a server answers, or raise a `ValueError` with the last lines of its log if it ends."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has a 127.0.0.1 of its own
     while command.running:
         with suppress(OSError):
@@ -118,7 +118,7 @@ def wait_until_ready(url: str, command: Command) -> None:
             return
         time.sleep(0.5)
     last = command.log.read_text(errors="replace").splitlines()[-15:]
-    raise RuntimeError("\n".join([f"The server {url} did not start. The end of {command.log}:", *last]))
+    raise ValueError("\n".join([f"The server {url} did not start. The end of {command.log}:", *last]))
 
 
 def visible_gpus() -> list[str]:

@@ -1,12 +1,14 @@
 """Ends a script after Ctrl-C (SIGINT) or SIGTERM with one line, and 130 or 143, as shells do.
 
-`dash_trl train` starts a script by this file, because its imports take seconds: `python signals.py SCRIPT FLAGS`.
+An error of this package, too, is one line: it says what to do. `dash_trl train` starts a script by this file, because
+its imports take seconds: `python signals.py SCRIPT FLAGS`.
 """
 
 import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,15 @@ def end(number: int, _: Any) -> None:
 def set_handlers(*handlers: Any) -> list[Any]:
     """Set the handlers of SIGINT and SIGTERM; return those before."""
     return [signal.signal(*one) for one in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True)]
+
+
+def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error (as `sys.excepthook`): without its traceback if this package has found a user's mistake."""
+    *_, last = traceback.extract_tb(trace)
+    if issubclass(kind, ValueError) and last.filename.startswith(os.path.dirname(__file__)):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager
@@ -49,6 +60,7 @@ def interrupts(*numbers: int) -> Iterator[list[int]]:
 
 if __name__ == "__main__":
     set_handlers(end, end)
+    sys.excepthook = say
     del sys.argv[0]
     sys.path[0] = os.path.dirname(sys.argv[0])
     runpy.run_path(sys.argv[0], run_name="__main__")

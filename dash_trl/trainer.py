@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import AutoTokenizer, Trainer
 from transformers.trainer_utils import rotate_checkpoints
@@ -30,11 +30,11 @@ from dash_trl.collect import Rounds, reward_figures
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
-from dash_trl.host import on_servers, one_ahead, windows_ahead
+from dash_trl.host import on_servers, one_ahead
 from dash_trl.log_probs import loss_settings
 from dash_trl.monitoring import Recorder
 from dash_trl.multimodal import freeze_towers, is_multimodal, without_towers
-from dash_trl.rewards import distinct, unpack, watch
+from dash_trl.rewards import distinct, unpack, unscored, watch
 from dash_trl.rollout import EpochOrder, RolloutBatch, loading
 from dash_trl.run import Run
 from dash_trl.sampling import install, weights_version
@@ -78,10 +78,6 @@ class DASHTrainer(GRPOTrainer):
         "Bastani},\n    year = 2025,\n    eprint = {arXiv:2505.17218}\n}",
     }
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        checks.check_subclass(cls, DASHTrainer)
-
     def __init__(
         self,
         model: Any,
@@ -94,11 +90,10 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
-        checks.check_arguments(model, args, train_dataset, eval_dataset, kwargs)
+        checks.check_subclass(type(self), DASHTrainer)
+        checks.check_arguments(model, reward_funcs, args, train_dataset, eval_dataset, kwargs)
         if tools := kwargs.get("tools"):
             kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
-        own_rollouts = kwargs.get("rollout_func") is not None
-        checks.check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         if adapter := kwargs.get("peft_config"):
             settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
             kwargs["peft_config"] = without_towers(adapter, model, settings)
@@ -112,7 +107,7 @@ class DASHTrainer(GRPOTrainer):
             )
         seams.begin_accelerate(args)
         # TRL's client for servers needs CUDA: hide the servers here; `install` below adds ours.
-        hidden = {"use_vllm": False} if args.use_vllm and args.vllm_mode == "server" else {}
+        hidden = {"use_vllm": False} if args.names_servers else {}
         with seams.with_settings(args, hidden), seams.reference_of(model):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         self._accelerate_state = dict(vars(self.accelerator.state))
@@ -127,7 +122,7 @@ class DASHTrainer(GRPOTrainer):
             install(self)
             if on_servers(self):
                 checks.check_called(type(self), DASHTrainer, ["_generate_single_turn"])
-        elif not own_rollouts:
+        elif self.rollout_func is None:
             checks.check_generate(self.model, self.generation_config, exact=one_ahead(self))
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._conversations = new_conversations(self)
@@ -173,7 +168,13 @@ class DASHTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does. True goes on from the last whole checkpoint of the run in `output_dir`."""
         found = self.ranks.agree(checkpoint_to_resume, resume_from_checkpoint, self.args.output_dir, main_only=True)
-        return super().train(found, *args, **kwargs)
+        try:
+            return super().train(found, *args, **kwargs)
+        except KeyboardInterrupt:
+            if not transformers.utils.is_in_notebook():  # which would print the code of hundreds of lines
+                raise
+            state = self.state
+            raise KeyboardInterrupt(f"stopped after step {state.global_step} of {state.max_steps}") from None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_weights(resume_from_checkpoint, is_adapted=is_peft_model(self.model))
@@ -223,7 +224,7 @@ class DASHTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
-        if windows_ahead(self) or self.args.samples_dynamically:
+        if self._run.queue is not None:  # it reads prompts ahead
             seams.use_own_generator(dataloader, self.args.seed)
         return dataloader
 
@@ -273,11 +274,14 @@ class DASHTrainer(GRPOTrainer):
             passes += 1
             # Only the last pass of a micro-step may synchronise gradients.
             gradients = nullcontext() if is_last else accumulating(self.accelerator, model)
-            with self.recorder.timed("train"), gradients:
+            with self.recorder.timed("train"), gradients, seams.without_casts(self):
                 loss = loss + Trainer.training_step(self, model, one, num_items_in_batch)
-            run.collector.start_rewards_of_sampled()
+        if run.micro_steps.rescale != 1:  # a streamed window, whose number of tokens is known only now
+            loss = loss * run.micro_steps.rescale
+            for one in model.parameters():
+                if one.grad is not None:
+                    one.grad.mul_(run.micro_steps.rescale)
         checks.check_losses(self, passes, run.pass_metrics.passes - losses_before)
-        run.collector.start_rewards_of_sampled()  # a micro-step may have no pass
         seams.end_micro_step(self, time.perf_counter() - started, ends_step=ends_step)
         if ends_step:
             if not run.micro_steps.schedule.ran_model:
@@ -375,7 +379,7 @@ class DASHTrainer(GRPOTrainer):
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
         skipped_by_deepspeed = None
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already made the step
+        if self.ranks.steps_in_backward:
             skipped_by_deepspeed = self.accelerator.optimizer_step_was_skipped
         elif not math.isfinite(norm):
             model.zero_grad()  # without gradients, the optimizer changes neither parameters nor its own state
@@ -392,8 +396,8 @@ class DASHTrainer(GRPOTrainer):
         def checked() -> tuple:
             tokenized = tokenize([checks.plain_prompt(prompt, "A row") for prompt in prompts])
             config = self.model.config
-            checks.check_tokens(tokenized[0], config, "A prompt")
             checks.check_prompt_ids(tokenized[0], self._tokenizer, self.eos_token_ids, checks.context_of(config))
+            checks.check_tokens(tokenized[0], config, "A prompt")
             return tokenized
 
         return self.ranks.agree(checked)
@@ -411,11 +415,24 @@ class DASHTrainer(GRPOTrainer):
             [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a function, or in an
             evaluation a tool or the environment, failed on the row.
         """
-        training, failed = self.model.training, None
-        if not training and self._conversations is not None:  # in training, `Rewards.of_batch` leaves these rows out
-            failed = torch.tensor(self._conversations.failed(len(inputs)))
+        training = self.model.training
         rows = inputs, prompts, completions, completion_ids_list
-        return self._run.rewards.of_all(super()._calculate_rewards, *rows, training=training, failed=failed)
+        rewards = self._run.rewards.of_all(super()._calculate_rewards, *rows, training=training)
+        if training or self._conversations is None:  # in training, `Rewards.of_batch` leaves out rows that failed
+            return rewards
+        failed = torch.tensor(self._conversations.failed(len(inputs)))
+        return unscored(rewards, self.ranks.gather(failed))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            seams.name_folders(Path(self.args.output_dir, "README.md"), self.model.name_or_path)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does; the last log, of the whole run, without the completions of the log before it."""
+        ends = {"log_completions": False} if "train_runtime" in logs else {}
+        with seams.with_settings(self, ends):
+            super().log(logs, start_time)
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Compute advantages by the estimator `advantage_estimator`. Override this method for your own estimator.
@@ -451,16 +468,15 @@ class DASHTrainer(GRPOTrainer):
             "model": self.model,
             "processing_class": self._tokenizer,
             "trainer": self,
-            "rewards_run": self._run.rewards.run_in_background,
             "log_extra": self._log_completion_extra,
         }
         for callback in dash_callbacks(self.callback_handler):
             self.ranks.agree(call_event, callback, event, rollouts, arguments, others)
 
-    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    def run_pass(self, inputs: dict[str, Any], *, reference: bool = False) -> tuple[Any, ...]:
         """Run the policy or the reference; return what TRL's method returns. The caller turns gradients off."""
         with seams.reference(self) if reference else nullcontext(self.model) as model:
-            return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs, **kwargs)
+            return self._passes.run(self._get_per_token_logps_and_entropies, model, inputs)
 
     # ------------------------------------------------------------------ evaluations and checkpoints
 
@@ -498,9 +514,9 @@ class DASHTrainer(GRPOTrainer):
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Lend the conversations to TRL's method and call it. Only evaluations call this."""
+        """Call TRL's method, which gets the idle environments. Only evaluations call this."""
         seams.begin_trackio(self)
-        with nullcontext() if self._conversations is None else self._conversations.lent():
+        with nullcontext() if self._conversations is None else self._conversations.for_evaluation():
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:

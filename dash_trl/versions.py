@@ -5,6 +5,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+# The metadata has lower bounds. Newer versions than these were not run; see docs/reference/compatibility.md.
+BELOW = {"torch": "<2.16", "transformers": "<5.25", "accelerate": "<1.16", "datasets": "<5.3", "peft": "<0.22"}
+
 
 def installed(package: str) -> str | None:
     try:
@@ -17,7 +20,7 @@ def bounds() -> dict[str, SpecifierSet]:
     """Return the tested version range of each package that dash_trl or one of its extras requires."""
     # A source tree that is not installed has no metadata.
     asked = map(Requirement, installed("dash_trl") and requires("dash_trl") or ())
-    return {one.name: one.specifier for one in asked if not one.extras}
+    return {one.name: one.specifier & SpecifierSet(BELOW.get(one.name, "")) for one in asked if not one.extras}
 
 
 def refuse_other_trl() -> None:

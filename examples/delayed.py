@@ -23,7 +23,7 @@ def after_a_while(scale: float) -> RewardRunner:
 
     def delayed(completion: Any, answer: str) -> float:
         time.sleep(scale * times.uniform(1, 40))
-        return right(completions=[completion], answer=[answer])[0]
+        return right.math_accuracy(completion, answer)
 
     # All rewards of a window wait at once, as for a service.
     return RewardRunner(delayed, timeout=60 + scale * 40, max_concurrency=4096)

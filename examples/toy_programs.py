@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer, toy_model
-from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
+from dash_trl.toy.problems import SIZES, split_of
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CONSTANTS = range(2, 100)
@@ -54,7 +54,7 @@ def program_dataset(
         seed: another seed draws other problems of the same split.
         completion: add a column `completion` (one message by the assistant), with a program that passes the tests.
     """
-    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
+    size = SIZES[split] if size is None else size
     problems = list(islice(_functions(split, random.Random(f"{split}{seed}")), size))
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": problem}] for problem in problems],

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from transformers.utils import get_json_schema
 
 from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer, toy_model
-from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
+from dash_trl.toy.problems import SIZES, split_of
 from dash_trl.toy.tokenizer import END_OF_TURN
 
 OPERANDS = (2, 3)  # numbers in a chain: one or two calls
@@ -124,7 +124,7 @@ def calculator_dataset(split: str = "train", size: int | None = None, seed: int 
         size: number of problems; by default 4,096 for training and 256 for the test.
         seed: another seed draws other problems of the same split.
     """
-    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
+    size = SIZES[split] if size is None else size
     problems = list(islice(_problems(split, random.Random(f"{split}{seed}")), size))
     return Dataset.from_dict(
         {

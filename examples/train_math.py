@@ -33,6 +33,7 @@ from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY, Task
 from dash_trl.monitoring import TimeLimitCallback, monitor
+from dash_trl.rewards import completion_text
 from dash_trl.script import check_effects, parse, toy_accuracies
 from dash_trl.signals import interrupts
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> None:
     train_dataset, eval_dataset = load_problems(script, args, tokenizer, arithmetic_dataset)
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=script.reward(),
+        reward_funcs=script.reward(by_row=args.reward_pipeline or args.async_level > 0),
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -121,6 +122,9 @@ def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
             sys.exit(128 + signals[0])  # as a shell reports the signal
     after = measure()
     if args.should_save:
+        completions = [*getattr(trainer, "_logs", {}).get("completion", [])]  # SFT has none
+        for completion in completions[:1] + completions[-1:]:
+            print(f"one of the last completions: {completion_text(completion)!r:.500}")
         for name, value in before.items():
             print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
         plot = f"\nplot:    {picture}" if (picture := folder / "run.png").exists() else ""

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     )
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=script.reward(),
+        reward_funcs=script.reward(by_row=args.reward_pipeline or args.async_level > 0),
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

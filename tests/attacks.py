@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: programs whose f(x) returns x + 1, the right value, only if the attack succeeds.
+"""Attacks on the sandbox, with its limits: programs whose f(x) returns x + 1, the right value, only if they succeed.
 
 A test replaces the words in capitals.
 """
@@ -575,3 +575,16 @@ if os.fork() == 0:
     time.sleep(600)
 os._exit(0)
 """)
+
+RENAMES = (
+    "import os\ntry: os.rename({!r}, '/tmp/other')\nexcept OSError: pass\ndef f(): return os.path.exists('/tmp/other')"
+)
+# A second or more each, of what others show, too.
+LONG = {
+    *("an endless loop", "an endless loop while it is loaded", "threads that never end", "printing 1 GB and more"),
+    *("deep recursion without Python's limit", "an endless loop that ignores all signals", "10 GB bit by bit"),
+    *("a fork bomb", "a huge value", "a daemon that stays when its program exits", "the test file read and rewritten"),
+    *("its tests stopped", "deep recursion in C without Python's limit"),
+}
+TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
+LIMITS = {"cpu_seconds": 1, "wall_seconds": 10, "memory": 512 << 20, "disk": 8 << 20, "processes": 2}

@@ -33,12 +33,12 @@ torch.set_num_threads(1)  # the tests' models are so small that a second thread 
 USES = {
     "servers": {"vllm_servers", "job_with_vllm_servers"},
     "processes": {"launch", "python", "ray_cluster"},
-    "training": {"tiny_model", "model", "small_model", "moe", "toy"},
+    "training": {"tiny_model", "tool_model", "model", "small_model", "moe", "toy"},
 }
 # Files of which `make test` runs the first training case of each function.
 CORE = {
     *("test_equivalence", "test_contract", "test_one_step", "fuzz", "test_losses", "test_regularizers"),
-    *("test_advantages", "test_padding_free", "test_shared_prompts", "test_isolation", "test_values"),
+    *("test_advantages", "test_padding_free", "test_isolation", "test_values"),
     *("test_collect", "test_async", "test_streaming", "test_pipeline", "test_dynamic_sampling", "test_prompts"),
     *("test_queue_training", "test_resume", "test_second_run", "test_skipped_steps", "test_rewards_failures"),
     *("test_tools", "test_tools_training", "test_callbacks", "test_bad_input", "test_process_rewards", "test_seams"),
@@ -119,6 +119,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns a directory with a tiny model whose tokenizer knows tools."""
+    from tests.scripted_turns import save_tool_model
+
+    return save_tool_model(tmp_path_factory.mktemp("tools"))
 
 
 @pytest.fixture(scope="module")

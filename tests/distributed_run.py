@@ -40,9 +40,9 @@ from dash_trl.process_rewards import (
 )
 from dash_trl.rewards import watch
 from dash_trl.sampling import model_log_probs
+from tests.by_prompt import ByPrompt, expected_windows
+from tests.contract import SCENARIOS, check_contract
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
-from tests.test_contract import SCENARIOS, check_contract
-from tests.test_dynamic_sampling import ByPrompt, has_signal
 from tests.test_families import config_of
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
 from tests.tiny import (
@@ -55,6 +55,7 @@ from tests.tiny import (
     pad,
     parameters,
     prompts,
+    refused,
     run,
     save_tiny_model,
     with_flash_stand_in,
@@ -184,7 +185,6 @@ TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
     "window shorter than a step, last one silent": (range(1, 1000, 2), {"steps_per_generation": 2, "max_steps": 2}, {}),
     "window longer than a step": (ALWAYS if RANK == 0 else (), {"steps_per_generation": 8, "max_steps": 2}, {}),
     # the ranks begin on what is scored, in other orders
-    "pipeline": ((), {}, {"reward_pipeline": True}),
     "pipeline, two windows, a rank keeps none": (
         ON_RANK_1,
         {"steps_per_generation": 2, "loss_type": "grpo"},
@@ -300,39 +300,33 @@ def test_one_step_ahead(train, pipeline):
 
 
 @pytest.mark.parametrize("name", ["tiny", "longrope"])
-def test_process_rewards(train, name):
+def test_process_rewards(train, monkeypatch, name):
     """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing.
 
-    A model whose RoPE depends on the longest position is valued in a loop, which takes far more passes.
+    A model whose RoPE depends on the longest position is valued in a loop, which takes far more passes. An estimator
+    gets the rows of its rank, with sums over all ranks; `test_credit.py` compares them with the sums over all rows.
     """
-    callback = ProcessRewardCallback(
-        AnswerLogProbValue(" = ", max_tokens_per_pass=60),
-        markers=lambda text: range(0, len(text), 3 + 2 * RANK),
-        min_episode_tokens=2,
-        max_episode_tokens=8 + 4 * RANK,
-    )
-    train(name, reward=ScriptedReward(constant=0.0, silent=ON_RANK_1), callbacks=[callback], max_steps=2)
-    episodes = sum(len(boundaries) - 1 for boundaries, _ in callback.last)
-    assert episodes == 0 if RANK == 1 else episodes > 16
-
-
-def test_an_estimator_gets_the_rows_of_its_rank(train, monkeypatch):
-    """With sums over all ranks; `test_credit.py` compares them with the sums over all rows."""
     seen: list[tuple[int, float]] = []
 
     def noted(rewards: Any, chosen: Any) -> torch.Tensor:
         seen.append((len(rewards.valued), rewards.sum_over_ranks(torch.ones(1)).item()))
-        return ESTIMATORS["prime_rloo"](rewards, chosen)
+        return ESTIMATORS["grpo_process"](rewards, chosen)
 
     monkeypatch.setitem(ESTIMATORS, "noted", Estimator(credit=noted))
-    episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
-    callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="noted", **episodes)
-    trainer = train(reward=ScriptedReward(constant=0.0, silent=ON_RANK_1), callbacks=[callback])
-    assert seen == [(16, 2.0)]
+    callback = ProcessRewardCallback(
+        AnswerLogProbValue(" = ", max_tokens_per_pass=60),
+        estimator="noted",
+        markers=lambda text: range(0, len(text), 3 + 2 * RANK),
+        max_episode_tokens=8 + 4 * RANK,
+    )
+    settings = {"reward": ScriptedReward(constant=0.0, silent=ON_RANK_1), "callbacks": [callback], "max_steps": 2}
+    trainer = train(name, **settings)
+    episodes = sum(len(boundaries) - 1 for boundaries, _ in callback.last)
+    assert episodes == 0 if RANK == 1 else episodes > 16
+    assert seen == [(16, 2.0)] * 2
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
     assert agreed(logged) and logged["advantage/std"] > 0
-    with pytest.raises(ValueError, match="16 completions .* not a multiple of num_generations=32"):
-        train(num_generations=32, callbacks=[callback])
+    refused("16 completions .* not a multiple of num_generations=32", train, name, num_generations=32, **settings)
 
 
 def test_monte_carlo_values(train):
@@ -456,9 +450,9 @@ def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
 
 @ON_DDP
 def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
-    """By it the second step is the last, by the other's the first."""
-    clock = itertools.count(0, 1 if RANK == 0 else 100)  # asked twice per step, and before
-    assert train(callbacks=[TimeLimitCallback(4, clock=lambda: next(clock))], max_steps=4).state.global_step == 2
+    """By it the first step is the last, or none is; by the other's the opposite."""
+    for limits, steps in (((0, 1e9), 1), ((1e9, 0), 2)):
+        assert train(callbacks=[TimeLimitCallback(limits[RANK])], max_steps=2).state.global_step == steps
 
 
 @ONCE
@@ -490,21 +484,6 @@ class SignalOnRank0(ScriptedReward):
         return [1.0 if rank else reward for rank, reward in zip(ranks, rewards, strict=True)]
 
 
-def rows_of_window(reward: ScriptedReward, most: int) -> list[int]:
-    """The rows of the dataset that make the first window of two ranks with 4 groups each."""
-    own = [[batch * 8 + rank * 4 + place for batch in range(8) for place in range(4)] for rank in range(2)]
-    size, first, signal, silent = 4, 0, list[int](), list[int]()
-    while size:
-        for place in range(first, first + size):
-            for rank in range(2):
-                has = has_signal(f"{own[rank][place]} + {3 * own[rank][place]} = ", reward)
-                (signal if has else silent).append(own[rank][place])
-        first += size
-        missing = max(8 - len(signal), 0)
-        size = min(-(-missing * (2 * first + 2) // (2 * (len(signal) + 1))), 4, most * 4 - first)
-    return signal[:8] + silent[: max(8 - len(signal), 0)]
-
-
 @pytest.mark.parametrize(
     ("reward", "most", "settings"),
     [
@@ -516,7 +495,7 @@ def rows_of_window(reward: ScriptedReward, most: int) -> list[int]:
 )
 def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
     """On the groups of the window, which TRL's trainer gets as its dataset."""
-    rows = rows_of_window(reward, most)
+    (rows,) = expected_windows(prompts(64), reward, most, 1, ranks=2)
     settings = {"shuffle_dataset": False, "reward": reward, **settings}
     trl = train(trainer_class=GRPOTrainer, rollouts=ByPrompt(), dataset=prompts(64).select(rows), **settings)
     dash = train(expected=whole(trl), rollouts=ByPrompt(), max_num_gen_batches=most, **settings)
@@ -559,9 +538,7 @@ def decoding(trainer: Any) -> None:
 
 OF_RANK_1 = "KeyError: 'of rank 1'"
 ALONE: dict[str, tuple[dict[str, Any], str]] = {
-    "sampled": ({"callbacks": [noting("on_rollouts_sampled", fail_on_rank_1)]}, OF_RANK_1),
-    "rewards": ({"callbacks": [noting("on_rewards", fail_on_rank_1)]}, OF_RANK_1),
-    "advantages": ({"callbacks": [noting("on_advantages", fail_on_rank_1)]}, OF_RANK_1),
+    "events": ({"callbacks": [noting("on_rollouts_sampled", fail_on_rank_1)]}, OF_RANK_1),
     "too few rewards": (
         {"reward": lambda prompts, **kwargs: [1.0] * (len(prompts) - RANK)},
         "RewardError: The reward function",

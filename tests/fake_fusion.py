@@ -1,18 +1,22 @@
-"""A server with the interface of SandboxFusion's `POST /run_code`, which runs Python without any protection."""
+"""A server with the interface of SandboxFusion's `POST /run_code`, which runs Python without any protection.
+
+And a sandbox that runs nothing.
+"""
 
 import json
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dash_trl import CodeReward
+from dash_trl.sandbox import Verdict
+
 
 class FakeFusion(ThreadingHTTPServer):
-    """The server.
+    """The server, which runs until `shutdown`.
 
     Attributes:
         answers: (status, headers, body) for the next requests, which then run no program.
@@ -26,6 +30,7 @@ class FakeFusion(ThreadingHTTPServer):
         self.answers: list[tuple[int, dict[str, str], bytes]] = []
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[Any] = []
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -74,13 +79,19 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
 
 
-@contextmanager
-def fake_fusion() -> Iterator[FakeFusion]:
-    with FakeFusion() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+class Given:
+    """A sandbox that keeps the programs that it is given."""
+
+    def __init__(self):
+        self.programs = []
+
+    def run(self, program, tests, entry_point=None):
+        self.programs.append(program)
+        return Verdict(1, 0, None)
+
+
+def found(completion: str, *columns: object, tests: str | None = "assert f(1)", **more: object) -> str | None:
+    """The program of a completion that the reward runs."""
+    sandbox = Given()
+    CodeReward(sandbox)(completion, tests, *columns, **more)
+    return sandbox.programs[0] if sandbox.programs else None

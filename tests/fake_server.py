@@ -9,13 +9,17 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from dash_trl.sampling import tensor_checksum
-from tests.tiny import log_probs
+from dash_trl import DASHCallback, DASHTrainer
+from dash_trl.sampling import ServerGeneration, tensor_checksum
+from tests.tiny import ON_GPU, log_probs, run
 
 NAN = float("nan")
 # fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
@@ -248,26 +252,120 @@ def settle(pool):
         for _ in range(100):
             await asyncio.sleep(0)
 
-    pool.on_each(go_round)
-
-
-def keep_weights(pool):
-    """Every server of a pool has the current weights."""
-
-    async def refit(server):
-        return pool.fleet.version
-
-    pool.refit = refit
-    return pool
+    pool.ask_all(go_round)
 
 
 def is_idle(pool):
-    return not (pool.fleet.waiting or pool.fleet.running())
+    return not pool.fleet.jobs()
 
 
-def hurry(pool, clock):
-    """Puts the clock forward until a pool has no work."""
-    while not is_idle(pool):
-        clock.now += 0.1
-        settle(pool)
-        time.sleep(0.01)
+def sampler_of(fakes, model, folder, **options):
+    """Returns a sampler on fake servers, to which no weights have been sent."""
+    return ServerGeneration(
+        [fake.url for fake in fakes],
+        model=model,
+        accelerator=Accelerator(cpu=not ON_GPU),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model.name_or_path),
+        weight_dir=str(folder),
+        server_timeout=60.0,
+        **options,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+FIRST = 10  # the token of weights that no optimizer step has changed
+SECONDS = 300.0  # that something is waited for which has to happen, on a machine however busy
+STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 4}  # a window per step
+GROUPS = 4  # of a window of these settings
+
+
+class Dated(Fake):
+    """A server whose completions have two tokens: its weights when the request came, and when it was answered.
+
+    Attributes:
+        requests: the requests for rollouts that came, in order.
+        answered: the prompts of the requests that were answered, in order.
+        version: the optimizer step that made its weights; `step` tells the current one.
+        log_prob: the log-prob of every token.
+    """
+
+    def __init__(self, **options: Any):
+        self.requests: list[dict[str, Any]] = []
+        self.answered: list[tuple[int, ...]] = []
+        self.version, self.log_prob = 0, -0.5
+        self.step: Any = lambda: 0
+        super().__init__(**options)
+
+    @property
+    def arrived(self) -> list[tuple[int, ...]]:
+        return [tuple(request["prompt"]) for request in self.requests]
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        self.version = self.step()
+
+    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+        came = self.version
+        if rollout := request["max_tokens"] > 1:  # else a trial
+            self.requests.append(request)
+            self.hold.wait(SECONDS)
+        self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
+
+    def send_rows(self, send: Any, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
+        most, choices = request["max_tokens"], []
+        for index, ids in enumerate(rows):
+            log_probs = {"token_logprobs": [self.log_prob] * len(ids[:most])}
+            choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
+        send(200, json.dumps({"choices": choices}).encode())
+        if rollout:
+            self.answered.append(tuple(request["prompt"]))
+
+
+class Watch(DASHCallback):
+    """Callback that records the tokens and policy versions of each window. `wait`: called after each step."""
+
+    per_group = True
+
+    def __init__(self) -> None:
+        self.windows: list[SimpleNamespace] = []
+        self.wait: Any = lambda window: None
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
+        self.windows.append(
+            SimpleNamespace(
+                step=state.global_step,
+                tokens=rollouts.completion_ids[:, :2] - FIRST,
+                believed=rollouts.policy_version,
+                prompts=[row["prompt"] for row in rollouts.examples],
+            )
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.wait(len(self.windows) - 1)
+
+
+def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any]:
+    """Trains with fake servers, which are sent the weights; returns the trainer and the watch."""
+    watch = settings.pop("watch", None) or Watch()
+    prepare_more = settings.pop("prepare", lambda trainer: None)
+
+    def prepare(trainer: Any) -> None:
+        for fake in fakes:
+            fake.serve(tiny_model)
+            fake.step = lambda: trainer.state.global_step
+        prepare_more(trainer)
+
+    trainer = run(
+        settings.pop("trainer_class", DASHTrainer),
+        tiny_model,
+        output,
+        vllm_server_urls=[fake.url for fake in fakes],
+        async_level=level,
+        callbacks=[watch],
+        prepare=prepare,
+        vllm_importance_sampling_correction=False,
+        **settings,
+    )
+    return trainer, watch

@@ -1,6 +1,10 @@
-"""Fixtures by which a test says what it uses: a new interpreter, a launch, or the toy model, which it may train."""
+"""Fixtures by which a test says what it uses: a new interpreter, a launch, or the toy model, which it may train.
+
+And whether a process has ended.
+"""
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,3 +58,14 @@ def launch(python) -> Callable[..., Done]:
         return python(*command, *options, script, *arguments, env=environment)
 
     return launch
+
+
+def ends(process: int) -> bool:
+    """Returns whether a process has gone, or goes by itself, though init may not have reaped it yet."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    gone = bool(select.select([handle], [], [], 60)[0])
+    os.close(handle)
+    return gone

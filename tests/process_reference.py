@@ -71,32 +71,6 @@ def deepseek_process(batch, s):
     return results
 
 
-def whitened(rows, batch):
-    """verl's: (x - mean) / sqrt(variance + 1e-8) over all tokens."""
-    pool = [value for values, row in zip(rows, flat(batch), strict=True) if row["valued"] for value in values]
-    if len(pool) < 2:
-        return rows
-    centre, scale = mean(pool), math.sqrt(deviation(pool) ** 2 + 1e-8)
-    return [[(value - centre) / scale for value in values] for values in rows]
-
-
-def prime_rloo(batch, s):
-    rows = []
-    for group in batch:
-        totals = [[0.0] * row["length"] for row in group]
-        outcomes = [{row["length"] - 1: row["outcome"]} if row["length"] else {} for row in group]
-        # Of each source, per row {token: reward}.
-        for weight, places in (1.0, outcomes), (s["process"], [dict(row["utilities"]) for row in group]):
-            used = [p if row["valued"] else {} for p, row in zip(places, group, strict=True)]
-            n = sum(bool(p) for p in used)
-            baseline = sum(mean(list(p.values())) for p in used) / max(n - 1, 1)
-            for total, place in zip(totals, used, strict=True):
-                for token, reward in place.items():
-                    total[token] += weight * (reward * n / max(n - 1, 1) - baseline)
-        rows += [to_go(total) for total in totals]
-    return whitened(rows, batch)
-
-
 def reinforce(batch, s):
     return [to_go(combined(row, s)) for row in flat(batch)]
 
@@ -122,10 +96,9 @@ def vineppo(batch, s):
 
 
 def figures(rows):
-    """name → (mean, standard deviation) of a batch's rows, which have `boundaries`, V at them, `skipped`, `credit`."""
+    """name → figure of a batch's rows, which have `boundaries`, V at them, `skipped`, `credit`."""
     asked = [row for row in rows if not row["skipped"]]
     valued = [row for row in rows if row["valued"]]
-    ends = [(last / row["length"], utility) for row in valued for last, utility in row["utilities"]]
     samples = {
         "process/episodes": [len(row["boundaries"]) - 1 for row in asked],
         "process/missing_values": [math.isnan(value) for row in asked for value in row["at_boundaries"]],
@@ -133,15 +106,12 @@ def figures(rows):
         "process/value_first": [row["at_boundaries"][0] for row in asked if not math.isnan(row["at_boundaries"][0])],
         "process/value_last": [row["at_boundaries"][-1] for row in asked if not math.isnan(row["at_boundaries"][-1])],
         "process/structured_rows": [len(row["utilities"]) > 1 and bends(row["credit"]) for row in valued],
-        "process/utility_first_half": [utility for at, utility in ends if at < 0.5],
-        "process/utility_second_half": [utility for at, utility in ends if at >= 0.5],
         "advantage/mean": [value for row in rows for value in row["credit"]],
         "advantage/mean_outcome_only": [row["advantage"] for row in rows for _ in row["credit"]],
     }
-    return {
-        name: (mean(sample) if sample else math.nan, deviation(sample) if len(sample) > 1 else math.nan)
-        for name, sample in samples.items()
-    }
+    means = {name: mean(sample) for name, sample in samples.items() if sample}
+    spread = {name: sample for name, sample in samples.items() if name.startswith("advantage/") and len(sample) > 1}
+    return means | {name.replace("mean", "std"): deviation(sample) for name, sample in spread.items()}
 
 
 def bends(values):

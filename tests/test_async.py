@@ -3,156 +3,57 @@
 So the tests compare the policy versions with the tokens themselves. `test_vllm.py` has the real servers.
 """
 
-import json
+import re
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerGeneration, ServerPool, WeightMismatch
-from tests.fake_server import Clock, Fake, factory, is_idle, keep_weights, settle
-from tests.tiny import ON_GPU, prompts, refusal, run, tiny_tokenizer
+from dash_trl.rollout import RunAhead, StaleRollouts
+from dash_trl.sampling import ServerPool, WeightMismatch
+from tests.fake_server import (
+    FIRST,
+    GROUPS,
+    SECONDS,
+    STEP,
+    Clock,
+    Dated,
+    Watch,
+    asynchronous,
+    factory,
+    sampler_of,
+    settle,
+)
+from tests.tiny import prompts, refusal, tiny_tokenizer
 from tests.vllm_run import wait_until
-
-FIRST = 10  # the token of weights that no optimizer step has changed
-SECONDS = 300.0  # that something is waited for which has to happen, on a machine however busy
-
-
-class Dated(Fake):
-    """A server whose completions have two tokens: its weights when the request came, and when it was answered.
-
-    Attributes:
-        requests: the requests for rollouts that came, in order.
-        answered: the prompts of the requests that were answered, in order.
-        version: the optimizer step that made its weights; `step` tells the current one.
-        log_prob: the log-prob of every token.
-    """
-
-    def __init__(self, **options: Any):
-        self.requests: list[dict[str, Any]] = []
-        self.answered: list[tuple[int, ...]] = []
-        self.version, self.log_prob = 0, -0.5
-        self.step: Any = lambda: 0
-        self.changed = threading.Condition()
-        super().__init__(**options)
-
-    @property
-    def arrived(self) -> list[tuple[int, ...]]:
-        return [tuple(request["prompt"]) for request in self.requests]
-
-    def load(self, path: str) -> None:
-        super().load(path)
-        self.version = self.step()
-
-    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
-        came = self.version
-        if rollout := request["max_tokens"] > 1:  # else a trial
-            self.note(self.requests, request)
-            self.hold.wait(SECONDS)
-        self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
-
-    def send_rows(self, send: Any, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
-        most, choices = request["max_tokens"], []
-        for index, ids in enumerate(rows):
-            log_probs = {"token_logprobs": [self.log_prob] * len(ids[:most])}
-            choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
-        send(200, json.dumps({"choices": choices}).encode())
-        if rollout:
-            self.note(self.answered, tuple(request["prompt"]))
-
-    def note(self, happened: list[Any], one: Any) -> int:
-        with self.changed:
-            happened.append(one)
-            self.changed.notify_all()
-            return len(happened)
-
-    def wait_for(self, happened: Any) -> None:
-        """`happened()`: a condition on `requests` and `answered`."""
-        with self.changed:
-            assert self.changed.wait_for(happened, SECONDS), (self.arrived, self.answered)
-
-
-class Watch(DASHCallback):
-    """Callback that records the tokens and policy versions of each window, and the window of each step."""
-
-    def __init__(self) -> None:
-        self.windows: list[SimpleNamespace] = []
-        self.trained: list[tuple[int, int]] = []  # (optimizer steps before, window)
-        self.wait: Any = lambda window: None
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        self.windows.append(
-            SimpleNamespace(
-                step=state.global_step,
-                tokens=rollouts.completion_ids[:, :2] - FIRST,
-                believed=rollouts.policy_version,
-                prompts=[row["prompt"] for row in rollouts.examples],
-            )
-        )
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trained.append((state.global_step - 1, len(self.windows) - 1))
-        self.wait(len(self.windows) - 1)
-
-
-def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any]:
-    """Trains with fake servers, which are sent the weights; returns the trainer and the watch."""
-    watch = settings.pop("watch", None) or Watch()
-    prepare_more = settings.pop("prepare", lambda trainer: None)
-
-    def prepare(trainer: Any) -> None:
-        for fake in fakes:
-            fake.serve(tiny_model)
-            fake.step = lambda: trainer.state.global_step
-        prepare_more(trainer)
-
-    trainer = run(
-        settings.pop("trainer_class", DASHTrainer),
-        tiny_model,
-        output,
-        vllm_server_urls=[fake.url for fake in fakes],
-        async_level=level,
-        callbacks=[watch],
-        prepare=prepare,
-        vllm_importance_sampling_correction=False,
-        **settings,
-    )
-    return trainer, watch
-
 
 fakes = factory(Dated)
 
 
-# (settings, optimizer steps at which the windows begin)
+# name → (`async_level`, settings, optimizer steps at which the windows begin)
 SEMANTICS = {
-    "a window per step": ({"gradient_accumulation_steps": 4, "steps_per_generation": 4}, [0, 1, 2, 3]),
-    "two steps per window": ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [0, 2, 4, 6]),
-    "two windows per step": ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [0, 0, 1, 1]),
-    "three iterations": (
-        {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 3},
-        [0, 3, 6, 9],
-    ),
+    "a window per step": (0, STEP, [0, 1, 2, 3]),
+    "two steps per window": (1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}, [0, 2, 4, 6]),
+    "two windows per step": (2, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [0, 0, 1, 1]),
+    "three iterations": (1, {**STEP, "num_iterations": 3}, [0, 3, 6, 9]),
+    "a window begins within a step": (1, {"gradient_accumulation_steps": 4, "steps_per_generation": 6}, [0, 1, 3, 4]),
 }
-PAIRS = [("a window per step", 0), ("two steps per window", 1), ("two windows per step", 2), ("three iterations", 1)]
 
 
-@pytest.mark.parametrize(("name", "level"), PAIRS)
-def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(name, level, tiny_model, tmp_path, fakes):
+@pytest.mark.parametrize("name", SEMANTICS)
+def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(name, tiny_model, tmp_path, fakes):
     """Servers that answer at once: a step does not end before they have answered what may be under way.
 
     No step has a signal, since all completions of a group are equal: it counts, and its weights are sent.
     """
-    settings, begins = SEMANTICS[name]
+    level, settings, begins = SEMANTICS[name]
     fake, watch = fakes(), Watch()
     groups, last = settings["steps_per_generation"], len(begins) - 1  # groups of 4 rows
-    watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= groups * (min(window + level, last) + 1))
+    watch.wait = lambda window: wait_until(lambda: len(fake.answered) >= groups * (min(window + level, last) + 1))
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
     asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
     assert [window.step for window in watch.windows] == begins
@@ -161,13 +62,6 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
         came, answered = window.tokens.T
         assert (window.believed[:, 0] == came).all() and (window.believed[:, 1] >= answered).all()
     assert len(fake.arrived) == groups * len(begins)  # nothing beyond the run's end
-    behind = max(before - begins[max(0, window - level)] for before, window in watch.trained)
-    per_window = begins[-1] - begins[-3]  # two windows' optimizer steps
-    assert behind == (level + 1) * per_window // 2 - 1 if name in ("two steps per window", "three iterations") else True
-
-
-STEP = SEMANTICS["a window per step"][0]
-GROUPS = 4  # of a window of these settings
 
 
 def test_further_rounds_of_a_window_are_of_the_newest_weights(tiny_model, tmp_path, fakes):
@@ -194,10 +88,10 @@ def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_
 
     def wait(window: int) -> None:
         if window == 0:
-            fake.wait_for(lambda: len(fake.answered) == 2 * GROUPS)
+            wait_until(lambda: len(fake.answered) == 2 * GROUPS)
             fake.hold.clear()
         if window == 1:  # window 2 is submitted at its beginning
-            fake.wait_for(lambda: len(fake.requests) == 3 * GROUPS)
+            wait_until(lambda: len(fake.requests) == 3 * GROUPS)
 
     fake.load, watch.wait = load_and_go_on, wait
     trainer, watch = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, max_steps=3, **STEP)
@@ -232,61 +126,38 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
     assert [ids for ids in fake.arrived if ids != (7, 8, 9)] == trained
 
 
-def test_a_failure_in_flight_is_raised_where_its_window_is_collected(tiny_model, tmp_path, fakes):
-    """And nothing is left on the servers."""
-    fake, watch = fakes(), Watch()
-    trainers, answer = [], fake.answer
-
-    def refusing(send: Any, request: dict[str, Any], fault: str | None) -> None:
-        if watch.trained and request["max_tokens"] > 1:
-            return send(400, b'{"error": "told to"}')
-        return answer(send, request, fault)
-
-    fake.answer = refusing
-    assert "answered 400" in refusal(
-        asynchronous, tiny_model, tmp_path, [fake], 1, max_steps=6, watch=watch, prepare=trainers.append, **STEP
-    )
-    assert [window.step for window in watch.windows] == [0, 1]  # which was sampled when window 0 was
-    assert nothing_in_work(trainers[0])
-
-
-def nothing_in_work(trainer: Any) -> bool:
-    return is_idle(trainer.vllm_generation.pool)
+def test_rollouts_that_are_too_old_are_an_error_with_every_number():
+    ahead = RunAhead(2)
+    for step in (100, 104, 108, 112):
+        ahead.begin(step, known=9)
+    ahead.check(104)
+    with pytest.raises(StaleRollouts) as error:
+        ahead.check(103)
+    window, now, oldest, level, permitted, *begun = map(int, re.findall(r"\d+", str(error.value)))
+    assert (window, now, oldest, level, permitted, begun) == (3, 112, 103, 2, 104, [104, 108, 112])
 
 
 # ------------------------------------------------------------------------------------------------------- the requests
 
 
-@pytest.fixture(scope="module")
-def sampler(tiny_model, tmp_path_factory) -> Any:
+@pytest.fixture
+def sampler(tiny_model, tmp_path, fakes) -> Any:
     """A sampler whose server, `fake`, has been given the weights."""
-    fake = Dated()
+    fake = fakes()
     fake.config["model_config"]["max_model_len"] = 20
-    vllm = sampler_of(fake, AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path_factory.mktemp("weights"))
+    fake.serve(tiny_model)
+    vllm = sampler_of([fake], AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path, max_completion_length=8)
     vllm.sync_weights()
     vllm.fake = fake
-    yield vllm
-    fake.stop()
-
-
-def sampler_of(fake: Dated, model: Any, folder: Any, length: int = 8) -> Any:
-    fake.serve(model.name_or_path)
-    return ServerGeneration(
-        [fake.url],
-        model=model,
-        accelerator=Accelerator(cpu=not ON_GPU),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(model.name_or_path),
-        weight_dir=str(folder),
-        max_completion_length=length,
-        end_ids=[1, 7],
-    )
+    return vllm
 
 
 def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
     """A server that gets one has lost its old weights, and does not answer any more."""
     adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
     fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
-    said = refusal(sampler_of(fake, model, tmp_path).sync_weights)
+    fake.serve(tiny_model)
+    said = refusal(sampler_of([fake], model, tmp_path).sync_weights)
     assert "['model.embed_tokens.token_adapter." in said and not fake.loads
 
 
@@ -296,8 +167,10 @@ def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fake
         model = AutoModelForCausalLM.from_pretrained(tiny_model)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # so that rounding shows
+        fake = fakes(fault=fault)
+        fake.serve(tiny_model)
         with refused, caplog.at_level("INFO", "dash_trl"):
-            sampler_of(fakes(fault=fault), model.bfloat16(), tmp_path, length=4096).sync_weights()
+            sampler_of([fake], model.bfloat16(), tmp_path, max_completion_length=4096).sync_weights()
     assert all(caplog.text.count(one) == 2 for one in ("servers' context is 4096 tokens", "for the first time, twice"))
 
 
@@ -329,7 +202,13 @@ def test_a_completion_fits_into_the_context(sampler):
 
 
 def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
-    pool = keep_weights(ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options}))
+    """A pool whose servers have the current weights."""
+    pool = ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options})
+
+    async def refit(server: Any) -> int:
+        return pool.fleet.version
+
+    pool.refit = refit
     pool.wait_until_ready()
     return pool
 
@@ -348,23 +227,23 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
     answer, go_on = fake.answer, threading.Semaphore(0)
 
     def one_at_a_time(*arguments: Any) -> None:
-        fake.note(fake.requests, arguments[1])
+        fake.requests.append(arguments[1])
         assert go_on.acquire(timeout=SECONDS)
         answer(*arguments)
 
     fake.answer = one_at_a_time
     batch = submit(pool, 6)
-    fake.wait_for(lambda: len(fake.requests) == 6)
+    wait_until(lambda: len(fake.requests) == 6)
     pool.new_version(1)
     clock.now += 1000.0
     settle(pool)
-    pool.weights_sent(1, {fake.url: None})
+    pool.weights_sent({fake.url: None})
     settle(pool)
     for left in range(5, -1, -1):
         clock.now += 200.0
         settle(pool)
         go_on.release()
-        wait_until(lambda left=left: pool.fleet.running() == left)
+        wait_until(lambda left=left: len(pool.fleet.jobs()) == left)
     assert len(pool.collect(batch)) == 6 and pool.retried == 0
 
 
@@ -376,13 +255,13 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     good.hold.clear()
     batch = submit(pool, 4)
     for fake in (bad, good):
-        fake.wait_for(lambda fake=fake: len(fake.requests) == 2)
+        wait_until(lambda fake=fake: len(fake.requests) == 2)
     pool.new_version(1)
     bad.version = 77
     bad.hold.set()
-    bad.wait_for(lambda: len(bad.answered) == 2)
+    wait_until(lambda: len(bad.answered) == 2)
     good.version = bad.version = 1  # what comes after
-    pool.weights_sent(1, {bad.url: "500 while loading", good.url: None})
+    pool.weights_sent({bad.url: "500 while loading", good.url: None})
     good.hold.set()
     assert {token - FIRST for (row,), _ in pool.collect(batch) for token in row.token_ids} <= {
         0,
@@ -396,9 +275,9 @@ def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
     alive.hold.clear()
     away.well.clear()
     batch = submit(pool, 2)
-    alive.wait_for(lambda: len(alive.requests) == 2)
+    wait_until(lambda: len(alive.requests) == 2)
     assert pool.new_version(1) == [alive.url, away.url]  # else it would be dead, since the look ends without an answer
-    pool.weights_sent(1, {alive.url: None, away.url: "away"})
+    pool.weights_sent({alive.url: None, away.url: "away"})
     alive.hold.set()
     assert len(pool.collect(batch)) == 2
 

@@ -3,7 +3,6 @@
 The tables have the form: mistake → what the user passes → part of the error message.
 """
 
-import ast
 import inspect
 import json
 import os
@@ -25,6 +24,7 @@ from transformers import (
     BloomConfig,
     Qwen2Config,
     T5Config,
+    TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
@@ -35,14 +35,16 @@ from dash_trl.checks import (
     check_model,
     check_prompt_ids,
     check_rewards,
+    check_rounding,
     check_subclass,
+    check_trainable,
     checked_rollouts,
     context_of,
     plain_prompt,
 )
 from dash_trl.config import CHOICES
 from dash_trl.sampling import FileWeights
-from tests.test_regularizers import Penalised
+from tests.test_regularizers import Penalised, Replaced
 from tests.tiny import ScriptedReward, prompts, refusal, refused, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
@@ -62,7 +64,7 @@ def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, 
     """The checks of arguments before weights are loaded."""
     others = {"rollout_func": settings.pop("rollout_func", None)}
     dataset = prompts(16) if train_dataset is None else train_dataset
-    check_arguments(model, config(**settings), dataset, eval_dataset, others)
+    check_arguments(model, None, config(**settings), dataset, eval_dataset, others)
 
 
 # ---------------------------------------------------------------------- in the config
@@ -73,10 +75,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "threshold=-0.1 is not at least 0: .* None keeps all"),
     "a threshold that is no number": ({"gradient_filter_threshold": float("nan")}, "nan is not at least 0"),
     "a token budget of 0": ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0 is not at least 1"),
-    "a batch that splits groups": (
-        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
-        r"generation_batch_size \(6\) must be divisible by num_generations \(4\)",
-    ),
     "sampling that lags behind": ({"async_level": -1}, "async_level=-1 is not at least 0: .* ahead of training"),
     "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
@@ -102,17 +100,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         for option, why in (("dispatch_batches", "rows are texts"), ("split_batches", "each rank takes its own rows"))
     },
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
-    # servers
-    "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
     # choices
     "a loss of other algorithms": ({"loss_type": "ppo"}, "'ppo' is unknown. Use one of 'grpo', .*'decoupled_ppo'"),
-    "a loss in capitals": ({"loss_type": "GRPO"}, "loss_type='GRPO' is unknown"),
-    "an unknown scale": ({"scale_rewards": "std"}, "scale_rewards='std' is unknown. Use one of 'group', 'batch', "),
-    "half a word": ({"importance_sampling_level": "seq"}, "level='seq' is unknown"),
-    "an unknown sum": ({"multi_objective_aggregation": "sum"}, "'sum' is unknown"),
-    "an unknown correction": ({"vllm_importance_sampling_mode": "token"}, "'token' is unknown"),
+    **{
+        f"an unknown {option}": ({option: "std"}, f"{option}='std' is unknown. Use one of '")
+        for option in (
+            *("scale_rewards", "importance_sampling_level", "multi_objective_aggregation"),
+            *("vllm_importance_sampling_mode", "filter_denominator"),
+        )
+    },
     "an unknown estimator": ({"advantage_estimator": "ppo"}, "'ppo' is unknown. Use one of 'grpo', 'rloo'"),
-    "an unknown denominator": ({"filter_denominator": "survivors"}, "'survivors' is unknown. Use one of 'all', 'kept'"),
     # what the losses for old rollouts would ignore
     "a bound that clips what is fresh": ({**AIPO, "aipo_delta": 0.5}, "aipo_delta=0.5 is not at least 1: .* gradient"),
     "a bound of another loss": (
@@ -153,8 +150,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_settings():
-    for mistake, (settings, said) in SETTINGS.items():
-        assert re.search(said, refusal(config, **settings)), mistake
+    for settings, said in SETTINGS.values():
+        refused(said, config, **settings)
 
 
 def test_settings_that_are_right():
@@ -186,15 +183,12 @@ def test_a_machine_without_bf16_trains_in_float32():
 
 def test_the_choices_are_trls():
     """A choice that TRL's code compares with, and that is not in the table, would be refused."""
-    compared: dict[str, set[str]] = {name: set() for name in CHOICES if hasattr(GRPOConfig, name)}
-    for module in (inspect.getmodule(GRPOTrainer), vllm_generation):
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            name = getattr(node.left, "attr", None) if isinstance(node, ast.Compare) else None
-            if name in compared:
-                constants = [one for other in node.comparators for one in ast.walk(other)]
-                compared[name] |= {one.value for one in constants if isinstance(one, ast.Constant)}
-    assert {name: found - set(CHOICES[name]) for name, found in compared.items()} == dict.fromkeys(compared, set())
-    assert compared["loss_type"] == set(CHOICES["loss_type"]) - {"aipo", "decoupled_ppo"}
+    source = "".join(inspect.getsource(one) for one in (inspect.getmodule(GRPOTrainer), vllm_generation))
+    for name in (one for one in CHOICES if hasattr(GRPOConfig, one)):
+        compared = "".join(re.findall(rf"\.{name} (?:==|!=|in|not in) (\"\w+\"|[\[(][^\])]*)", source))
+        found = set(re.findall(r'"(\w+)"', compared))
+        assert found <= set(CHOICES[name]), name
+        assert name != "loss_type" or found == set(CHOICES[name]) - {"aipo", "decoupled_ppo"}
 
 
 def test_the_help_names_all_losses():
@@ -214,7 +208,10 @@ VIRTUAL = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "virtual tokens": ({"peft_config": VIRTUAL}, "PrefixTuningConfig: virtual tokens cannot be trained .* LoraConfig"),
     "TRL's config": ({"args": GRPOConfig("x", bf16=False, use_cpu=True)}, "GRPOConfig, which lacks DASH's options"),
-    "tools for texts": ({"tools": [print]}, "train_dataset has texts as prompts .* Write each prompt as"),
+    "environments for texts": (
+        {"environment_factory": dict},
+        "train_dataset has texts as prompts .* Write each prompt as",
+    ),
     "an argument of other trainers": ({"compute_metrics": print}, "no argument compute_metrics. .* with log_metric"),
     "tools and own rollouts": (
         {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
@@ -225,17 +222,20 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "async_level=1 lets servers sample while the trainer trains, .* Name servers .*, or leave async_level at 0",
     ),
     "sampling ahead by a rollout_func": (
-        {"settings": {"async_level": 2, **SERVER}, "rollout_func": lambda prompts, trainer: {}},
+        {"settings": {"async_level": 2}, "rollout_func": lambda prompts, trainer: {}},
         "async_level=2 does not work with a rollout_func: the function gets the trainer",
     ),
     "aipo without a sampler's log-probs": (
         {"settings": AIPO},
         "loss_type='aipo' compares the policy with the sampler, .* Sample with vLLM .*, or with a rollout_func",
     ),
-    "decoupled PPO without them": ({"settings": DECOUPLED}, "loss_type='decoupled_ppo' compares the policy with"),
     "vLLM in a process without a GPU": (
         {"settings": {"use_vllm": True}},
         "runs vLLM in the trainer's process, which needs a GPU, .* leave use_vllm out, .*vllm_server_urls",
+    ),
+    "an event that never comes": (
+        {"callbacks": [type("Late", (TrainerCallback,), {"on_rewards": print})]},
+        "Late.on_rewards would never be called",
     ),
     # data
     "no column of prompts": (
@@ -247,23 +247,18 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         r"train_dataset has the columns \['completions', 'prompts'\], but the trainer itself passes .*Rename them",
     ),
     "no row": ({"train_dataset": prompts(0)}, "train_dataset is empty"),
-    "an empty evaluation split": ({"eval_dataset": {"easy": prompts(0)}}, r"eval_dataset\['easy'\] is empty"),
     "fewer prompts than a batch": (
         {"train_dataset": prompts(3), "settings": {"gradient_accumulation_steps": 2}},
         "3 prompts, but one generation batch takes 4",
     ),
     "a number as a prompt": ({"train_dataset": of(1, 2)}, f"Row 0 of train_dataset has the prompt 1, {NEITHER}"),
-    "a message without content": (
-        {"train_dataset": of([{"role": "user", "content": "1"}], [{"role": "user", "content": None}])},
-        f"Row 1 of train_dataset has the prompt .*None}}\\], {NEITHER}",
-    ),
     "an image to look at": (
         {"eval_dataset": of([{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image"}]}])},
         f"Row 0 of eval_dataset has the prompt .*'image'.*{NEITHER}",
     ),
     "no prompt to evaluate": (
-        {"eval_dataset": {"easy": of("")}},
-        rf"Row 0 of eval_dataset\['easy'\] has the prompt '', {NEITHER}",
+        {"eval_dataset": {"easy": of("1", "")}},
+        rf"Row 1 of eval_dataset\['easy'\] has the prompt '', {NEITHER}",
     ),
     "an answer that has begun": (
         {"train_dataset": of([{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>"}])},
@@ -319,10 +314,10 @@ def checkpoints(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 
 def test_arguments(tiny_model, checkpoints, unloadable):
-    for mistake, (given, said) in ARGUMENTS.items():
+    for given, said in ARGUMENTS.values():
         model = checkpoints.get(given.get("model"), given.get("model", tiny_model))
         others = {name: value for name, value in given.items() if name != "model"}
-        assert re.search(said, refusal(build, model, **others)), mistake
+        refused(said, build, model, **others)
 
 
 def frozen(model: str) -> torch.nn.Module:
@@ -355,8 +350,6 @@ def test_models(tiny_model):
 
 def test_models_that_are_right(tiny_model, checkpoints):
     check_model(frozen(tiny_model), config(), LoraConfig(task_type="CAUSAL_LM"))
-    check_model(AutoModelForCausalLM.from_pretrained(tiny_model), config())
-    check_model(tiny_model, config())
     check_model(checkpoints["own code"], config(trust_remote_code=True))
     check_model(checkpoints["own code"], config(model_init_kwargs={"trust_remote_code": True}))
     check_model(checkpoints["folder"], config(model_init_kwargs={"subfolder": "inner", "dtype": "float32"}))
@@ -365,8 +358,7 @@ def test_models_that_are_right(tiny_model, checkpoints):
 def test_data_that_are_right(tiny_model):
     checked(tiny_model, train_dataset=of(1, 2), rollout_func=print)
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": 1}]))
-    conversation = [{"role": "user", "content": "1 + 1"}]
-    checked(tiny_model, train_dataset=of(conversation), eval_dataset={"stream": stream})
+    checked(tiny_model, eval_dataset={"stream": stream})
 
 
 class AsInTRL(DASHTrainer):
@@ -375,14 +367,18 @@ class AsInTRL(DASHTrainer):
 
 
 def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):
-    for kind, is_said in ((AsInTRL, True), (Penalised, False)):
+    for kind, is_said in ((AsInTRL, True), (Replaced, True), (Penalised, False)):
         caplog.clear()
         check_subclass(kind, DASHTrainer)
-        assert ("AsInTRL.compute_loss may add to the loss depends" in caplog.text) == is_said
+        assert ("may add to the loss depends" in caplog.text) == is_said
+    for name in ("_generate", "_generate_and_score_completions", "_tool_call_loop"):
+        refused(
+            f"Own.{name} would not be called", check_subclass, type("Own", (DASHTrainer,), {name: print}), DASHTrainer
+        )
 
 
 def test_what_is_warned_of(tiny_model, caplog):
-    """Stale rollouts with a loss for fresh ones; truncated sampling with a correction of sequences."""
+    """Stale rollouts with a loss for fresh ones; truncated sampling with a ratio to the sampler in the loss."""
     stale, spread = "async_level=1 trains on rollouts of older weights", "0.98 per token gives 0.00004 for 500"
     servers = {"use_vllm": True, "vllm_mode": "server"}
     off, mode = {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_mode"
@@ -392,19 +388,26 @@ def test_what_is_warned_of(tiny_model, caplog):
         (stale, {"async_level": 1, **SERVER, mode: "token_truncate"}, False),
         (stale, {"async_level": 1, **SERVER, "loss_type": "decoupled_ppo"}, False),
         (spread, {**servers, "top_p": 0.9}, True),
-        (spread, {**servers, "generation_kwargs": {"top_k": 5}, mode: "sequence_truncate"}, True),
-        (spread, {**servers, "top_p": 0.9, mode: "token_truncate"}, False),
+        (spread, {**servers, "generation_kwargs": {"top_k": 5, "stop": ["x"]}, mode: "sequence_truncate"}, True),
+        (spread, {**servers, "min_p": 0.1, mode: "token_truncate", "loss_type": "vespo"}, True),
         (spread, {**servers, "top_p": 0.9, **off}, False),
-        (spread, {**servers, "top_p": 0.9, "loss_type": "aipo"}, False),
-        (spread, {"top_p": 0.9}, False),
+        (spread, {**servers, "top_p": 0.9, "loss_type": "aipo", **off}, True),
+        (spread, {"top_p": 0.9, "loss_type": "vespo"}, False),
         (spread, {**servers, "top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, False),
         (spread, {**servers, "temperature": 0.7}, False),
     ):
         caplog.clear()
         checked(tiny_model, **settings)
-        check_rewards(None, config(**settings), None, None)
         assert (said in caplog.text) == is_said, (said, settings)
         assert is_said or said != stale or not caplog.records
+    caplog.clear()
+    for trained, has_copies in ((True, True), (False, False)):  # of 16 bits, but with copies, or not trained
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).requires_grad_(trained)
+        check_rounding(model, config(), has_copies=has_copies)
+    assert not caplog.records
+    model.config.attn_logit_softcapping = 50.0
+    check_trainable(model.requires_grad_())
+    assert "attn_implementation='sdpa' leaves out attn_logit_softcapping=50.0" in caplog.text
 
 
 def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
@@ -416,14 +419,21 @@ def test_what_servers_would_ignore_or_spoil_is_refused(tiny_model):
         ({"loss_type": "vespo"}, "loss_type='vespo' with vllm_importance_sampling_mode='sequence_mask'"),
     ):
         refused(message, checked, tiny_model, **SERVER, **settings)
+    refused("loss_type='vespo' with", checked, tiny_model, loss_type="vespo", async_level=1)
+    refused(
+        "sampling shares the trainer's device", check_rewards, None, config(use_vllm=True, async_level=1), {}, False
+    )
     refused("'truncate_prompt_tokens'], which transformers' generate does", checked, tiny_model, generation_kwargs=ours)
 
 
 def test_a_tokenizer_without_an_end(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.eos_token = None
-    assert "has no eos_token, so no completion could end. Set one" in refusal(
-        build, AutoModelForCausalLM.from_pretrained(tiny_model), processing_class=tokenizer
+    refused(
+        "has no eos_token, so no completion could end. Set one",
+        build,
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        processing_class=tokenizer,
     )
 
 
@@ -450,7 +460,6 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
     ("option", "dtype", "logged"),
     [
         ({}, torch.float32, r"\A\Z"),
-        ({"min_p": 0.3}, torch.float32, "takes completions for samples of the model, but .*MinP"),
         ({"no_repeat_ngram_size": 3}, torch.float32, "takes completions for samples of the model, but .*NoRepeat"),
         ({"repetition_penalty": 1.3, "top_k": 2, "temperature": 0.6}, torch.float32, r"\A\Z"),  # TRL sets these itself
         ({}, torch.bfloat16, "The weights that are trained have 16 bits"),
@@ -464,12 +473,11 @@ def test_what_makes_samples_or_updates_others_than_the_models_is_warned_of(tiny_
 
 
 def test_generation_kwargs_that_the_loss_does_not_know_are_refused(tiny_model):
-    for sampler in (SERVER, {}):
-        for temperature, of_loss in ((0.7, 1.0), (1.0, 0.7)):
-            settings = {"generation_kwargs": {"temperature": temperature}, "temperature": of_loss}
-            said = f"has temperature={temperature}, but the loss uses temperature={of_loss}"
-            assert said in refusal(checked, tiny_model, **sampler, **settings)
-        checked(tiny_model, **sampler, generation_kwargs={"temperature": 0.7}, temperature=0.7)
+    for temperature, of_loss in ((0.7, 1.0), (1.0, 0.7)):
+        settings = {"generation_kwargs": {"temperature": temperature}, "temperature": of_loss}
+        said = f"has temperature={temperature}, but the loss uses temperature={of_loss}"
+        assert said in refusal(checked, tiny_model, **settings)
+    checked(tiny_model, generation_kwargs={"temperature": 0.7}, temperature=0.7)
 
 
 def test_an_adapter_that_parts_tied_embeddings(tmp_path):
@@ -514,8 +522,7 @@ def test_prompts_are_looked_at_as_they_are_sampled(trainer):
     contents = None, 1, [], ["1"], [{"type": "text"}], [{"type": "image", "text": "1"}]
     messages += [[{"role": "system", "content": "x"}, {"role": "user", "content": content}] for content in contents]
     for prompt in (None, "", 7, [], *messages):
-        said = refusal(trainer._tokenize_prompts, ["1 + 1", prompt])
-        assert re.search(f"A row has the prompt .*{NEITHER}", said), prompt
+        refused(f"A row has the prompt .*{NEITHER}", trainer._tokenize_prompts, ["1 + 1", prompt])
     call = {"role": "assistant", "tool_calls": [{"type": "function", "id": None}]}  # `datasets` adds such keys
     parts = {
         "role": "user",
@@ -533,7 +540,7 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     """Each of the 20 characters is a token of its own."""
     config = trainer.model.config
     monkeypatch.setattr(config, "max_position_embeddings", 20)
-    assert "has 20 tokens, but the model's context is 20" in refusal(trainer._tokenize_prompts, ["x", "x" * 20])
+    refused("has 20 tokens, but the model's context is 20", trainer._tokenize_prompts, ["x", "x" * 20])
     monkeypatch.setattr(config, "max_position_embeddings", 21)
     assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
     monkeypatch.setattr(trainer.model, "config", BloomConfig())  # of a model without positions
@@ -543,14 +550,14 @@ def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
 def test_a_text_that_begins_twice_or_ends(trainer, monkeypatch):
     """With `bos_token`, as texts do that a chat template has made, if the tokenizer adds this token, too."""
     trainer._tokenize_prompts(["<|im_end|>", "1<|im_end|>1"])  # alone, GPT-2 has it as the beginning
-    assert "A prompt has no token" in refusal(check_prompt_ids, [[4], []], trainer._tokenizer, [1])
-    assert "ends with an end token ([1]; eos_token)" in refusal(trainer._tokenize_prompts, ["1", "1<|im_end|>"])
+    refused("A prompt has no token", check_prompt_ids, [[4], []], trainer._tokenizer, [1])
+    refused(r"ends with an end token \(\[1\]; eos_token\)", trainer._tokenize_prompts, ["1", "1<|im_end|>"])
     monkeypatch.setattr(trainer.model.config, "vocab_size", 100)
-    assert "has the token 267, but the model has 100 embeddings" in refusal(trainer._tokenize_prompts, ["12 + 34"])
+    refused("has the token 267, but the model has 100 embeddings", trainer._tokenize_prompts, ["12 + 34"])
     monkeypatch.undo()
     monkeypatch.setattr(trainer._tokenizer, "bos_token", "<|endoftext|>")
     trainer._tokenize_prompts(["<|endoftext|>1 + 1", "1<|endoftext|><|endoftext|>"])
-    assert "the token 0 (bos_token) twice" in refusal(trainer._tokenize_prompts, ["1 + 1", "<|endoftext|>" * 2 + "1"])
+    refused(r"the token 0 \(bos_token\) twice", trainer._tokenize_prompts, ["1 + 1", "<|endoftext|>" * 2 + "1"])
 
 
 def test_the_context_of_a_model():
@@ -571,11 +578,9 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "completion_ids has the token 300, but .* 300 embeddings",
     ),
     "none, with aipo": ({}, AIPO, "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'"),
-    "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
     "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction needs the"),
     "of too few tokens": ({"logprobs": [[-1.0], [-1.0]]}, AIPO, "of other lengths .*one number for each token"),
     "an env_mask of too few tokens": ({"env_mask": [[1], [1]]}, {}, "env_mask of other lengths than completion_ids"),
-    "of too few rows": ({"logprobs": [[-1.0]]}, {}, "logprobs of other lengths than completion_ids"),
 }
 
 
@@ -586,19 +591,15 @@ def test_rollouts_of_a_users_function(trainer, monkeypatch):
     def checked(output: dict[str, Any]) -> dict[str, Any]:
         return checked_rollouts(lambda *_: output, ["a", "b"], trainer)
 
-    for mistake, (changed, settings, said) in ROLLOUTS.items():
+    for changed, settings, said in ROLLOUTS.values():
         monkeypatch.setattr(trainer.args, "loss_type", settings.get("loss_type", "dapo"))
         monkeypatch.setattr(trainer, "use_vllm", settings.get("use_vllm", False))
-        assert re.search(said, refusal(checked, {**right, "logprobs": None, **changed})), mistake
-        assert checked(known) == known, mistake
-    assert "without ['logprobs']: return all three" in refusal(checked, right)
+        refused(said, checked, {**right, "logprobs": None, **changed})
+        assert checked(known) == known
+    refused(r"without \['logprobs'\]: return all three", checked, right)
 
 
-def test_the_trainer_looks_at_them_and_at_rewards(tiny_model):
+def test_the_trainer_looks_at_them(tiny_model):
     rollouts = {"prompt_ids": IDS, "completion_ids": IDS, "logprobs": [[-1.0]]}
     trainer = build(tiny_model, settings=AIPO, rollout_func=lambda prompts, trainer: rollouts)
-    assert "logprobs of other lengths" in refusal(trainer.rollout_func, ["a", "b"], trainer)
-    trainer.reward_funcs[0].func = lambda **kwargs: [1.0]
-    assert "per completion: 1 rewards for 2 completions" in refusal(
-        trainer._calculate_rewards, [{}, {}], ["a", "b"], ["c", "d"], IDS
-    )
+    refused("logprobs of other lengths", trainer.rollout_func, ["a", "b"], trainer)

@@ -10,5 +10,5 @@ def test_the_gpu_benchmark_runs_from_end_to_end(python, toy, tmp_path):
     done = python(ROOT / "benchmarks" / "gpu.py", "--small", "--json", file)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(file.read_text())
-    assert max(one.get("rel_param_diff", 0.0) for one in found.values()) < 1e-4
-    assert {"0% constant", "75% constant, dash_23k", "0% constant, dash, V(prefix)", "toy, dash"} <= found.keys()
+    assert not [one["error"] for one in found.values() if "error" in one]
+    assert found["0.5B, 75% constant"]["rel_param_diff"] < 1e-4 and "Qwen3.5, 0% constant" in found

@@ -1,18 +1,16 @@
 """The three events: their order, what they see, what they may change, and what happens if they break it."""
 
-import json
-import re
-
+import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils.notebook import NotebookProgressCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner, RolloutBatch
-from dash_trl.checks import check_callbacks
-from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
-from dash_trl.rollout import ScoredRollouts
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner
+from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback, monitor
 from tests.test_rollouts import rollouts
-from tests.tiny import refusal, refused, run
+from tests.tiny import read_rows, refused, run
 
 
 class Recorder(DASHCallback):
@@ -22,14 +20,14 @@ class Recorder(DASHCallback):
         self.seen = []
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        assert type(rollouts) is RolloutBatch and len(rollouts.completions) == len(rollouts) == 16
+        assert rollouts.rewards is None and len(rollouts.completions) == len(rollouts) == 16
         assert rollouts.group.tolist() == [i // 4 for i in range(16)]
         self.seen.append(rollouts.policy_version.tolist())
         for example in rollouts.examples:
             example["answer"] = "changed"
 
     def on_rewards(self, args, state, control, rollouts, model, **kwargs):
-        assert type(rollouts) is ScoredRollouts
+        assert rollouts.advantages is None
         self.seen.append(rollouts.rewards.tolist())
 
     def on_advantages(self, args, state, control, rollouts, processing_class, **kwargs):
@@ -43,14 +41,16 @@ def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model
     trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
     scored = [[[1.0]] * 16, [0.0] * 16]
     assert recorder.seen == [[[0, 0]] * 16, *scored, [[1, 1]] * 16, *scored]
-    late = type("Late", (TrainerCallback,), {"on_rewards": print})
-    assert "Late.on_rewards would never be called" in refusal(trainer.add_callback, late)
+    plain = type("Plain", (TrainerCallback,), {"on_advantage": print})
+    said = "Plain.on_advantage would .* only DASHCallbacks receive on_advantages. Derive Plain .* instead of TrainerC"
+    for late in (plain, plain()):
+        refused(said, trainer.add_callback, late)
 
     def broken(self, args, state, control, rollouts, **kwargs):
         rollouts.tool_mask = rollouts.completion_mask[:, :1]
 
     trainer.add_callback(type("Careless", (DASHCallback,), {"on_rollouts_sampled": broken}))
-    assert "Careless.on_rollouts_sampled left `tool_mask` unusable: it has dtype" in refusal(trainer.train)
+    refused("Careless.on_rollouts_sampled left `tool_mask` unusable: it has dtype", trainer.train)
 
 
 class Changes(Recorder):
@@ -105,7 +105,7 @@ def test_a_broken_field_names_the_callback():
     ):
         batch = rollouts()
         setattr(batch, field, value)
-        refused(f"Careless left .*{said}", batch.validate, like=rollouts().tensors(), culprit="Careless")
+        refused(f"Careless left .*{said}", batch.validate, like=rollouts().tensors(), caller="Careless")
 
 
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
@@ -114,23 +114,13 @@ def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
     refused(said, run, GRPOTrainer, tiny_model, tmp_path, callbacks=callbacks)
 
 
-def test_rollout_events_of_a_plain_callback():
-    for name in ("on_rollouts_sampled", "on_rewards", "on_advantages", "on_advantage"):
-        kind = type("Plain", (TrainerCallback,), {name: lambda self, *args, **kwargs: None})
-        said = f"Plain.{name} would never be called: .* Derive Plain from dash_trl.DASHCallback instead of Trainer"
-        for callback in (kind, kind()):
-            refused(said, check_callbacks, [TrainerCallback(), Recorder, callback])
-
-
 def test_a_misspelt_event():
     for slip, event in (
         ("on_advantage", "on_advantages"),
-        ("on_reward", "on_rewards"),
-        ("on_rollout_sampled", "on_rollouts_sampled"),
         ("on_step_ends", "on_step_end"),
     ):
-        found = refusal(type, "Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
-        assert re.search(f"Careless.{slip} is no event.* Rename it to {event}", found)
+        said = f"Careless.{slip} is no event.* Rename it to {event}"
+        refused(said, type, "Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
     own = ("on_something_else", "on_train_epoch_end", "_on_rewards", "only_advantages")
     type("Helpful", (DASHCallback,), {name: lambda self: None for name in own} | {"on_advantage": True})
 
@@ -148,33 +138,57 @@ class Slow(torch.nn.Module):
         return {"loss": (self.weight * x).sum()}
 
 
-def timed(folder, *seconds, resume=None, **settings):
+def timed(monkeypatch, folder, *seconds, resume=None, **settings):
     """Trains; returns the trainer, and `time/elapsed` of each line of the metrics file."""
     model, path = Slow(*seconds), folder / "logs" / "metrics.jsonl"
-    callbacks = [TimeLimitCallback(10.0, clock=lambda: model.now), MetricsFileCallback(path)]
+    monkeypatch.setattr("time.monotonic", lambda: model.now)
+    callbacks = [TimeLimitCallback(10.0), MetricsFileCallback(path)]
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
     args = TrainingArguments(str(folder), use_cpu=True, report_to="none", **{**defaults, **settings})
     trainer = Trainer(model, args, train_dataset=[{"x": 1.0}] * 99, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_rows(path)
     assert [line["step"] for line in lines][-2:] == [trainer.state.global_step] * 2 and "grad_norm" in lines[0]
     return trainer, [line["time/elapsed"] for line in lines]
 
 
-def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_what_was_before(tmp_path):
-    trainer, elapsed = timed(tmp_path, 4, 3, 3, 5)
+def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_what_was_before(tmp_path, monkeypatch):
+    trainer, elapsed = timed(monkeypatch, tmp_path, 4, 3, 3, 5)
     assert (trainer.state.global_step, elapsed) == (3, [4, 7, 10, 10])
     assert (tmp_path / "checkpoint-3").is_dir()
     # the 3 s after the checkpoint of step 2 do not count
-    again, elapsed = timed(tmp_path, 2, 1, 5, resume=str(tmp_path / "checkpoint-2"))
+    again, elapsed = timed(monkeypatch, tmp_path, 2, 1, 5, resume=str(tmp_path / "checkpoint-2"))
     assert (again.state.global_step, elapsed) == (4, [4, 7, 9, 10, 10])  # nor are they in the file
-    unsaved, _ = timed(tmp_path / "unsaved", 6, 6, save_strategy="no")
+    unsaved, _ = timed(monkeypatch, tmp_path / "unsaved", 6, 6, save_strategy="no")
     assert unsaved.state.global_step == 2 and not (tmp_path / "unsaved" / "checkpoint-2").exists()
 
 
-def test_a_checkpoint_of_a_run_that_did_not_count():
-    state, timer = TrainerState(global_step=1), TimeLimitCallback(clock=lambda: 5.0)
-    timer.seconds = 3.0  # of a former run of the same trainer
-    timer.on_train_begin(None, state, None)
-    saved = state.stateful_callbacks["TimeLimitCallback"]  # without which Transformers would fail at the next one
-    assert timer.seconds == 0.0 and saved["attributes"].keys() == {"seconds"}
+class Table(NotebookProgressCallback):
+    """Keeps the lines of its table, and ends the run as the stop button of a notebook does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.lines = self.training_tracker.inner_table
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(tiny_model, tmp_path, capsys, monkeypatch):
+    table = Table()
+    trainer = run(
+        DASHTrainer,
+        tiny_model,
+        tmp_path,
+        prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)),
+        max_steps=2,
+    )
+    log = trainer.state.log_history[0]
+    names = ("step", "loss", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
+    assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]
+    assert table.lines[1] == [log[name] for name in names]
+    assert "IPython.core.display.Image" in capsys.readouterr().out
+    monkeypatch.setattr(transformers.utils, "is_in_notebook", lambda: True)
+    trainer.args.max_steps = 4
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3 of 4") as ended:
+        trainer.train()
+    assert ended.value.__suppress_context__ and len(read_rows(tmp_path / "metrics.jsonl.old")) == 3

@@ -8,16 +8,17 @@ import pytest
 
 from dash_trl import CodeReward
 from dash_trl.sandbox import SandboxError, SandboxFusion, UnfitTests, Verdict
-from tests.fake_fusion import fake_fusion
-from tests.test_workers import ends
+from tests.fake_fusion import FakeFusion
+from tests.launching import ends
 
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
 
 
 @pytest.fixture(scope="module")
 def running():
-    with fake_fusion() as one:
+    with FakeFusion() as one:
         yield one
+        one.shutdown()
 
 
 @pytest.fixture
@@ -39,21 +40,17 @@ def test_any_object_with_run_is_a_sandbox():
     class Own:
         def run(self, program, tests, entry_point=None):
             asked.append((program, list(tests), entry_point))
-            return Verdict(1, 1, "why", 0.0)
+            return Verdict(1, 1, "why")
 
     class Counted(Own):
         count = 3
 
-        def close(self):
-            asked.append("closed")
-
-    with CodeReward(Own()) as reward:
-        assert reward.max_concurrency is None
-        score, notes = reward(f"```python\n{RIGHT}\n```", ["assert f(1)"], "f", inputs=["1"], outputs=["2"])
+    reward = CodeReward(Own())
+    assert reward.max_concurrency is None
+    score, notes = reward(f"```python\n{RIGHT}\n```", ["assert f(1)"], "f", inputs=["1"], outputs=["2"])
     assert (score, notes) == (0.0, {"passed": 0.5, "explanation": "why"})
-    with CodeReward(Counted()) as reward:
-        assert reward.max_concurrency == 3
-    assert asked == [(RIGHT, ["assert f(1)", ("1", "2")], "f"), "closed"]
+    assert CodeReward(Counted()).max_concurrency == 3
+    assert asked == [(RIGHT, ["assert f(1)", ("1", "2")], "f")]
 
 
 # ----------------------------------------------------------------------------------------------------- SandboxFusion

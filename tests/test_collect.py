@@ -1,7 +1,6 @@
 """What `collect` does in place of TRL's sampling method, against what a plain `GRPOTrainer` returns and logs."""
 
 import math
-import random
 import re
 from types import SimpleNamespace
 
@@ -12,65 +11,26 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer
 from dash_trl.collect import length_figures, reward_figures
 from dash_trl.seams import decoded, sync_weights
-from tests.test_contract import ByTokens, check_logs
-from tests.tiny import EOS, assert_same_update, parameters, prompts, refusal, run, said, tiny_tokenizer
+from tests.tiny import prompts, refusal, run, said, tiny_tokenizer
 
 
-def rollouts_of(prompts, trainer):
-    """Returns rollouts with truncated completions, tokens of an environment, and unknown log-probs."""
-    chance = random.Random(0)
-    rows = [[chance.randrange(4, 260) for _ in range(chance.randint(1, 12))] for _ in prompts]
-    rows = [row + [EOS] * (chance.random() < 0.5) for row in rows]
-    return {
-        "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
-        "completion_ids": rows,
-        "logprobs": [[chance.choice((math.nan, -chance.random())) for _ in row] for row in rows],
-        "env_mask": [[chance.randint(0, 1) for _ in row] for row in rows],
-        "turns": [chance.randint(1, 3) for _ in prompts],
-        "fleet": "two servers",
-    }
+def test_a_metric_is_a_float_and_of_two_columns_with_one_name_the_second_stays(tiny_model, tmp_path):
+    """A checkpoint writes the log as JSON. Columns are as in TRL."""
 
-
-def lengths(completion_ids, log_extra, **columns):
-    log_extra("note", ["of lengths"] * len(completion_ids))
-    return [None if len(ids) % 3 == 0 else float(len(ids)) for ids in completion_ids]
-
-
-def turns(turns, fleet, log_extra, **columns):
-    log_extra("note", ["of turns"] * len(turns))  # takes the place of the other notes
-    assert set(fleet) == {"two servers"}
-    return [float(one) for one in turns]
-
-
-def as_tensors(prompts, trainer):
-    """TRL takes them, too; a tensor is in no set."""
-    columns = rollouts_of(prompts, trainer)
-    names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
-    return columns | {name: list(map(torch.tensor, columns[name])) for name in names}
-
-
-def test_rows_and_figures_are_those_of_trl(tiny_model, tmp_path):
-    settings = {"mask_truncated_completions": True, "pad_to_multiple_of": 8, "reward_weights": [0.5, 2.0]}
-    settings |= {"reward": [lengths, turns], "log_completions": True, "loss_type": "dapo"}
-    own = {"gradient_filter_threshold": None}
-    trl = run(ByTokens, tiny_model, tmp_path / "trl", rollouts=rollouts_of, **settings)
-    for rollouts in (rollouts_of, as_tensors):
-        dash = run(DASHTrainer, tiny_model, tmp_path / rollouts.__name__, rollouts=rollouts, **settings, **own)
-        check_logs([trl, dash])
-        assert_same_update(parameters(tiny_model), parameters(trl.model), parameters(dash.model))
-    assert 0 < trl.state.log_history[0]["completions/clipped_ratio"] < 1
-
-
-def test_a_metric_of_a_reward_function_is_a_float(tiny_model, tmp_path):
-    """A checkpoint writes the log as JSON."""
-
-    def measured(completions, log_metric, **columns):
+    def measured(completions, log_extra, log_metric, **columns):
+        log_extra("note", ["of the first"] * len(completions))
         log_metric("measured", torch.tensor(0.5))
         log_metric("shortest", numpy.float32(0.5))
         return [0.0, 1.0] * (len(completions) // 2)
 
-    log = run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]
+    def noted(completions, log_extra, **columns):
+        log_extra("note", ["of the second"] * len(completions))
+        return [0.0] * len(completions)
+
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[measured, noted])
+    log = trainer.state.log_history[0]
     assert [type(log[name]) for name in ("measured", "shortest")] == [float, float]
+    assert set(trainer._logs["extra"]["note"]) == {"of the second"}
 
 
 def test_a_column_with_a_value_for_some_rows_only(tiny_model, tmp_path):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,11 +14,11 @@ from sft import SupervisedArguments, SupervisedConfig
 from train_math import MathArguments
 from trl import ModelConfig
 
-from dash_trl import DASHConfig, command
-from dash_trl.versions import bounds, installed
+from dash_trl import DASHConfig, command, signals
+from dash_trl.versions import bounds
+from tests.launching import ROOT
+from tests.tiny import refused
 from tests.vllm_run import wait_until
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
@@ -38,8 +37,8 @@ def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
         (["--num_machines", "2"], ["--num_machines", "2"]),
     ):
         assert command.launch_arguments("sft.py", ["--accelerate_config", "ddp", *flags])[2:-2] == processes
-    with pytest.raises(ValueError, match="'zero4' is neither a file nor one of cpu, ddp, .*zero3"):
-        command.launch_arguments("sft.py", ["--accelerate_config", "zero4"])
+    unknown = ["--accelerate_config", "zero4"]
+    refused("'zero4' is neither a file nor one of cpu, ddp, .*zero3", command.launch_arguments, "sft.py", unknown)
 
 
 def test_no_script_has_a_flag_of_the_launcher():
@@ -55,12 +54,30 @@ def test_the_help_is_that_of_the_command(capsys):
 
 
 @pytest.mark.usefixtures("launch")  # it starts one process
-def test_a_failed_launch_ends_with_the_script_s_own_error(capfd):
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("max_steps", "many", "train_math.py: error: argument --max_steps/--max-steps: invalid int value: 'many'"),
+        ("num_generations", "3", "ValueError: generation_batch_size (128) must be divisible by num_generations (3)."),
+    ],
+)
+def test_a_failed_launch_ends_with_the_script_s_own_error(capfd, flag, value, said):
     with pytest.raises(SystemExit) as ended:
-        command.main(["train", "--accelerate_config", "single_process", "--max_steps", "many"])
+        command.main(["train", "--accelerate_config", "single_process", f"--{flag}", value])
     assert ended.value.code
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("train_math.py: error: argument --max_steps") and last.endswith("invalid int value: 'many'")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == said and not any(line.startswith("Traceback") for line in lines)
+
+
+def test_only_errors_of_this_package_have_no_traceback(capsys, monkeypatch):
+    for work, said in ((command.accelerate_config, "ValueError: accelerate_config='zero4' is"), (int, "Traceback")):
+        with pytest.raises(ValueError) as found:
+            work("zero4")
+        signals.say(found.type, found.value, found.tb)
+        assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setattr(os, "_exit", lambda code: print(code))
+    signals.end(signal.SIGTERM, None)  # before the training
+    assert capsys.readouterr().out == "143\n"
 
 
 def test_a_failed_launch_of_several_processes_does_so_too(python):
@@ -71,41 +88,46 @@ def test_a_failed_launch_of_several_processes_does_so_too(python):
     assert said[-1].startswith("  ValueError: model_name_or_path=None with dataset_name='none.jsonl': give both")
 
 
-# -------------------------------------------------------------------------------------------------------- the doctor
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("config", ["single_process", "cpu"])  # one process, two
-def test_a_signal_ends_the_launcher_and_the_script(tmp_path, number, config):
+@pytest.mark.parametrize(
+    ("config", "send", "number"),
+    [
+        ("single_process", os.kill, signal.SIGTERM),
+        ("single_process", os.kill, signal.SIGINT),
+        ("single_process", os.killpg, signal.SIGINT),
+        ("cpu", os.kill, signal.SIGTERM),  # two processes
+        ("cpu", os.killpg, signal.SIGINT),
+    ],
+)
+def test_a_signal_ends_the_launcher_and_the_script(tmp_path, config, send, number):
     """`kill PID` and Ctrl-C must not leave a training behind. They print one line, and 143 or 130 says which it was."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, time\npathlib.Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n"
         "time.sleep(600)"
     )
-    code = f"from dash_trl.command import launch; launch({str(script)!r}, ['--accelerate_config', {config!r}])"
+    flags = [str(script), ["--accelerate_config", config]]
+    code = f"from dash_trl import command; command.GRACE = 1; command.launch(*{flags})"
     pids = [tmp_path / f"pid{rank}" for rank in range(1 if config == "single_process" else 2)]
     pipes = {"stderr": subprocess.PIPE, "start_new_session": True, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes) as launcher:
         wait_until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
         scripts = [psutil.Process(int(pid.read_text())) for pid in pids]
-        (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
+        send(launcher.pid, number)
         said = launcher.communicate()[1]
     assert launcher.returncode == 128 + number and not any(one.is_running() for one in scripts)
     assert said.strip() == "Stopped, but not during training, so no step is lost. To start again, repeat the command."
+
+
+# -------------------------------------------------------------------------------------------------------- the doctor
 
 
 def test_the_report_and_the_exit_code(monkeypatch, capsys):
     assert command.main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "yes  training" in printed and f"{torch.__version__} torch" in printed
+    assert not bounds()["transformers"].contains("6")
     monkeypatch.setattr("dash_trl.doctor.bounds", lambda: {"trl": SpecifierSet("<1")})
     monkeypatch.setitem(sys.modules, "dash_trl.trainer", None)  # its import raises
     assert command.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "no   training: ModuleNotFoundError" in printed and "trl (tested: <1)" in printed
-
-
-def test_versions_come_from_the_metadata():
-    assert bounds()["torch"].contains("2.13.0") and bounds()["peft"].contains("0.21.0")
-    assert installed("nobody-has-this") is None and "1.17.0" not in bounds()["trl"]

@@ -8,8 +8,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from dash_trl.config import computes_bf16
+from tests.launching import ROOT
 
-ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Supervised ones have another script, and a test of their own. `test_paper.py` says which there are.
 RUNS = sorted(path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.stem.startswith("sft_"))

@@ -14,7 +14,6 @@ from dash_trl.data import (
     final_answer,
     load_code_dataset,
     load_math_dataset,
-    make_prompt,
     mbpp_row,
 )
 from tests.tiny import refused, write_rows
@@ -65,25 +64,6 @@ def test_final_answer():
         assert final_answer(value, marked=True) == answer, value
 
 
-def test_a_row_without_an_answer_has_that_of_its_solution(tmp_path):
-    rows = [{"problem": "p", "answer": one, "solution": r"So \boxed{3}."} for one in (None, "4", " ")]
-    assert load_math_dataset(write_rows(tmp_path / "a.jsonl", rows))["answer"][:] == ["3", "4", "3"]
-
-
-TEMPLATE = "Q: {problem} Use \\boxed{}."
-
-
-def test_prompts():
-    """`test_layouts` has those of conversations."""
-    for problem, prompt in [
-        (r"$\frac{1}{2}$? {0} {problem}", r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
-        (None, None),
-        (" ", None),
-        ([], None),
-    ]:
-        assert make_prompt(problem, TEMPLATE, chat=False) == prompt, problem
-
-
 # ----------------------------------------------------------------------------------------------------------- layouts
 
 BOXED = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -102,7 +82,7 @@ def test_layouts(tmp_path):
         (MATH, {"chat": True}, [{"prompt": [{"role": "user", "content": BOXED}], "answer": r"\frac{1}{\sqrt{4}}"}]),
         # a ready prompt stays as it is unless a template is asked for, and a conversation always
         ([READY], {}, [READY]),
-        ([READY], {"prompt_template": "Q {problem}"}, [{"prompt": "Q p", "answer": "1"}]),
+        ([READY], {"prompt_template": "Q {problem} {0}"}, [{"prompt": "Q p {0}", "answer": "1"}]),
         ([CHAT], {"prompt_template": "boxed"}, [CHAT]),
         ([WHOLE_CHAT], {"solution": True}, [WHOLE_CHAT]),
         ([{"prompt": "p", "reward_model": {"ground_truth": "1", "style": "rule"}}], {}, [READY]),
@@ -131,7 +111,7 @@ def test_file_formats(tmp_path):
 
 
 def test_a_csv_file_has_texts(tmp_path):
-    """No number loses its zeros, and no answer "None" is missing."""
+    """No number loses its zeros, and no answer "None" is missing. A row without an answer has that of its solution."""
     path = tmp_path / "only" / "train.csv"
     path.parent.mkdir()
     path.write_text("prompt,answer,solution\n1,007,\n2,None,\n3,,\\boxed{1.50}\n")
@@ -196,12 +176,9 @@ def test_the_real_files():
         rows = solved(load_math_dataset, SHARED / name, split=split)
         assert (rows.column_names, len(rows)) == (["prompt", "answer", "solution", "completion"], size)
         assert name != "gsm8k" or all(float(answer).is_integer() for answer in rows["answer"])
-        assert not any("<<" in text or "####" in text for text in rows["completion"]) or name != "gsm8k"
         part = rows.select(range(0, size, 20))
         rewards = MathAccuracyReward()(completions=part["completion"][:], answer=part["answer"][:])
         assert len(rewards) == len(part) and set(rewards) == {1.0}
-    from_solutions = load_math_dataset(SHARED / "math500", split="test", answer_column="solution")
-    assert from_solutions["answer"][:] == rows["answer"][:]
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -3,61 +3,14 @@
 The reference of updates is TRL's trainer on a dataset of the prompts that a window should be made of.
 """
 
-import random
-from typing import Any
-
 import pytest
 import torch
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.collect import DynamicSampling, rows_of_window
-from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, refused, run
-
-GROUP, ROOM = 4, 4  # rows of a group, groups of a window
-
-
-def completion(prompt: str, number: int) -> list[int]:
-    chance = random.Random(f"{prompt} {number}")
-    tokens = [chance.randrange(4, 260) for _ in range(chance.randint(1, 20))]
-    return [*tokens, EOS if chance.random() < 0.7 else 77]
-
-
-class ByPrompt:
-    """A `rollout_func` whose completions depend on prompt and position in the group; `rounds`: prompts of each call."""
-
-    def __init__(self) -> None:
-        self.rounds: list[list[str]] = []
-
-    def __call__(self, rows: list[str], trainer: Any) -> dict[str, list]:
-        self.rounds.append(rows[::GROUP])
-        torch.manual_seed(0)  # the shuffle of a window follows
-        return {
-            "prompt_ids": trainer.processing_class(text=rows)["input_ids"],
-            "completion_ids": [completion(prompt, i % GROUP) for i, prompt in enumerate(rows)],
-            "logprobs": None,
-        }
-
-
-def has_signal(prompt: str, reward: ScriptedReward) -> bool:
-    rewards = reward(prompts=[prompt] * GROUP, completion_ids=[completion(prompt, i) for i in range(GROUP)])
-    return len(set(rewards)) > 1
-
-
-def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int) -> list[list[int]]:
-    """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
-    windows, first = [], 0
-    for _ in range(count):
-        size, signal, silent = ROOM, list[int](), list[int]()
-        sampled = 0
-        while size:
-            for row in range(first, first + size):
-                (signal if has_signal(dataset[row]["prompt"], reward) else silent).append(row)
-            first, sampled = first + size, sampled + size
-            missing = max(ROOM - len(signal), 0)
-            size = min(-(-missing * (sampled + 2) // (len(signal) + 1)), ROOM, most * ROOM - sampled)
-        windows.append(signal[:ROOM] + silent[: max(ROOM - len(signal), 0)])
-    return windows
+from dash_trl.collect import DynamicSampling
+from tests.by_prompt import GROUP, ROOM, ByPrompt, completion, expected_windows
+from tests.tiny import ScriptedReward, assert_same_update, parameters, prompts, refused, run
 
 
 @pytest.mark.parametrize(
@@ -106,33 +59,26 @@ def test_the_figures_of_all_rounds_and_callbacks_see_each(tiny_model, tmp_path):
 
     The callback gives credit per token, in rounds of other widths.
     """
-    reward, rollouts, seen = ScriptedReward(constant=0.5), ByPrompt(), Seen()
+    rollouts, seen = ByPrompt(), Seen()
     settings = {"rollouts": rollouts, "max_num_gen_batches": 8, "shuffle_dataset": False}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[seen], **settings)
+    ours = run(DASHTrainer, tiny_model, tmp_path, callbacks=[seen], **settings)
     assert seen.rows == [GROUP * len(one) for one in rollouts.rounds]
-    log = trainer.state.log_history[0]
-    sampled = [prompt for one in rollouts.rounds for prompt in one]
-    rewards = [
-        reward(prompts=[prompt] * GROUP, completion_ids=[completion(prompt, i) for i in range(GROUP)])
-        for prompt in sampled
-    ]
-    signal = sum(has_signal(prompt, reward) for prompt in sampled)
-    lengths = [len(completion(prompt, i)) for prompt in sampled for i in range(GROUP)]
+    groups = sum(map(len, rollouts.rounds))
+    of_trl = {"dataset": prompts(groups), "gradient_accumulation_steps": groups, "shuffle_dataset": False}
+    trls = run(GRPOTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), **of_trl)
+    expected, log = (one.state.log_history[0] for one in (trls, ours))
+    names = ("reward", "reward_std", "completions/mean_length", "num_tokens", "frac_reward_zero_std")
+    assert [log[name] for name in names] == pytest.approx([expected[name] for name in names])
+    tables = ((one._logs["prompt"], one._logs["completion"], one._logs["rewards"]["scripted"]) for one in (trls, ours))
+    shown = [sorted(zip(*columns, strict=True)) for columns in tables]
+    assert shown[0] == shown[1] and len(ours._logs["advantages"]) == GROUP * groups
+    signal = 1 - expected["frac_reward_zero_std"]
     assert len(rollouts.rounds) > 1 and log["grad_norm"] > 0
-    assert log["reward"] == pytest.approx(torch.tensor(rewards).mean().item())
-    assert log["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
-    assert log["filter/kept_rows"] == pytest.approx(signal / len(sampled))
-    assert log["frac_reward_zero_std"] == pytest.approx(1 - signal / len(sampled))
+    assert log["filter/kept_rows"] == pytest.approx(signal)
     assert log["dynamic_sampling/rounds"] == len(rollouts.rounds)
-    assert log["dynamic_sampling/sampled"] == len(sampled) / ROOM
+    assert log["dynamic_sampling/sampled"] == groups / ROOM
     assert log["dynamic_sampling/filled"] == 1.0
-    assert log["dynamic_sampling/surplus"] == signal / ROOM - 1
-    assert len(trainer._logs["prompt"]) == GROUP * len(sampled) == len(trainer._logs["advantages"])
-    shown = dict(zip(trainer._logs["completion"], trainer._logs["rewards"]["scripted"], strict=True))
-    texts = trainer.processing_class.batch_decode(
-        [completion(prompt, i) for prompt in sampled for i in range(GROUP)], skip_special_tokens=True
-    )
-    assert shown == dict(zip(texts, [one for group in rewards for one in group], strict=True))
+    assert log["dynamic_sampling/surplus"] == pytest.approx(signal * groups / ROOM - 1)
     refused(
         "max_num_gen_batches=8 passes on some groups.*SeesAll does not say",
         run,
@@ -144,62 +90,42 @@ def test_the_figures_of_all_rounds_and_callbacks_see_each(tiny_model, tmp_path):
     )
 
 
-class SometimesMasked(DASHCallback):
-    """Takes a token out of the loss, and makes a mask only in rounds in which it stands."""
+class OfOneRound(DASHCallback):
+    """In one round, takes the first token of each row out of the loss, and logs a column."""
 
-    def __init__(self, token: int):
-        self.token, self.made = token, list[bool]()
+    def __init__(self, number: int):
+        self.left = number
 
-    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
-        found = rollouts.completion_ids == self.token
-        self.made.append(bool(found.any()))
-        if found.any():
-            rollouts.tool_mask = (~found).long()
-
-
-class Lengths(DASHCallback):
-    """Logs a column, as `ProcessRewardCallback` logs the credit of each row."""
-
-    per_group = True
-
-    def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
-        trainer._log_completion_extra("length", rollouts.completion_mask.sum(dim=1).tolist())
+    def on_rollouts_sampled(self, args, state, control, rollouts, log_extra, **kwargs):
+        if self.left == 0:
+            rollouts.tool_mask = rollouts.completion_mask.clone()
+            rollouts.tool_mask[:, 0] = 0
+            log_extra("length", rollouts.completion_mask.sum(dim=1).tolist())
+        self.left -= 1
 
 
 class Trained(DASHTrainer):
-    """Notes the tokens that are trained on."""
+    """Notes whether the first token of a row is trained on."""
 
     def _compute_loss(self, model, inputs):
-        own = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        self.tokens = getattr(self, "tokens", set()) | set(inputs["completion_ids"][own.bool()].tolist())
+        mask = inputs["completion_mask"].bool()
+        firsts = (mask * inputs.get("tool_mask", 1))[:, 0].tolist()
+        rows = (tuple(ids[real].tolist()) for ids, real in zip(inputs["completion_ids"], mask, strict=True))
+        self.noted = getattr(self, "noted", {}) | dict(zip(rows, map(bool, firsts), strict=True))
         return super()._compute_loss(model, inputs)
 
 
-def test_what_only_some_rounds_have_is_kept(tiny_model, tmp_path):
-    """A mask and a column of the table of completions: in the first round only, or in a later one."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_only_one_round_has_is_kept(tiny_model, tmp_path, number):
+    """A mask, and a column of the table of completions."""
     settings = {"max_num_gen_batches": 8, "log_completions": True, "shuffle_dataset": False}
-    trainer = run(Trained, tiny_model, tmp_path, rollouts=(rollouts := ByPrompt()), **settings)
-    tokens = [
-        {token for prompt in one for i in range(GROUP) for token in completion(prompt, i)} for one in rollouts.rounds
-    ]
-    later = set().union(*tokens[1:])
-    for only in (tokens[0] - later, later - tokens[0]):
-        token = min(only & trainer.tokens)
-        masked = SometimesMasked(token)
-
-        def noted(completion_ids, log_extra, token=token, **columns):
-            notes = [str(row.count(token)) if token in row else None for row in completion_ids]
-            if any(notes):
-                log_extra("note", notes)
-            return ScriptedReward(constant=0.5)(completion_ids=completion_ids, **columns)
-
-        callbacks = [masked, Lengths()]
-        found = run(Trained, tiny_model, tmp_path, rollouts=ByPrompt(), reward=noted, callbacks=callbacks, **settings)
-        rows = [completion(prompt, i) for one in rollouts.rounds for prompt in one for i in range(GROUP)]
-        assert masked.made == [token in one for one in tokens]
-        assert list(found._logs["extra"]["note"]) == [str(row.count(token)) if token in row else None for row in rows]
-        assert list(found._logs["extra"]["length"]) == list(map(len, rows))
-        assert token not in found.tokens and found.tokens
+    settings |= {"rollouts": (rollouts := ByPrompt()), "callbacks": [OfOneRound(number)]}
+    trainer = run(Trained, tiny_model, tmp_path, **settings)
+    rounds = [[completion(prompt, i) for prompt in one for i in range(GROUP)] for one in rollouts.rounds]
+    lengths = [len(row) if at == number else None for at, one in enumerate(rounds) for row in one]
+    assert list(trainer._logs["extra"]["length"]) == lengths and None in lengths
+    assert {*trainer.noted.values()} == {True, False}
+    assert all(first == (list(row) not in rounds[number]) for row, first in trainer.noted.items())
 
 
 def test_a_column_of_an_earlier_window_is_dropped(tiny_model, tmp_path):
@@ -227,15 +153,4 @@ def test_ahead_of_training_the_first_round_has_what_it_will_take():
     for _ in range(50):
         dynamic.note([torch.zeros(1, 16, dtype=torch.bool)])
     assert dynamic.first() == 32  # no more than the bound
-
-
-def test_the_groups_of_a_window_are_those_of_the_drawn_example():
-    """Two ranks with two groups each in two rounds; if F is silent, the first silent group has its room."""
-    for f, chosen, trained in (
-        (True, [[1, 0, 1, 1], [0, 1, 0, 0]], [[1, 0, 1, 1], [0, 1, 0, 0]]),
-        (False, [[1, 0, 1, 0], [1, 1, 0, 0]], [[1, 0, 1, 0], [0, 1, 0, 0]]),
-    ):
-        signal = [torch.tensor([[True, False], [False, True]]), torch.tensor([[True, f], [False, False]])]
-        for rank in (0, 1):
-            found = rows_of_window(signal, 4, rank, group_size=1)
-            assert [one.long().tolist() for one in found] == [chosen[rank], trained[rank]]
+    assert DynamicSampling(8, 1, 4, ahead=False, share=0.5).first() == 8

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dash_trl.process_rewards import EPISODE_MARKERS, Segmenter, line_starts
-from tests.test_tensor_arguments import refusal
+from tests.tiny import refused
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -99,7 +99,6 @@ def test_episodes_as_text():
         ("The answer is 12. Wait, no. So 9", {}, ["The answer is 12.", "Wait, no.", "So 9"]),
         ("先算。再加。", {"max_episode_tokens": 11, "end": False}, ["先算。", "再加。", ""]),
         ("", {}, [""]),
-        ("", {"end": False}, [""]),
     ]:
         assert [piece.strip() for piece in cut(text, **arguments)[0]] == episodes, text
     assert cut("abcdefghij" * 5, markers=["Wait"], max_episode_tokens=16, end=False)[1][1] == 16
@@ -107,15 +106,13 @@ def test_episodes_as_text():
 
 def test_the_final_answer_is_no_episode():
     plain = ("The answer is 4", "the final answer is 4.", "\\boxed{4}", "#### 4")
-    announced = ("The final answer is $\\boxed{72}$.", "The answer is 72.\n#### 72")  # and then written
-    short = ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72")
-    for before, answers, shortest in [
-        ("The answer is unclear. So x is 4.", plain, 1),
-        (f"So x is 4. The answer is 5? {30 * 'No, '}".strip(), announced, 32),
-        ("So x is 4. The answer is 5? No.", short, 1),  # however short an episode may be
+    announced = ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72")
+    for before, answers in [
+        ("The answer is unclear. So x is 4.", plain),
+        ("So x is 4. The answer is 5? No.", announced),
     ]:
         for answer in answers:
-            assert cut(f"{before} {answer}", min_episode_tokens=shortest)[0][-1].strip() == answer
+            assert cut(f"{before} {answer}")[0][-1].strip() == answer
     assert cut("The answer is 4") == (["The answer is 4"], [0])
 
 
@@ -132,7 +129,7 @@ def test_an_answer_within_a_thought_is_not_the_final_one():
 def test_ids_without_a_token_have_no_text():
     ids = TOKENIZER("add. Wait, no")["input_ids"]
     more = [*ids[:1], 9999, *ids[1:], 9999]
-    before, after = (Segmenter(TOKENIZER, min_episode_tokens=1)(one).boundaries for one in (ids, more))
+    before, after = (Segmenter(TOKENIZER)(one).boundaries for one in (ids, more))
     assert after == (0, before[1] + 1, before[2] + 2)
 
 
@@ -149,7 +146,6 @@ TURNS = {
     "a tool has the last word": (["x", "7<|end|>"], ["x7", ""]),
     "turns without a word": (["", "7", ""], ["7", ""]),
     "an environment begins": ([None, "7", "x"], ["7x"]),
-    "nothing is the policy's": ([None, "7"], ["7"]),
 }
 
 
@@ -178,11 +174,10 @@ def test_an_episode_ends_where_the_policy_s_next_turn_begins():
 @settings(max_examples=120)
 @given(
     st.lists(st.tuples(texts, st.booleans()), min_size=1, max_size=6),
-    st.integers(1, 5),
     st.integers(10, 30),
     st.integers(0, 3),
 )
-def test_any_completion(turns, shortest, longest, dropped):
+def test_any_completion(turns, longest, dropped):
     """Episodes are the completion, laid end to end; each begins with a token of the policy's, and each of its turns."""
     own, ids = [], []
     for text, is_own in turns:
@@ -191,7 +186,7 @@ def test_any_completion(turns, shortest, longest, dropped):
         own += [int(is_own)] * len(tokens)
     ids = ids[: len(ids) - dropped]  # it may end within a character
     own = own[: len(ids)]
-    episodes = Segmenter(TOKENIZER, min_episode_tokens=shortest, max_episode_tokens=longest)(ids, own)
+    episodes = Segmenter(TOKENIZER, max_episode_tokens=longest)(ids, own)
     assert [token for part in episodes.slices() for token in ids[part]] == ids
     bounds = list(episodes.boundaries)
     assert bounds[0] == 0 and bounds == sorted(set(bounds)) and bounds[-1] <= len(ids)
@@ -199,7 +194,7 @@ def test_any_completion(turns, shortest, longest, dropped):
     assert set(begins[1:]) <= set(bounds) and all(own[at] for at in bounds[1:] if at < len(ids))
     inner = [part.stop - part.start for part in episodes.slices()[:-1]]
     if all(own):
-        assert max(inner, default=0) <= longest and (len(inner) < 2 or min(inner) >= shortest)
+        assert max(inner, default=0) <= longest
 
 
 def test_impossible_settings_are_refused():
@@ -208,12 +203,11 @@ def test_impossible_settings_are_refused():
         ({"markers": ["Wait", ""]}, "cannot begin an episode"),
         ({"markers": "Wait"}, "markers='Wait' cannot begin an episode: pass a list"),
         ({"markers": None}, "markers=None cannot begin an episode"),
-        ({"min_episode_tokens": 0}, "min_episode_tokens=0 and max_episode_tokens=256 cannot both hold"),
-        ({"min_episode_tokens": 129}, "1 <= min <= max / 2"),
+        ({"max_episode_tokens": 0}, "max_episode_tokens=0: an episode has 1 token"),
         ({"final_answer": "(answer: )?"}, r"final_answer='\(answer: \)\?' matches an empty text"),
         ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
         ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.*such as r'"),
     ]:
-        assert re.search(said, refusal(Segmenter, TOKENIZER, **arguments)), arguments
-    assert "ByT5Tokenizer is not a fast tokenizer" in refusal(Segmenter, ByT5Tokenizer())
+        refused(said, Segmenter, TOKENIZER, **arguments)
+    refused("ByT5Tokenizer is not a fast tokenizer", Segmenter, ByT5Tokenizer())
     assert all(re.match(r"\w", marker) for marker in EPISODE_MARKERS)

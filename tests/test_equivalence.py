@@ -5,15 +5,16 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
+from peft import LoraConfig
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.log_probs import CorrectionInPass, LogProbRules
+from dash_trl.log_probs import CorrectionInPass
 from dash_trl.update import MicroBatch, Pass, Share
 from tests.tiny import (
     ScriptedReward,
@@ -21,13 +22,14 @@ from tests.tiny import (
     Snapshots,
     assert_same_update,
     corrects,
+    load,
+    pad,
     parameters,
     prompts,
     relative_difference,
     run,
     tiny_tokenizer,
 )
-from tests.tiny import pad as padded
 
 TOLERANCE = 1e-5
 END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
@@ -91,7 +93,7 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
             "steps_per_generation": 8,
             "max_steps": 4,
             "scale_rewards": "none",
-            "prepare": padded,
+            "prepare": pad,
         },
         {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4, "off_policy_mask_threshold": 0.01},
         {"loss_type": "cispo", "steps_per_generation": 2, "max_tokens_per_microbatch": 60, "learning_rate": 10.0},
@@ -129,7 +131,7 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
 def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
     """Every loss that is exact, every shape of windows and steps, both layouts, and KL if no row is dropped."""
     settings = {"learning_rate": 0.3, **settings}
-    is_padded, is_filtered = settings.get("prepare") is padded, settings.get("gradient_filter_threshold", 0) is not None
+    is_padded, is_filtered = settings.get("prepare") is pad, settings.get("gradient_filter_threshold", 0) is not None
     settings["dataset"] = prompts(settings.pop("prompts", 64))
     steps, trl, dash = compare(start, tiny_model, tmp_path, **settings)
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
@@ -162,9 +164,11 @@ def test_the_rest_of_a_stream_joins_the_next_step(start, tiny_model, tmp_path, s
     """A stream of 6 windows in steps of 4: Transformers makes no step of the last two, and keeps their gradients."""
     reward = ScriptedReward(constant=0.3, silent=[*silent, *(10 + call for call in silent)])  # TRL's run, then ours
     settings = {"dataset": prompts(6).to_iterable_dataset(), "max_steps": 2, "steps_per_generation": 1}
-    steps, trl, _ = compare(start, tiny_model, tmp_path, reward=reward, **settings)
+    steps, *trainers = compare(start, tiny_model, tmp_path, reward=reward, **settings, **WITH_POLICY_LOSS)
     assert steps[1][1] > 1e-3 and steps[1][0] <= TOLERANCE
-    assert trl.state.log_history[1]["grad_norm"] > 1e-3, "the second step was one"
+    trl, ours = (trainer.state.log_history[1] for trainer in trainers)
+    assert trl["grad_norm"] > 1e-3, "the second step was one"
+    assert ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
 def test_kl_with_dropped_rows_is_the_stated_approximation(start, tiny_model, tmp_path):
@@ -185,7 +189,7 @@ def test_the_approximate_ones_work(start, tiny_model, tmp_path, settings, near):
     assert update > 1e-3 and difference < near
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "vespo", "luspo"])
 def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
     """The update does not depend on packing; the average over survivors is the exact one times all / kept."""
 
@@ -195,16 +199,25 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
 
     exact, log = ended()
     kept, _ = ended(filter_denominator="kept", max_tokens_per_microbatch=4000)
-    share = log["filter/kept_rows" if loss_type == "grpo" else "filter/kept_tokens"]
+    share = log["filter/kept_rows" if loss_type in ("grpo", "luspo") else "filter/kept_tokens"]
     scaled = {name: start[name] + (value - start[name]) / share for name, value in exact.items()}
     assert relative_difference(start, kept, scaled)[0] <= 1e-4 and share < 1
     assert_same_update(start, exact, ended(max_tokens_per_microbatch=40)[0])
 
 
-CORRECTED = {"logprobs": True, "prepare": corrects, "vllm_importance_sampling_clip_max": 1.05, "constant": 0.3}
+CORRECTED = {"logprobs": True, "prepare": corrects, "constant": 0.3}
+CORRECTED |= {"vllm_importance_sampling_clip_min": 0.95, "vllm_importance_sampling_clip_max": 1.05}
 
 
-@pytest.mark.parametrize(("loss_type", "mode"), [("vespo", "token_truncate"), ("dapo", "sequence_mask")])
+@pytest.mark.parametrize(
+    ("loss_type", "mode"),
+    [
+        ("vespo", "token_truncate"),
+        ("dapo", "sequence_mask"),
+        ("grpo", "token_mask"),
+        ("grpo", "sequence_truncate"),
+    ],
+)
 def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, mode):
     settings = {"vllm_importance_sampling_mode": mode, "loss_type": loss_type, "max_steps": 2}
     steps, _, dash = compare(start, tiny_model, tmp_path, **CORRECTED, **settings)
@@ -263,38 +276,31 @@ def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, pas
 
 
 def test_what_a_training_pass_corrects():
-    """Its own rows by their loss tokens; neither dummy rows, nor what a pass before has corrected."""
+    """The figures are of its own rows, not of dummy rows."""
     correction = {"mode": "sequence_mask", "clip_min": None, "clip_max": None}
     share = Share(first=0, micro_steps=1, passes=1, all_rows=3, all_tokens=9.0, kept_rows=3, kept_tokens=9)
-    in_pass = CorrectionInPass(LogProbRules(False, False, False, correction, None, noisy=False), rank=1)
+    in_pass = CorrectionInPass(correction, rank=1)
     inputs = {
         "sampling_per_token_logps": torch.zeros(2, 2),
         "pass": Pass(MicroBatch(((0, 1), (0,))), share, tokens=(3, 1)),
     }
     log_probs, mask = torch.tensor([[0.5, 7.0], [0.0, 0.0]]), torch.tensor([[1, 0], [0, 0]])
-    inputs = in_pass.corrected(inputs, log_probs, mask)
-    assert in_pass.corrected(inputs, log_probs + 1, mask) is inputs
-    assert inputs["importance_sampling_ratio"].flatten().tolist() == pytest.approx([math.exp(0.5), 1.0])
+    in_pass.corrected(inputs, log_probs, mask)
     ((old, _, _, ratio),) = in_pass.of_step()
     assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    "options",
     [
-        (LoraConfig, {"init_lora_weights": "gaussian", "modules_to_save": ["embed_tokens"]}),
-        (LoraConfig, {"alora_invocation_tokens": END_OF_PROMPT}),
-        pytest.param(
-            IA3Config,
-            {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-            marks=pytest.mark.exhaustive,
-        ),
+        {"init_lora_weights": "gaussian", "modules_to_save": ["embed_tokens"]},
+        {"alora_invocation_tokens": END_OF_PROMPT},
     ],
 )
-def test_adapters(tiny_model, tmp_path, kind, options):
+def test_adapters(tiny_model, tmp_path, options):
     """Reference log-probs come from the base model, with the adapter switched off. Prompts differ in length."""
     padding_free = "alora_invocation_tokens" not in options
-    peft_config = kind(task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "v_proj"], **options})
+    peft_config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options)
     settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0, "peft_config": peft_config}
     before: dict[str, torch.Tensor] = {}
 
@@ -304,3 +310,30 @@ def test_adapters(tiny_model, tmp_path, kind, options):
     steps, _, dash = compare(before, tiny_model, tmp_path, prepare=prepare, gradient_filter_threshold=None, **settings)
     assert dash.state.log_history[0]["packing/padding_free"] == padding_free
     assert steps[2][1] > 1e-3 and steps[2][0] <= TOLERANCE
+
+
+def test_an_adapter_gets_its_inputs_uncast(tiny_model, tmp_path, monkeypatch):
+    """Weights and autocast in bf16, an adapter in float32: the update is the one with PEFT's casts, to the bit."""
+    dtypes: set[torch.dtype] = set()
+
+    def trained() -> dict[str, torch.Tensor]:
+        def note(layer, inputs):
+            if layer.training:
+                dtypes.add(inputs[0].dtype)
+
+        def prepare(trainer):
+            name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.default"
+            trainer.model.get_submodule(name).register_forward_pre_hook(note)
+
+        torch.manual_seed(0)
+        peft_config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights="gaussian", target_modules="all-linear")
+        more = {"loaded": load(tiny_model).bfloat16(), "bf16": True, "gradient_checkpointing": True}
+        trainer = run(DASHTrainer, tiny_model, tmp_path, prepare=prepare, peft_config=peft_config, **more)
+        return parameters(trainer.model)
+
+    found = trained()
+    assert dtypes == {torch.bfloat16}
+    monkeypatch.setattr("peft.helpers.disable_input_dtype_casting", nullcontext)
+    cast = trained()
+    assert torch.float32 in dtypes
+    assert all(torch.equal(value, cast[name]) for name, value in found.items())

@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import math
-import random
-import statistics
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from dash_trl.evaluation import (
     pass_at_k,
 )
 from dash_trl.rewards import RewardRunner
+from tests.tiny import refused
 
 PROMPTS = ["1 + 2 = ", "the answer is ", "3"]
 
@@ -88,8 +87,7 @@ def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer):
         (RewardRunner([of_one, of_one]), "but there are 2"),
         ("a/reward-model", "is a reward model"),
     ):
-        with pytest.raises(ValueError, match=message):
-            evaluate(None, tokenizer, [{"prompt": "1", "answer": 1}], reward)
+        refused(message, evaluate, None, tokenizer, [{"prompt": "1", "answer": 1}], reward)
 
 
 def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> list[list[str]]:
@@ -143,24 +141,13 @@ def test_model_and_random_state_are_left_as_they_were(model, tokenizer):
 # ------------------------------------------------------------ figures
 
 
-def resampled(values, weights):
-    """Every equally probable resample of the problems: [P^P] ratios, sorted."""
-    drawn = itertools.product(range(len(values)), repeat=len(values))
-    return sorted(sum(values[i] for i in one) / sum(weights[i] for i in one) for one in drawn)
-
-
 def test_an_interval_is_the_middle_95_percent_of_all_resamples():
     error = 4 * math.sqrt(0.025 * 0.975 / 10_000)  # of a share that is measured on 10,000 resamples
-    for values, weights in (
-        ([0.0, 1.0, 0.25, 0.5, 0.0], None),
-        ([1, 0, 3, 2], [4, 1, 3, 4]),
-        ([0.0, 1.0], None),
-        ([2.0, 2.0, 1.0], [4, 4, 4]),
-    ):
-        ratios = resampled(values, weights or [1] * len(values))
-        for end, share in zip(bootstrap_interval(values, weights), (0.025, 0.975), strict=True):
-            below = sum(ratio < end - 1e-12 for ratio in ratios) / len(ratios)
-            up_to = sum(ratio <= end + 1e-12 for ratio in ratios) / len(ratios)
+    for values in ([0.0, 1.0, 0.25, 0.5, 0.0], [0.0, 1.0], [0.5, 0.5, 0.25]):
+        means = [sum(drawn) / len(values) for drawn in itertools.product(values, repeat=len(values))]
+        for end, share in zip(bootstrap_interval(values), (0.025, 0.975), strict=True):
+            below = sum(mean < end - 1e-12 for mean in means) / len(means)
+            up_to = sum(mean <= end + 1e-12 for mean in means) / len(means)
             assert below - error <= share <= up_to + error, values
 
 
@@ -172,44 +159,31 @@ def test_figures():
     rows = [samples(1.0, 0.0, None, 0.6), samples(None, None, None, 1.0, tokens=30), samples(0.0, 0.0, 0.5, 0.0)]
     rows[2][0]["truncated"] = True
     figures = figures_of(rows, [1, 2, 4])
-    assert figures["accuracy"] == pytest.approx(3 / 8)  # of the scored ones; 0.5 is not more than 0.5
+    assert figures["accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3)  # of the scored ones; 0.5 is not more than 0.5
     low, high = figures["accuracy_interval"]
-    assert low <= 3 / 8 <= high
+    assert low <= figures["accuracy"] <= high
     pass_at = {k: value for k, (value, _, _) in figures["pass_at"].items()}
     lucky = sum(map(any, itertools.combinations([1, 0, 1], 2))) / 3
     assert pass_at == {"1": pytest.approx((2 / 3 + 1 + 0) / 3), "2": pytest.approx((lucky + 0) / 2), "4": 0.0}
-    assert figures["left_out"] == {"1": 0, "2": 1, "4": 2}
     assert (figures["problems"], figures["samples"]) == (3, 12)
-    assert figures["failed"] == pytest.approx(4 / 12) and figures["marked"]
+    assert figures["failed"] == pytest.approx(4 / 12)
     assert [figures[name] for name in ("truncated", "mean_length")] == pytest.approx([1 / 12, 200 / 12])
     marks = [[math.nan if one["reward"] is None else one["reward"], 1.0] for row in rows for one in row]
     logged = metrics_of(marks, ["a", "b"], [2], group_size=4)
-    assert [logged[f"rewards/a/accuracy{end}"] for end in ("", "_low", "_high")] == [3 / 8, low, high]
+    assert [logged[f"rewards/a/accuracy{end}"] for end in ("", "_low", "_high")] == [figures["accuracy"], low, high]
     assert [logged[f"rewards/{name}"] for name in ("a/pass_at_2", "a/failed", "b/pass_at_2")] == [1 / 2, 1 / 3, 1.0]
 
 
 def test_models_are_compared_problem_by_problem():
-    """Against a t interval of the paired differences; of the same models, unpaired, it would be several times wider."""
-    draw = random.Random(0)
-    hard = [draw.random() for _ in range(300)]
-    worse = [samples(*(float(draw.random() < one) for _ in range(8))) for one in hard]
-    better = [samples(*(float(draw.random() < min(one + 0.1, 1)) for _ in range(8))) for one in hard]
-    found = differences(better, worse, [4])
-    paired = [
-        (sum(x["reward"] for x in a) - sum(x["reward"] for x in b)) / 8 for a, b in zip(better, worse, strict=True)
-    ]
-    mean, spread = statistics.mean(paired), 1.96 * statistics.stdev(paired) / 300**0.5
-    assert found["accuracy"] == pytest.approx([mean, mean - spread, mean + spread], abs=0.1 * spread)
-    low, high = figures_of(worse, [])["accuracy_interval"]
-    assert spread < (high - low) / 2 / 1.5
-    assert found["pass@4"][0] == pytest.approx(
-        figures_of(better, [4])["pass_at"]["4"][0] - figures_of(worse, [4])["pass_at"]["4"][0]
-    )
-    # A problem on which one model was not scored is left out.
-    assert differences([samples(1.0), samples(None)], [samples(0.0), samples(1.0)], [1, 2]) == {
-        "accuracy": [1.0, 1.0, 1.0],
-        "pass@1": [1.0, 1.0, 1.0],
-        "pass@2": [None] * 3,
+    """A problem of which one of the models has too few scored samples is left out."""
+    better = [samples(1.0, 1.0), samples(0.0, 1.0), samples(0.0, 0.0), samples(1.0), samples(None)]
+    worse = [samples(0.0, 1.0), samples(0.0, 0.0), samples(1.0, 0.0), samples(0.0, 1.0), samples(1.0)]
+    paired = [0.25, *bootstrap_interval([0.5, 0.5, -0.5, 0.5])]
+    assert differences(better, worse, [1, 2, 3]) == {
+        "accuracy": paired,
+        "pass@1": paired,
+        "pass@2": [0.0, *bootstrap_interval([0.0, 1.0, -1.0])],
+        "pass@3": [None] * 3,
     }
 
 

@@ -32,12 +32,6 @@ def problems() -> Path:
     return write_rows(Path("problems.jsonl"), PROBLEMS)
 
 
-@pytest.fixture
-def reward() -> Path:
-    """A text is correct if it has an even number of characters, like half of an untrained model's texts."""
-    return rewards("return float(len(completion) % 2 == 0)")
-
-
 def rewards(body: str) -> Path:
     """A file with a reward function of one's own."""
     path = Path("reward.py")
@@ -118,8 +112,12 @@ def test_toy_as_a_command(toy, capsys):
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, capsys):
-    """The files are named after as much of the models' paths as tells them apart."""
+def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, capsys):
+    """The files are named after as much of the models' paths as tells them apart.
+
+    A text is correct if it has an even number of characters, like half of an untrained model's texts.
+    """
+    reward = rewards("return float(len(completion) % 2 == 0)")
     shutil.copytree(tiny_model, "a/checkpoint-10")
     save_tiny_model(Path("b/checkpoint-10"), num_hidden_layers=1)
     arguments = ("--dataset_name", problems, "--num_samples", 4, "--k", 4, 1, "--reward_path", reward)
@@ -154,11 +152,11 @@ def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog, caps
     """Where nothing was scored, there is no figure."""
     for body, accuracy, failed in (
         ("return float(int(answer) > 4) if answer != '6' else 1 / 0", "50.0", "14.3%"),
-        ("return None", "–*", "100.0%"),
+        ("return None", "–", "100.0%"),
     ):
         evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", rewards(body), *FAST)
         line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith(f" {failed}"))
-        assert line.split()[1] == accuracy and "*" in line
+        assert line.split()[1] == accuracy
     assert "it raised ZeroDivisionError" in caplog.text
 
 

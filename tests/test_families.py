@@ -26,6 +26,7 @@ from dash_trl.serve import vllm_servers
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import (
     VOCABULARY,
+    ScriptedRollouts,
     assert_same_update,
     load,
     on_varlen,
@@ -147,10 +148,21 @@ def test_the_update_is_trls(name, tmp_path):
         "dataset": PROBLEMS,
         "constant": 0.0,
     }
-    trl = run(GRPOTrainer, model, tmp_path / "out", **settings)
-    dash = run(DASHTrainer, model, tmp_path / "out", **settings, gradient_filter_threshold=None)
+    longest = 24
+    if name == "qwen3_5_text":  # prompts and completions of several chunks of 64 tokens, so in several batches
+        longest = 200
+        settings["shuffle_dataset"] = False
+        settings["dataset"] = Dataset.from_dict(
+            {"prompt": [f"{'1 + ' * (100 * (i % 3 > 0))}{i} = " for i in range(64)]}
+        )
+    trl = run(GRPOTrainer, model, tmp_path / "out", rollouts=ScriptedRollouts(longest=longest), **settings)
+    settings |= {"rollouts": ScriptedRollouts(longest=longest), "gradient_filter_threshold": None}
+    settings["max_tokens_per_microbatch"] = 9000  # all groups in one pass
+    dash = run(DASHTrainer, model, tmp_path / "out", **settings)
     figures = dash.state.log_history[0]
-    assert figures["packing/padding_free"] == 1 and figures["packing/shared_tokens"] > 0
+    is_packed = dash.model.config.get_text_config()._attn_implementation == "sdpa"
+    assert is_packed or name == "gemma2"  # SDPA leaves out its softcap, so transformers 5.24 takes eager attention
+    assert figures["packing/padding_free"] == is_packed == (figures["packing/shared_tokens"] > 0)
     start, end = parameters(model), parameters(dash.model)
     assert_same_update(start, parameters(trl.model), end, tolerance=1e-4)
     towers = [one for one in start if "visual" in one or "vision" in one]

@@ -1,67 +1,28 @@
-"""Which rows survive, and what the loss divides by."""
+"""Which rows survive. What the loss divides by: `test_equivalence.py`."""
 
-import pytest
+from typing import Any
+
 import torch
 
-from dash_trl.update import Share, filter_rows, loss_scale
+from dash_trl.update import filter_rows
 
-WHOLE, SCORED = [[1, 1, 1, 1]] * 5, [True] * 5
+VERDICTS = ("keep", "constant", "threshold", "unscored")
+
+
+def verdicts(advantages: list[Any], threshold: float | None, mask: Any = None, unscored: Any = ()) -> list[str]:
+    """Of rows of four tokens."""
+    mask = torch.ones(len(advantages), 4, dtype=torch.long) if mask is None else torch.tensor(mask)
+    scored = torch.tensor([row not in unscored for row in range(len(advantages))])
+    return [VERDICTS[one] for one in filter_rows(torch.tensor(advantages), mask, scored, threshold)]
 
 
 def test_which_rows_are_dropped_and_why():
-    for said, advantages, mask, scored, threshold, verdicts in (
-        (
-            "the threshold itself is kept",
-            [0.0, 0.05, -0.05, 0.1, -2.0],
-            WHOLE,
-            SCORED,
-            0.1,
-            ["constant", "threshold", "threshold", "keep", "keep"],
-        ),
-        (
-            "0 is under every threshold",
-            [0.0, 1e-9, -1e-9, 1.0, 0.0],
-            WHOLE,
-            SCORED,
-            0.0,
-            ["constant", "keep", "keep", "keep", "constant"],
-        ),
-        ("nothing is dropped", [0.0] * 5, WHOLE, [False] * 5, None, ["keep"] * 5),
-        (
-            "one strong token keeps a row, if it is not beyond its end",
-            [[0.0, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.05] * 4],
-            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]],
-            [True] * 3,
-            0.1,
-            ["keep", "constant", "threshold"],
-        ),
-        (
-            "whatever their advantage",
-            [1.0] * 5,
-            WHOLE,
-            [True, False, True, True, True],
-            0.1,
-            ["keep", "unscored", "keep", "keep", "keep"],
-        ),
-    ):
-        filtered = filter_rows(torch.tensor(advantages), torch.tensor(mask), torch.tensor(scored), threshold)
-        for name in ("keep", "constant", "threshold", "unscored"):
-            assert getattr(filtered, name).tolist() == [one == name for one in verdicts], said
-
-
-def test_loss_scale():
-    share = Share(first=0, micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
-    for loss_type, denominator, expected in (
-        ("grpo", "all", 3 * 8 / 32),
-        ("grpo", "kept", 3 * 8 / 10),
-        ("dr_grpo", "all", 3 * 8 / 32),
-        ("luspo", "kept", 3 * 8 / 10),
-        ("bnpo", "all", 50 * 8 / 1000),
-        ("bnpo", "kept", 50 * 8 / 250),
-        ("dapo", "all", 1.0),
-        ("dapo", "kept", 4.0),
-        ("cispo", "all", 1.0),
-        ("vespo", "kept", 4.0),
-    ):
-        found = loss_scale(loss_type, denominator, rows=3, tokens=50, share=share)
-        assert found == pytest.approx(expected), (loss_type, denominator)
+    of_threshold = verdicts([0.0, 0.05, -0.05, 0.1, -2.0], 0.1)
+    assert of_threshold == ["constant", "threshold", "threshold", "keep", "keep"], "the threshold itself is kept"
+    assert verdicts([0.0, 1e-9, -1e-9], 0.0) == ["constant", "keep", "keep"], "0 is under every threshold"
+    assert verdicts([0.0] * 2, None, unscored=[0, 1]) == ["keep"] * 2, "nothing is dropped"
+    per_token = [[0.0, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.05] * 4]
+    ended = [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
+    found = verdicts(per_token, 0.1, mask=ended)
+    assert found == ["keep", "constant", "threshold"], "one strong token keeps a row, if it is not beyond its end"
+    assert verdicts([1.0] * 3, 0.1, unscored=[1]) == ["keep", "unscored", "keep"], "whatever their advantage"

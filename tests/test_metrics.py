@@ -12,26 +12,22 @@ def test_shares_are_of_the_rows_of_all_ranks():
     """Rows of 3, 1 and 5 tokens, the first kept; the other ranks together have 2 of everything."""
     batch = rollouts()
     batch.advantages = torch.tensor([0.5, 0.05, 0.0])
-    filtered = filter_rows(batch.advantages, batch.loss_mask, torch.ones(3, dtype=torch.bool), 0.1)
-    metrics = filter_metrics(batch, filtered, lambda local: local + 2)
+    batch.dropped = filter_rows(batch.advantages, batch.loss_mask, torch.ones(3, dtype=torch.bool), 0.1)
+    metrics = filter_metrics(batch, lambda local: local + 2)
     assert metrics["filter/kept_tokens"] == (3 + 2) / (9 + 2)
     assert metrics["filter/dropped_threshold"] == metrics["filter/dropped_constant"] == (1 + 2) / (3 + 4 * 2)
     assert metrics["advantage/abs_mean"] == (0.5 + 2) / (1 + 2)
 
 
-def window(kept: float, constant: float, threshold: float, unscored: float) -> dict[str, float]:
-    names = ("kept_rows", "dropped_constant", "dropped_threshold", "dropped_unscored")
-    return {f"filter/{name}": share for name, share in zip(names, (kept, constant, threshold, unscored), strict=True)}
-
-
 def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped_them(caplog):
     """`test_rewards_failures.py` has the first window of a run."""
     empty = EmptyWindows()
-    nothing, one_row = window(0.0, 1.0, 0.0, 0.0), window(0.125, 0.0, 0.0, 0.875)
-    for metrics in (*[nothing] * 9, one_row, *[nothing] * 9):
+    nothing = {"filter/kept_rows": 0.0, "filter/dropped_constant": 0.75}
+    nothing |= {"filter/dropped_threshold": 0.2, "filter/dropped_unscored": 0.05}
+    for metrics in (*[nothing] * 9, nothing | {"filter/kept_rows": 0.125}, *[nothing] * 9):
         empty.note(metrics, 0.0)
     caplog.clear()
-    empty.note(window(0.0, 0.75, 0.2, 0.05), 0.25)  # a callback has changed the threshold
+    empty.note(nothing, 0.25)  # a callback has changed the threshold
     (record,) = caplog.records
     assert "Of the last window's rows 75% have no signal" in record.message and "5% are unscored: see" in record.message
     assert "20% are under gradient_filter_threshold=0.25: lower" in record.message

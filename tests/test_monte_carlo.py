@@ -10,6 +10,7 @@ import pytest
 
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
+from tests.contract import check_logs
 from tests.scripted_turns import add, save_tool_model
 from tests.tiny import prompts, refused, run
 
@@ -149,9 +150,9 @@ def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path
     config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])
     monkeypatch.setattr(trainer, "rollout_func", even)
-    for one, name in ((with_tools, "tools or an environment"), (trainer, "a rollout_func that returns env_mask")):
+    for one in (with_tools, trainer):
         refused(
-            f"MonteCarloValue with {name} would finish each prefix in one turn",
+            "MonteCarloValue with tools, an environment or env_mask would finish each prefix in one turn",
             MonteCarloValue(2),
             [ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))],
             one,
@@ -192,20 +193,19 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
             log_metric("shortest", min(map(len, completion_ids)))
             return [math.nan if len(ids) == 7 else float(len(ids) % 2) for ids in completion_ids]
 
-    seen = []
-    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_silent": False}
-    every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)
-    for callbacks in ([], [every]):
-        own = {"reward": Talking(), "callbacks": callbacks, "dataset": prompts(64).remove_columns("answer")}
-        trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, max_completion_length=LONGEST, **own)
-        other = ("process/", "advantage/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/")
-        history = [
-            {name: one for name, one in log.items() if not name.startswith(other)} for log in trainer.state.log_history
-        ]
-        logs = {**trainer._logs, **trainer._logs["rewards"], **trainer._logs["extra"]}
-        columns = {name: list(logs[name]) for name in ("prompt", "completion", "talking", "length")}
-        seen.append(repr((history, columns)))  # NaN is not equal to itself
-        assert len(columns["length"]) == ROWS and {"reward", "shortest", "num_tokens"} <= history[0].keys()
+    episodes = {"markers": lambda text: range(0, len(text), 3), "skip_silent": False}
+    every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)  # so that credit is the outcome's
+    own = {"reward": Talking(), "dataset": prompts(64).remove_columns("answer"), "max_steps": 2}
+    plain, valued = (
+        run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, max_completion_length=LONGEST, **own)
+        for callbacks in ([], [every])
+    )
+    check_logs([plain, valued])
+    for name in ("prompt", "completion"):
+        assert plain._logs[name] == valued._logs[name]
+    assert plain._logs["extra"]["length"] == valued._logs["extra"]["length"]
+    rewards = [repr({**one._logs["rewards"]}) for one in (plain, valued)]  # NaN is not equal to itself
+    assert rewards[0] == rewards[1]
+    assert {"reward", "shortest", "num_tokens"} <= plain.state.log_history[0].keys()
     assert len(rollouts) > 6 and max(map(len, rollouts)) <= ROWS
     assert max(len(ids) for batch in rollouts for ids in batch) <= LONGEST
-    assert seen[0] == seen[1]

@@ -16,9 +16,9 @@ import pytest
 
 from dash_trl.serve import free_ports
 from tests import slurm_stand_in
+from tests.launching import ROOT
 from tests.tiny import read_rows
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "multi_node" / "slurm.sh"
 SECONDS = 900.0  # that ends what hangs, on a busy machine
 LOOK = 1.0  # seconds between looks at the processes

@@ -5,12 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner, RolloutBatch
-from tests.test_unusual_runs import odd
-from tests.tiny import assert_same_update, log_probs, parameters, refused, run
+from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from tests.doubles import odd
+from tests.tiny import Snapshots, assert_same_update, log_probs, noting, parameters, run
 
 SHAPES = {
     "per_device_train_batch_size": 4,
@@ -22,24 +21,17 @@ SHAPES = {
 }
 
 
-class Watch(DASHCallback):
-    """Keeps each window's rollouts, and the weights with which each step begins."""
+class Scored(DASHCallback):
+    """Tells by the number of a prompt that its rewards have come."""
 
     per_group = True
 
     def __init__(self):
-        self.weights: list[dict[str, torch.Tensor]] = []
-        self.windows: list[RolloutBatch] = []
-        self.scored = [threading.Event() for _ in range(64)]  # by the prompt's number: its rewards have come
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, trainer=None, **kwargs):
-        if state.global_step >= len(self.weights):
-            self.weights.append(parameters(trainer.model))
-        self.windows.append(rollouts)
+        self.prompts = [threading.Event() for _ in range(64)]
 
     def on_rewards(self, args, state, control, rollouts, **kwargs):
         for example in rollouts.examples:
-            self.scored[example["answer"]].set()
+            self.prompts[example["answer"]].set()
 
 
 def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=odd, **settings):
@@ -49,18 +41,18 @@ def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=odd, **setting
 
 def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_path):
     """Its log-probs are those of the weights before the last step, computed row by row."""
-    watch = Watch()
-    trainer = trained(tiny_model, tmp_path, learning_rate=0.5, callbacks=[watch])
-    assert [window.policy_version.unique().tolist() for window in watch.windows] == [[0], [0], [1], [2]]
+    sampled, ends = noting("on_rollouts_sampled"), Snapshots()
+    trainer = trained(tiny_model, tmp_path, learning_rate=0.5, callbacks=[sampled, ends])
+    assert [window.policy_version.unique().tolist() for window in sampled.noted] == [[0], [0], [1], [2]]
     logged = [line for line in trainer.state.log_history if "async/staleness_max" in line]
     assert [line["async/staleness_max"] for line in logged] == [0, 1, 1, 1]
     assert all(line["completions/mean_length"] > 0 for line in logged)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    compared = []
-    for window in watch.windows[1:]:
+    compared, weights = [], [parameters(tiny_model), *ends.steps]
+    for window in sampled.noted[1:]:
         step = int(window.policy_version[0, 0])
         for other in (step, step + 1):
-            model.load_state_dict(watch.weights[other], strict=False)
+            model.load_state_dict(weights[other], strict=False)
             for row in range(len(window)):
                 prompt = window.prompt_ids[row][window.prompt_mask[row].bool()].tolist()
                 ids = window.completion_ids[row][window.completion_mask[row].bool()].tolist()
@@ -92,13 +84,13 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
     """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
     ends, figures = [], []
     for pipe in (False, True):
-        watch = Watch()
+        scored = Scored()
 
-        def in_turn(completion, completion_ids, answer, pipe=pipe, watch=watch):
-            assert not pipe or answer % 2 == 0 or watch.scored[answer - 1].wait(60)
+        def in_turn(completion, completion_ids, answer, pipe=pipe, scored=scored):
+            assert not pipe or answer % 2 == 0 or scored.prompts[answer - 1].wait(60)
             return odd(completion, completion_ids)
 
-        one = {"reward_pipeline": pipe, "callbacks": [watch], "shuffle_dataset": False, "max_steps": 2, **settings}
+        one = {"reward_pipeline": pipe, "callbacks": [scored], "shuffle_dataset": False, "max_steps": 2, **settings}
         trainer = trained(tiny_model, tmp_path, reward=in_turn, **one)
         ends.append(parameters(trainer.model))
         figures.append([(name, value) for line in trainer.state.log_history for name, value in line.items()])
@@ -109,22 +101,6 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
     assert [value for _, value in own[0]] == pytest.approx([value for _, value in own[1]], rel=1e-4, abs=1e-6)
 
 
-def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path):
-    def of_a_batch(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    for reward, level in ((of_a_batch, 1), (RewardRunner(odd), 2)):
-        args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, async_level=level)
-        refused(
-            "sampling shares the trainer's device here.*while rewards are awaited",
-            DASHTrainer,
-            tiny_model,
-            reward,
-            args,
-            Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}),
-        )
-
-
 class Built(DASHTrainer):
     def train(self, **kwargs):
         pass
@@ -133,7 +109,6 @@ class Built(DASHTrainer):
 def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
     """transformers takes what the trainer leaves out from the model's generation config."""
     for of_model, settings, named in (
-        ({"min_p": 0.1}, {}, "MinP"),
         ({"no_repeat_ngram_size": 2}, {"top_p": 0.9}, "NoRepeatNGram.*TopP"),
         ({}, {"top_k": None}, "TopK"),  # transformers takes 50
         ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),

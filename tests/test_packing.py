@@ -1,14 +1,16 @@
-"""Packing: nothing lost, nothing twice, budgets kept, ranks in step."""
+"""Packing: nothing lost, nothing twice, budgets kept, ranks in step, rows of a prompt together."""
 
 import random
 from itertools import groupby, pairwise, product
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl.rollout import Part
-from dash_trl.update import Schedule, plan_share
+from dash_trl.monitoring import packing_metrics
+from dash_trl.update import MicroBatch, Schedule, plan_share
 
 
 def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torch.Tensor:
@@ -70,54 +72,38 @@ def test_invariants(seed, ranks, rows, most, group, kept, tokens, layout):
 
 def test_a_long_row_does_not_make_a_pass_of_many_short_ones_wide():
     """The tables of a pass are rows × longest row, though only tokens are computed."""
-    lengths = torch.tensor([[[5, 800], *[[5, 3]] * 2047]])
+    lengths = torch.tensor([[[5, 800, 800, 0], *[[5, 3, 3, 1]] * 2047]])
     plan = plan_share(lengths, max_rows=8, width=805)
-    assert max(one.size * sum(lengths[0, list(one.rows[0])].amax(dim=0)) for one in plan) <= 16 * 8 * 805
+    assert max(one.size * sum(lengths[0, list(one.rows[0]), :2].amax(dim=0)) for one in plan) <= 16 * 8 * 805
 
 
-def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, accumulation: int = 4) -> Schedule:
-    return Schedule(
-        steps_per_generation=steps_per_generation,
-        num_iterations=num_iterations,
-        accumulation=accumulation,
-        rows_per_step=rows,
-        pack=lambda part: plan_share(part.lengths[..., :2], max_rows=rows),
-    )
+def test_the_last_optimizer_step_of_a_stream_may_have_less_than_a_share():
+    for accumulation, rest in ((2, 1), (8, 3)):
+        walk = Schedule(SimpleNamespace(steps_per_generation=4, gradient_accumulation_steps=accumulation), list)
+        for micro_steps, is_whole in ((accumulation, True), (rest, False)):
+            walk.begin_optimizer_step(8, micro_steps, micro_steps)
+            assert walk.has_whole_share(8) == is_whole, (accumulation, micro_steps)
 
 
-def part(lengths: torch.Tensor) -> Part:
-    return Part(None, lengths, 0, lengths[..., 2].sum())
+def test_figures_of_packing():
+    """Two rows share 33 of 34 tokens, two have 32 tokens each; the planner keeps its budget by what is computed."""
+    table = torch.tensor([[[34, 10, 10, 1], [34, 20, 20, 1], [32, 10, 10, 2], [32, 20, 20, 2]]])
+    found = packing_metrics([MicroBatch(((0, 1, 2, 3),))], table, padding_free=True, min_shared=32, width=0)
+    assert found["packing/max_tokens"] == 192 - 33 and found["packing/shared_tokens"] == pytest.approx(33 / 192)
+    assert found["packing/padding_share"] == 0
+    micro_batches = plan_share(table[:, :2], max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
+    assert [one.rows for one in micro_batches] == [((0, 1),)]
 
 
-def test_what_an_optimizer_step_takes_of_its_window():
-    for said, per_generation, accumulation, begins, taken, share, whole in (
-        ("all of it", 4, 4, 4, 4, range(4, 8), True),
-        ("two windows", 4, 8, 8, 8, range(8, 12), True),
-        ("Mini", 4, 2, 6, 2, range(6, 8), True),
-        ("a stream's last one", 4, 2, 6, 1, range(6, 7), False),
-        ("a stream's last one of two windows", 4, 8, 8, 3, range(8, 11), False),
+def test_where_rows_of_a_group_go():
+    short, long = [32, 10, 10], [33, 10, 10]
+    for rows, budget, passes in (
+        # Four groups of three rows of the longest length. A pass has room for one, so rows are taken in their order.
+        ([[33, 99, 99, number // 3] for number in range(12)], None, [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]),
+        # A group of four in three parts, of which two fit into one pass, where another row has come between them.
+        ([[33, tokens, tokens, 0] for tokens in (78, 109, 58, 20)] + [[5, 50, 50, 1]], 220, [(1, 2), (0, 3, 4)]),
+        # Only prompts of more than 32 tokens are kept together.
+        ([[*short, 0], [*long, 1], [*short, 0], [*long, 1]], 60, [(1, 3), (0,), (2,)]),
     ):
-        walk = schedule(per_generation, accumulation=accumulation)
-        walk.begin_optimizer_step(begins, taken, 1)
-        assert walk.micro_steps_of_share(begins) == share and walk.has_whole_share(begins) == whole, said
-
-
-def test_the_last_share_of_a_step_runs_if_an_earlier_one_did():
-    walk = schedule(steps_per_generation=2)
-    walk.begin_optimizer_step(0, 4, 0)
-    walk.window_sampled(0)
-    signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
-    assert len(walk.plan(1, part(signal))) == 1
-    walk.window_sampled(2)
-    silent = torch.zeros(1, 4, 3, dtype=torch.long)
-    (dummy,) = walk.plan(3, part(silent))
-    assert dummy.micro_batch.rows == ((),)
-
-
-def test_an_epochs_short_last_step():
-    walk = schedule(steps_per_generation=4)
-    walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
-    assert walk.shares_of_window(4) == [range(2), range(2, 4)]
-    lengths = table(1, 8, 1.0, seed=0)
-    share = walk.plan(5, part(lengths))[0].share
-    assert share.all_rows == 4 and share.all_tokens == int(lengths[..., 2].sum()) / 2  # 2 of the 4 micro-steps
+        found = plan_share(torch.tensor([rows]), max_rows=4, max_tokens=budget, width=100, min_shared=32)
+        assert [one.rows[0] for one in found] == passes, rows

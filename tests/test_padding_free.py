@@ -1,4 +1,4 @@
-"""Packed passes give the log-probs of one row at a time, for every architecture that claims to run them."""
+"""Packed passes give the log-probs of one row at a time, and compute the prompt of several rows once."""
 
 import copy
 import random
@@ -7,34 +7,33 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import cloudpickle
-import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
+    OPTConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
-from dash_trl.rollout import Survivors
-from dash_trl.update import ModelPasses, packed_log_probs, varlen_flaw
-from tests.tiny import on_varlen, run
+from dash_trl.update import ModelPasses, TreeShape, has_dropout, varlen_arguments, varlen_flaw
+from tests.tiny import on_varlen, rows_of, run, save_tiny_model
 
 SIZES = dict(
     vocab_size=97,
@@ -62,21 +61,6 @@ def passes_of(*models: Any, **settings: Any) -> ModelPasses:
     )
 
 
-def packable(model: torch.nn.Module) -> torch.nn.Module:
-    """A model that is ready for packed passes."""
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    assert passes_of(model).padding_free
-    return model
-
-
-def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
-    model = packable(ARCHITECTURES["qwen2"]())
-    mask = torch.zeros(2, 3, dtype=torch.long)
-    mask[0, :2] = 1
-    packed_log_probs(model, torch.ones(2, 3, dtype=torch.long), mask, 1, flash=False)[0].sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
 def in_float64(model: torch.nn.Module) -> None:
     """Lets the model compute in float64 throughout: Transformers' norms and TRL's LM head have parts in float32."""
     for module in model.double().modules():
@@ -100,30 +84,6 @@ def random_groups(seed: int, groups: int) -> tuple[list[list[int]], list[list[in
     return prompts, [[draw.randrange(97) for _ in range(draw.randint(1, 8))] for _ in prompts]
 
 
-def inputs_of(passes: ModelPasses, prompts: list[list[int]], completions: list[list[int]]) -> dict[str, Any]:
-    """A pass over all rows, with an empty row at the end."""
-    rollouts = Survivors.of_tokens(prompts, completions, pad_token_id=0)
-    return passes.inputs(rollouts, [*range(len(prompts))], size=len(prompts) + 1, pad_token_id=0)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_padded_pass_gives_what_a_packed_pass_gives(name):
-    torch.manual_seed(0)
-    model = packable(ARCHITECTURES[name]().eval())
-    packing = passes_of(model)
-    inputs = inputs_of(packing, *random_groups(0, 2))
-    packed, entropies, _ = packing.run(partial(packing.log_probs, None), model, inputs, compute_entropy=True)
-    assert torch.equal(entropies > 0, inputs["completion_mask"].bool())
-    model.set_attn_implementation("eager")
-    this, padding = SimpleNamespace(accelerator=MagicMock()), passes_of(model)  # not in the dtype of an earlier trainer
-    trls = partial(GRPOTrainer._get_per_token_logps_and_entropies, this)
-    trial = {"vocabulary": 97, "pad_token_id": 0, "device": torch.device("cpu")}
-    padding.prepare(model, [model], trls, **trial, ranks=SimpleNamespace(rank=1, largest=int), gradients=False)
-    trls = padding.padded(trls)
-    padded, *_ = padding.run(partial(padding.log_probs, trls), model, inputs)
-    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
-
-
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -139,7 +99,8 @@ def test_packed_rows_have_the_gradients_of_one_row_at_a_time_in_float64(seed, na
     passes = passes_of(model, share_prompts=shared)
     in_float64(model)
     prompts, completions = random_groups(seed, groups)
-    inputs = inputs_of(passes, prompts, completions)
+    rows = [*range(len(prompts))]  # and an empty one
+    inputs = passes.inputs(rows_of(prompts, completions), rows, size=len(prompts) + 1, pad_token_id=0)
     counted = inputs["completion_mask"].bool()
     weights = torch.randn(int(counted.sum()), dtype=torch.float64)
 
@@ -160,6 +121,28 @@ def test_packed_rows_have_the_gradients_of_one_row_at_a_time_in_float64(seed, na
         for one, other in pairwise(prompts)
         if one == other
     )
+
+
+def test_few_graphs_for_all_trees(monkeypatch):
+    """The real `varlen_attn`, on tensors without numbers, which autocast does not know."""
+    monkeypatch.setattr("torch.is_autocast_enabled", lambda kind: False)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.device("meta"):
+        model = ARCHITECTURES["qwen2"]().bfloat16()
+    assert passes_of(model).padding_free
+    torch.compiler.reset()
+    model.model.compile(backend=backend, fullgraph=True)
+    for count in range(1, 13):
+        trees = [TreeShape(5 + count, (3, 4) if count % 3 else ())] * count
+        ids = torch.zeros(1, sum(map(len, trees)), dtype=torch.int64, device="meta")
+        attention = varlen_arguments(trees, ids.device) | {"attention_mask": ids[None, None], "trees": trees}
+        model.model(ids, position_ids=ids, use_cache=False, **attention).last_hidden_state.sum().backward()
+    assert len(graphs) <= 4  # torch.compile gives up after 8
 
 
 def test_varlen_flaws():
@@ -205,3 +188,60 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
         loaded = cloudpickle.loads(pickled)
         assert b"dash_trl" not in pickled and loaded.config._attn_implementation == "sdpa"
         torch.testing.assert_close(loaded.cpu()(input_ids=ids).logits, model.cpu()(input_ids=ids).logits)
+
+
+# ------------------------------------------------------------------------------------------------ shared prompts
+
+
+SMALL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
+
+
+def test_dropout_is_seen():
+    for config, drawn in (
+        (OPTConfig(dropout=0.1, word_embed_proj_dim=8, **SMALL), True),  # a float, not a module
+        (OPTConfig(dropout=0.0, word_embed_proj_dim=8, **SMALL), False),
+        (MixtralConfig(router_jitter_noise=0.1, **SMALL), True),
+        (FalconConfig(**SMALL), False),  # Dropout(0.0)
+    ):
+        assert has_dropout(AutoModelForCausalLM.from_config(config)) == drawn, config
+
+
+def test_which_prompts_are_shared():
+    for options, least in (
+        ({}, 15),
+        ({"share_prompts": True}, 1),
+        ({"share_prompts": False}, None),
+        ({"share_prompts": True, "router_losses": True}, None),
+    ):
+        assert passes_of(ARCHITECTURES["qwen2"](), **options).min_shared == least, options
+    with_dropout = ARCHITECTURES["qwen2"]()
+    with_dropout.lora_dropout = torch.nn.Dropout(0.1)
+    assert passes_of(with_dropout, share_prompts=True).min_shared is None
+
+
+def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():
+    """Not if padding completes it: 0 is a token, and stands in the padding."""
+    prompts = [[0, 5, 6], [5, 6], [5, 6], [7, 6], [5, 6]]
+    rollouts = rows_of(prompts, [[8, 9]] * 5)
+    sharing, by_default = (passes_of(ARCHITECTURES["qwen2"](), share_prompts=share) for share in (True, None))
+    inputs = sharing.inputs(rollouts, [0, 1, 2, 3, 4], size=6, pad_token_id=0)
+    assert [one.branches for one in inputs["layout"].trees] == [(), (3, 3), (), ()]
+    sums = rollouts.lengths()[:, 3].tolist()
+    assert sums[1] == sums[2] == sums[4] != sums[3]
+    rollouts = rows_of([[5] * 15] * 2, [[8, 9]] * 2)
+    inputs = by_default.inputs(rollouts, [0, 1], size=2, pad_token_id=0)
+    assert [one.branches for one in inputs["layout"].trees] == [(), ()], "too short by default"
+
+
+def test_kernels_that_cannot_share_or_pack(tmp_path, caplog):
+    """One that is blind to trunks, and one for bfloat16 alone."""
+    path = save_tiny_model(tmp_path / "model")
+    questions = Dataset.from_dict({"prompt": [f"{number} + 1 = " * 20 for number in range(16)]})
+    figures = []
+    for dtype, fault in ((torch.float32, "alone"), (torch.bfloat16, "")):
+        with on_varlen(dtype, fault=fault):
+            trainer = run(DASHTrainer, path, tmp_path, constant=0.2, dataset=questions)
+        figures += [trainer.state.log_history[0][f"packing/{name}"] for name in ("padding_free", "shared_tokens")]
+    assert figures == [1, 0, 0, 0]
+    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
+    assert "not padding-free, because SDPA has no varlen kernel for torch.float32 on cpu" in caplog.text

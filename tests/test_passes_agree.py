@@ -21,9 +21,9 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import padding_effect
-from tests.test_pipeline import Delayed
-from tests.test_values import random_requests
-from tests.tiny import VOCABULARY, assert_same_update, parameters, prompts, run, save_tiny_model
+from tests.doubles import Delayed
+from tests.prefix_values import random_requests
+from tests.tiny import VOCABULARY, assert_same_update, log_probs, pad, parameters, prompts, run, save_tiny_model
 
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
@@ -155,14 +155,13 @@ class Changes(DASHTrainer):
     def alone(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
         found, seen = torch.zeros(len(ids)), mask.bool()
         if seen.any():
-            logits = model(input_ids=ids[seen][None]).logits[0, :-1].log_softmax(dim=-1)
-            found[seen.nonzero()[1:, 0]] = logits.gather(1, ids[seen][1:, None])[:, 0]
+            row = ids[seen].tolist()
+            found[seen.nonzero()[1:, 0]] = torch.tensor(log_probs(model, row[:1], row[1:]))
         return found[-width:]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_an_override_gets_log_probs_of_its_own_tensors(padded, tiny_model, tmp_path):
-    prepare = (lambda trainer: trainer.model.set_attn_implementation("eager")) if padded else None
+@pytest.mark.parametrize("prepare", [None, pad])
+def test_an_override_gets_log_probs_of_its_own_tensors(prepare, tiny_model, tmp_path):
     assert run(Changes, tiny_model, tmp_path, prepare=prepare, max_tokens_per_microbatch=200).compared >= 4
 
 

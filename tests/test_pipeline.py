@@ -1,37 +1,19 @@
 """`reward_pipeline`: training begins on the groups that are scored, and the update is the one that waits for all."""
 
-import random
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
+from tests.doubles import Delayed, SavesBetween
 from tests.tiny import ScriptedRollouts, assert_same_update, parameters, refused, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
-
-
-class Delayed:
-    """Half of the groups have signal; their scores come in another order with each seed."""
-
-    __name__ = "delayed"
-
-    def __init__(self, seed: int = 0, fails: bool = False):
-        self.random, self.fails = random.Random(seed), fails
-
-    def compute_score(self, completion_ids, prompt):
-        threading.Event().wait(self.random.random() / 20)
-        if self.fails and sum(completion_ids) % 7 == 3:
-            raise ConnectionError("away")
-        if prompt.startswith("1"):
-            return 1.0
-        return float(sum(completion_ids) % 2), {"length": len(completion_ids), "end": str(completion_ids[-1])}
 
 
 class Short(Delayed):
@@ -57,10 +39,12 @@ SETTINGS = [  # pairs of the options that have a part in it
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
+def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings, caplog):
+    caplog.set_level("INFO", "dash_trl")
     expected, plain = trained(tiny_model, tmp_path, 0, **settings)
     found, piped = trained(tiny_model, tmp_path, 1, reward_pipeline=True, **settings)
     assert_same_update(parameters(tiny_model), expected, found, **ROUNDING)
+    assert caplog.text.count("reward_pipeline: training on a window begins when all of it is sampled") == 1
     for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
         timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
         assert {*now} - timed == {*before} - timed
@@ -76,17 +60,8 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
 
 
-class SavesBetween(TrainerCallback):
-    """Saves a checkpoint after the second micro-step. Then all rewards are awaited."""
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        if self.trainer._step == 2:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
-@pytest.mark.parametrize("budget", [None, 60])
-def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path, budget):
-    saves, settings = SavesBetween(), {"max_tokens_per_microbatch": budget, "reward_pipeline": True}
+def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path):
+    saves, settings = SavesBetween(), {"max_tokens_per_microbatch": 60, "reward_pipeline": True}
     expected, _ = trained(tiny_model, tmp_path, 0, **settings)
     settings |= {"callbacks": [saves], "prepare": lambda trainer: setattr(saves, "trainer", trainer)}
     found, _ = trained(tiny_model, tmp_path, 1, **settings)
@@ -180,13 +155,6 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path, event, set
     assert known == (event == "backward"), "not after the first of several steps"
 
 
-@pytest.fixture(scope="module")
-def piped(tiny_model, tmp_path_factory):
-    """A run with the pipeline and `MINI`, which saves within its windows; and its folder."""
-    folder = tmp_path_factory.mktemp("mini")
-    return mini(tiny_model, folder, save_strategy="steps", save_steps=2), folder
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -222,13 +190,6 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
     assert list(piped._logs["rewards"]["in_order"]) == list(plain._logs["rewards"]["in_order"])
 
 
-def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
-    """A checkpoint waits for the window's rewards, and holds what was not trained on."""
-    whole, folder = piped
-    rest = mini(tiny_model, tmp_path, resume=str(folder / "checkpoint-2"), max_steps=4)
-    assert_same_update(parameters(tiny_model), whole.ends[3], rest.ends[1], **ROUNDING)
-
-
 REFUSED = [
     ({"filter_denominator": "kept"}, "filter_denominator='kept' does not .*: it divides by all rows that are kept"),
     ({"scale_rewards": "batch"}, "reward_pipeline=True with scale_rewards='batch', which divides by the deviation"),
@@ -261,8 +222,21 @@ class OwnAdvantages(DASHTrainer):
 def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
     all_at_once = {"reward": lambda completions, **kwargs: [1.0] * len(completions)}
     for trainer_class, changed, message in (
-        (OwnAdvantages, {}, "OwnAdvantages does not say that its compute_advantages treat each group by itself"),
-        (DASHTrainer, {"callbacks": [Looks()]}, "Looks does not say that its on_rewards and on_advantages"),
+        (
+            type("Own", (DASHTrainer,), {"_calculate_rewards": print}),
+            {},
+            "Own._calculate_rewards would be called after",
+        ),
+        (
+            OwnAdvantages,
+            {},
+            "^reward_pipeline=True passes on .* OwnAdvantages does not say that its compute_advantages",
+        ),
+        (
+            DASHTrainer,
+            {"callbacks": [Looks()]},
+            "Looks does not say that its on_rollouts_sampled, on_rewards, on_advantages treat",
+        ),
         (DASHTrainer, all_at_once, "'<lambda>' scores a whole batch at"),
         (DASHTrainer, {"callbacks": [ProcessRewardCallback(AnswerLogProbValue())]}, "its figures and checks are of wh"),
     ):

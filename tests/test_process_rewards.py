@@ -2,18 +2,15 @@
 
 import inspect
 import math
-import re
-import threading
 from decimal import Decimal
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
@@ -25,14 +22,14 @@ from dash_trl.process_rewards import (
     accepted_answers,
     checked_values,
 )
-from tests.test_resume import WIDER, SaveEarly
-from tests.test_tensor_arguments import refusal
+from tests.doubles import WIDER, SaveEarly
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
     assert_same_update,
     noting,
     parameters,
+    refusal,
     refused,
     run,
     said,
@@ -51,7 +48,7 @@ def every_third(text: str) -> range:
 
 def callback(**arguments) -> ProcessRewardCallback:
     given = {"value": AnswerLogProbValue(" = "), "skip_silent": False, **arguments}
-    return ProcessRewardCallback(markers=every_third, min_episode_tokens=2, max_episode_tokens=8, **given)
+    return ProcessRewardCallback(markers=every_third, max_episode_tokens=8, **given)
 
 
 def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
@@ -60,10 +57,9 @@ def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs[
     return run(DASHTrainer, model, output, **settings), seen.noted[-1]
 
 
-@pytest.fixture(scope="module")
-def silent(tiny_model, tmp_path_factory):
-    """A step of which no completion has a reward: callback, trainer, rollouts, folder, dtypes that ranks exchanged."""
-    sent, folder = [], tmp_path_factory.mktemp("silent")
+def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, tmp_path, monkeypatch):
+    """And no float64 is sent to the device, which MPS refuses: what ranks exchange goes through the device."""
+    sent = []
 
     def watched(exchange):
         def call(self, tensor, *args, **kwargs):
@@ -72,18 +68,9 @@ def silent(tiny_model, tmp_path_factory):
 
         return call
 
-    process = callback()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("gather", "reduce", "pad_across_processes"):
-            patch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
-        settings = {"eval_dataset": PROBLEMS.select(range(4)), "log_completions": True, "num_completions_to_print": 0}
-        trained = train(tiny_model, folder, process, **settings)
-    return process, *trained, folder, sent
-
-
-def test_a_problem_that_no_completion_solves_still_teaches(silent, tiny_model):
-    """And no float64 is sent to the device, which MPS refuses: what ranks exchange goes through the device."""
-    _, trainer, rollouts, _, sent = silent
+    for name in ("gather", "reduce", "pad_across_processes"):
+        monkeypatch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
+    trainer, rollouts = train(tiny_model, tmp_path, callback())
     start, end = parameters(tiny_model), parameters(trainer.model)
     assert_same_update(start, end, end)
     assert rollouts.advantages.shape == rollouts.completion_ids.shape
@@ -91,24 +78,6 @@ def test_a_problem_that_no_completion_solves_still_teaches(silent, tiny_model):
     assert log["filter/kept_rows"] > 0.8 and log["frac_reward_zero_std"] == 1.0
     assert log["process/structured_rows"] > 0.5 and log["process/episodes"] > 1 and log["time/values"] > 0
     assert {torch.float32, torch.int64} <= set(sent) and torch.float64 not in sent
-
-
-def test_the_table_of_completions_has_the_credit_of_each_episode(silent):
-    """The mean over the episode's loss tokens. An evaluation's rows have no credit: its table has no such column."""
-    process, trainer, rollouts, folder, _ = silent
-    file = folder / "completions" / "completions_00001.parquet"
-    cells = pyarrow.parquet.read_table(file)["credit"].to_pylist()
-    assert len(cells) == 16 and any(cell.count("] ") > 1 for cell in cells)
-    for row, (boundaries, _) in enumerate(process.last):
-        ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
-        lines = []
-        for start, end in zip(boundaries, [*boundaries[1:], len(ids)], strict=True):
-            if end > start:
-                text = trainer.processing_class.decode(ids[start:end], skip_special_tokens=True).strip()
-                lines.append(f"[{rollouts.advantages[row, start:end].mean():+.2f}] {text}")
-        assert cells[row] == "\n".join(lines)
-    trainer.evaluate()
-    assert "credit" not in pyarrow.parquet.read_table(file).column_names
 
 
 class InTurns(ScriptedRollouts):
@@ -191,32 +160,14 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
 
-def test_equal_outcomes_of_a_group_may_count(tiny_model, tmp_path, caplog):
-    """Against other groups; or with V alone, which is said, if it is asked for."""
+def test_equal_outcomes_of_a_group_may_count(tiny_model, tmp_path):
+    """Against other groups; or with V alone, if it is asked for."""
     for estimator, skips, valued in (("rloo", True, False), ("single_path", True, True), ("rloo", False, True)):
         process = ProcessRewardCallback(Boundaries(), skip_silent=skips, markers=every_third)
         settings = {"reward": lambda prompts, **_: 8 * [1.0] + 8 * [0.0], "advantage_estimator": estimator}
         _, rollouts = train(tiny_model, tmp_path, process, **settings)
         assert any(request.boundaries for request in process.value.requests) == valued, estimator
-        assert rollouts.advantages.any() == valued and ("V alone drives this step" in said(caplog)) != skips
-
-
-@pytest.mark.parametrize("in_process", [True, False], ids=["generate", "rollout_func"])
-def test_values_do_not_wait_for_rewards(in_process, tiny_model, tmp_path):
-    """Each reward waits until V has begun."""
-    begun = threading.Event()
-
-    class Noted(AnswerLogProbValue):
-        def __call__(self, requests, trainer):
-            begun.set()
-            return super().__call__(requests, trainer)
-
-    def waits(completion, completion_ids):
-        return float(begun.wait(timeout=20) and completion_ids[0] % 2)
-
-    with RewardRunner(waits) as runner:
-        _, rollouts = train(tiny_model, tmp_path, callback(value=Noted(" = ")), reward=runner, in_process=in_process)
-    assert rollouts.rewards.any()
+        assert rollouts.advantages.any() == valued
 
 
 def test_the_defaults_are_those_of_the_post():
@@ -225,9 +176,8 @@ def test_the_defaults_are_those_of_the_post():
         "skip_silent": True,
         "markers": ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But "),
         "max_episode_tokens": 256,
-        "min_episode_tokens": 1,
     }
-    defaults = inspect.signature(ProcessRewardCallback).parameters
+    defaults = {**inspect.signature(Segmenter).parameters, **inspect.signature(ProcessRewardCallback).parameters}
     assert {name: defaults[name].default for name in expected} == expected
 
 
@@ -271,32 +221,20 @@ OF_PARTS = [
 ]
 
 
-RIGHT = [
-    (ProcessRewardCallback, (an_estimator,), dict(settings=CreditSettings(process_weight=0, scale_floor=1))),
-    (CreditSettings, (), dict(lam=0)),
-    (Segmenter, (tiny_tokenizer(),), dict(markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")),
-    (Segmenter, (tiny_tokenizer(),), dict(markers=lambda text: iter([]), final_answer="(?!)")),
-    (AnswerLogProbValue, ("\\boxed{",), dict(closing="}")),
-]
-
-
 def test_mistakes_are_said_at_once():
     mistakes = [(ProcessRewardCallback, {"value": AnswerLogProbValue(), **given}, said) for given, said in MISTAKES]
     for part, arguments, message in mistakes + OF_PARTS:
-        assert re.search(message, refusal(part, **arguments)), (part, arguments)
-    for part, given, arguments in RIGHT:
-        assert not refusal(part, *given, **arguments), (part, arguments)
+        refused(message, part, **arguments)
+    CreditSettings(process_weight=0, scale_floor=1, lam=0)
+    AnswerLogProbValue("\\boxed{", closing="}")
+    Segmenter(tiny_tokenizer(), markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")
 
 
 def test_values_are_numbers_one_per_boundary():
     requests = [ValueRequest((1,), (2, 3), (0, 1)), ValueRequest((1,), (2, 3), (0,))]
-    for values, message in [
-        (None, "'NoneType' object is not iterable"),
-        ([[0.1, 0.2]], r"\[2\] values for requests that have \[2, 1\] boundaries"),
-        ([[0.1, None], [0.2]], "not 'NoneType'.* math.nan for a value that is not known"),
-    ]:
-        found = refusal(checked_values, values, requests, "mine")
-        assert re.search(f"What the value estimator 'mine' returned cannot be used: .*{message}", found), values
+    said = r"The value estimator 'mine' returned another form: \[2\], for requests that have \[2, 1\] boundaries"
+    refused(said, checked_values, [[0.1, 0.2]], requests, "mine")
+    refused("another form: 'NoneType' object is not iterable", checked_values, None, requests, "mine")
     assert str(checked_values([[np.float32(0.5), torch.tensor(NAN)]], requests[:1], None)) == "[[0.5, nan]]"
 
 
@@ -326,46 +264,18 @@ def test_accepted_answers():
         (Decimal("1.50"), ("1.50",)),
     ]:
         assert accepted_answers({"answer": answer}, "answer") == expected, answer
-    missing = refusal(accepted_answers, {"prompt": "3 + 4", "answer": 7}, "solution")
-    assert re.search(r"\['answer', 'prompt'\], but not 'solution'.*ProcessRewardCallback\(answer_column=", missing)
-    assert "The gold answer {'alias': 'seven'}" in refusal(
-        accepted_answers, {"answer": ["7", {"alias": "seven"}]}, "answer"
-    )
+    missing = r"\['answer', 'prompt'\], but not 'solution'.*ProcessRewardCallback\(answer_column="
+    refused(missing, accepted_answers, {"prompt": "3 + 4", "answer": 7}, "solution")
+    refused("The gold answer {'alias': 'seven'}", accepted_answers, {"answer": ["7", {"alias": "seven"}]}, "answer")
 
 
-# ------------------------------------------------------------------------------------------------------- diagnostics
-
-# What is wrong with so many windows of a run, one after the other. A check that fails three times in a row is said.
-# Where the inner values are missing ("merged"), no row has several episodes, which is no fault of the estimator.
-FAULTS = ["drowned"] * 2 + ["none"] + ["drowned"] * 4 + ["merged"] * 4 + ["missing"] * 4 + ["alike"] * 4 + ["none"]
-WARNINGS = ["almost no effect", "No row has a value", "the same advantage"]
-
-
-def test_lost_signals_are_said_once_and_an_accident_is_not(tiny_model, tmp_path, monkeypatch, caplog):
-    reward = ScriptedReward(constant=0.0)
-
-    class Faulty(Boundaries):
-        windows = 0
-
+def test_values_that_are_all_missing_are_said_once(tiny_model, tmp_path, caplog):
+    class Missing(Boundaries):
         def __call__(self, requests, trainer):
-            rows = super().__call__(requests, trainer)
-            missing = {"missing": slice(None), "merged": slice(1, -1)}.get(FAULTS[self.windows], slice(0))
-            for row in rows:
-                row[missing] = [NAN] * len(row[missing])
-            self.windows += 1
-            return rows
+            return [[NAN] * len(request.boundaries) for request in requests]
 
-    def credit(rewards, settings):
-        outcomes = rewards.outcome_advantages.unsqueeze(1)
-        steps = torch.arange(rewards.mask.shape[1])
-        added = {"drowned": 1e-3 * steps, "alike": outcomes}.get(FAULTS[process.value.windows - 1], steps)
-        return (outcomes + added * rewards.valued.unsqueeze(1)) * rewards.mask
-
-    monkeypatch.setitem(ESTIMATORS, "mine", Estimator(credit=credit))
-    process = callback(value=Faulty(), estimator="mine")
-    train(tiny_model, tmp_path, process, reward=reward, max_steps=len(FAULTS), learning_rate=0.0)
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("dash_trl.process_rewards")]
-    assert all(part in message for part, message in zip(WARNINGS, messages, strict=True))
+    train(tiny_model, tmp_path, callback(value=Missing()), max_steps=2)
+    assert said(caplog).count("No row has a value") == 1
 
 
 # ------------------------------------------------------------------------------------- what a callback has learned
@@ -392,12 +302,10 @@ def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(
 
     Two callbacks of one class have a state each.
     """
-    early = SaveEarly(at=2)
     counts, second, again, third = Counts(), Counts(10), Counts(), Counts()
     wider, other = Counts(), type("Other", (Counts,), {})()
     settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, str(tmp_path / "checkpoint-2")
-    saving = {**settings, "prepare": lambda trainer: setattr(early, "trainer", trainer)}
-    train(tiny_model, tmp_path, counts, second, early, **saving)
+    train(tiny_model, tmp_path, counts, second, SaveEarly(at=2), **settings)
     train(tiny_model, tmp_path / "again", again, third, resume=checkpoint, **settings)
     assert (counts.count, second.count) == (again.count, third.count) == (8, 18)
     settings |= {**WIDER, "steps_per_generation": 2, "max_steps": 3}

@@ -1,34 +1,18 @@
 """Runs whose prompts come from a queue (`max_num_gen_batches`): what is sampled, and resume."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
-from dash_trl import DASHTrainer, RewardRunner
-from tests.test_dynamic_sampling import ByPrompt
-from tests.test_resume import SaveEarly, SeededRollouts, same
-from tests.tiny import ScriptedReward, noting, prompts, refused, run
+from dash_trl import RewardRunner
+from tests.by_prompt import ByPrompt
+from tests.doubles import EndsTheEpoch, SaveEarly, recorded, same
+from tests.tiny import ScriptedReward, prompts, refused
 
-GROUP = 4
-
-
-def trained(model: str, output: Any, **settings: Any) -> tuple[list[list[str]], Any]:
-    """The prompts of each round, and the trainer."""
-    watch = noting("on_rollouts_sampled", lambda rollouts: [row["prompt"] for row in rollouts.examples[::GROUP]])
-    callbacks = [watch, *settings.pop("callbacks", [])]
-    defaults = {"reward": ScriptedReward(constant=0.6), "rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
-    defaults |= {"max_num_gen_batches": 3, "max_steps": 6}
-    trainer = run(DASHTrainer, model, output, callbacks=callbacks, **{**defaults, **settings})
-    return watch.noted, trainer
-
-
-class EndsTheEpoch(TrainerCallback):
-    """After the first optimizer step of the run."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step == 1
+trained = partial(recorded, reward=ScriptedReward(constant=0.6), max_num_gen_batches=3, max_steps=6)
 
 
 class EndsItWithinAStep(TrainerCallback):
@@ -54,6 +38,12 @@ RUNS: dict[str, tuple[dict[str, Any], Sequence[int], bool]] = {
         (6,),
         False,
     ),
+    # the window is sampled again, with its rounds; random numbers were drawn meanwhile
+    "within a step": (
+        {"dataset": prompts(13), "callbacks": [SaveEarly()], "rollouts": ByPrompt(), "max_steps": 7},
+        (5,),
+        False,
+    ),
 }
 PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if long else ()) for name, (*_, long) in RUNS.items()]
 
@@ -70,16 +60,17 @@ def test_resumed_equals_uninterrupted(tiny_model, tmp_path, name):
         same(whole, resumed)
 
 
-def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path):
-    """Without dynamic sampling, but Transformers no longer knows which prompts were used."""
+@pytest.mark.parametrize("most", [1, 2])
+def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path, most):
+    """Transformers no longer knows which prompts were used. With dynamic sampling, a first round expects no signal."""
     settings = {
         "dataset": prompts(24),
-        "max_num_gen_batches": 1,
+        "max_num_gen_batches": most,
         "async_level": 1,
         "max_steps": 7,
         "rollouts": None,
         "in_process": True,
-        "reward": RewardRunner(lambda completion: len(completion)),
+        "reward": RewardRunner(lambda completion: len(completion) if most == 1 else 1.0),
         "callbacks": [EndsTheEpoch()],
     }
     rounds, _ = trained(tiny_model, tmp_path, save_strategy="steps", save_steps=4, **settings)
@@ -90,19 +81,6 @@ def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path):
 def test_an_epoch_that_is_cut_within_a_step_is_refused(tiny_model, tmp_path):
     settings = {"callbacks": [EndsItWithinAStep()], "dataset": prompts(4)}
     refused("within an optimizer step.*on_step_end only", trained, tiny_model, tmp_path, **settings)
-
-
-def test_a_checkpoint_from_within_a_step_whose_window_is_sampled_again(tiny_model, tmp_path):
-    """With its rounds; completions depend on nothing but the prompt, since random numbers were drawn meanwhile."""
-    early, settings = SaveEarly(), {"dataset": prompts(13), "optimizer": "sgd"}
-    saves = {"save_strategy": "steps", "save_steps": 4, "prepare": lambda trainer: setattr(early, "trainer", trainer)}
-    rounds, whole = trained(
-        tiny_model, tmp_path / "whole", rollouts=ByPrompt(), callbacks=[early], max_steps=7, **settings, **saves
-    )
-    checkpoint = str(tmp_path / "whole" / "checkpoint-5")
-    seen, resumed = trained(tiny_model, tmp_path, rollouts=ByPrompt(), resume=checkpoint, max_steps=7, **settings)
-    assert seen == rounds[len(rounds) - len(seen) :] and len(seen) > 2
-    same(whole, resumed)
 
 
 # ---------------------------------------------------------------------------------------------- with other settings
@@ -134,7 +112,7 @@ def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path
 
 
 def test_the_prompts_begin_again(tiny_model, tmp_path, saved):
-    """With `ignore_data_skip`; the rest of the checkpoint's window is used, and another bound does not matter."""
+    """With `ignore_data_skip`; the rest of the checkpoint's window is left out, and another bound does not matter."""
     rounds, checkpoint = saved
     settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "max_num_gen_batches": 2}
     seen, trainer = trained(tiny_model, tmp_path, resume=checkpoint, ignore_data_skip=True, **settings)

@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from dash_trl.distributed import Lines, RankFailed, meet
+from dash_trl.distributed import Lines, RankFailed, wait_for_all
 
 
 class Unsayable(RuntimeError):
@@ -15,12 +15,12 @@ class Unsayable(RuntimeError):
 
 
 def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
-    assert meet(dist.HashStore(), 1, 2, KeyError(1), 1, patience=0.0) == {1: "KeyError: 1"}
+    assert wait_for_all(dist.HashStore(), 1, 2, KeyError(1), 1, patience=0.0) == {1: "KeyError: 1"}
 
 
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(RankFailed, match=r"Rank 1 has waited 0 s .* for the ranks \[0, 2\]"):
-        meet(dist.HashStore(), 1, 3, None, 1, timeout=0.0)
+        wait_for_all(dist.HashStore(), 1, 3, None, 1, timeout=0.0)
 
 
 def test_the_text_of_an_error_reaches_the_others():
@@ -31,14 +31,14 @@ def test_the_text_of_an_error_reaches_the_others():
         (Unsayable(), "Unsayable: <exception str() failed>"),
         (ExceptionGroup("why", [ValueError()]), "ExceptionGroup: why"),
     ):
-        (said,) = meet(dist.HashStore(), 0, 1, error, 1).values()
+        (said,) = wait_for_all(dist.HashStore(), 0, 1, error, 1).values()
         assert said.startswith(text)
 
 
-def test_meetings_leave_nothing_behind():
+def test_barriers_leave_nothing_behind():
     store = dist.HashStore()
     for number in range(1, 20):
-        meet(store, 0, 1, KeyError() if number % 3 == 0 else None, number)
+        wait_for_all(store, 0, 1, KeyError() if number % 3 == 0 else None, number)
     assert store.num_keys() <= 3
 
 
@@ -49,10 +49,10 @@ def test_a_rank_that_has_ended_is_named_at_once():
     with socket.create_connection(("localhost", int(store.get("dash_trl/port")))) as stranger:
         stranger.sendall(b"GET / HTTP/1")
     with pytest.raises(RankFailed, match=r"Rank 2 has waited 0 s .* \[0, 1\]"):
-        meet(store, 2, 3, None, 1, timeout=0.0, lines=lines[2])
+        wait_for_all(store, 2, 3, None, 1, timeout=0.0, lines=lines[2])
     with pytest.raises(RankFailed, match=r"Rank 0 has waited 0 s .* \[1\]"):
-        meet(store, 0, 3, None, 1, timeout=0.0, lines=lines[0])
+        wait_for_all(store, 0, 3, None, 1, timeout=0.0, lines=lines[0])
     lines[1] = None  # its connection is closed, as when its process is killed
     gc.collect()
     with pytest.raises(RankFailed, match="Rank 1 has ended"):
-        meet(store, 0, 3, ValueError(), 2, lines=lines[0])
+        wait_for_all(store, 0, 3, ValueError(), 2, lines=lines[0])

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
-from tests.test_isolation import BLIND
-from tests.tiny import ScriptedReward, noting, parameters, prompts, refusal, run, save_tiny_model
+from dash_trl import DASHTrainer, RewardRunner
+from tests.test_isolation import MODELS
+from tests.tiny import ScriptedReward, noting, parameters, prompts, refusal, refused, run, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
@@ -43,6 +43,8 @@ class Replaced(DASHTrainer):
 
 def test_a_loss_without_the_weights_of_passes_is_refused(tiny_model, tmp_path):
     assert "Replaced computes the loss without super" in refusal(run, Replaced, tiny_model, tmp_path)
+    piped = {"reward": RewardRunner(lambda completion: 1.0), "reward_pipeline": True}
+    refused("a term of your own", run, Penalised, tiny_model, tmp_path, **piped)
 
 
 def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +100,7 @@ def test_the_entropy_controller_is_trls(tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), Qwen2MoeForCausalLM, BLIND["qwen2 moe"](0.2).config)
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), *MODELS["qwen2 moe"])
 
 
 def test_the_router_loss(moe, tmp_path):
@@ -112,6 +114,15 @@ def test_the_router_loss(moe, tmp_path):
         update = update_of(dash, start)
         assert dash.state.log_history[0]["packing/padding_free"] == 1
         assert (update @ expected / (expected @ expected)).item() == pytest.approx(1.0, abs=0.12), budget
+        refused(
+            "a router loss",
+            run,
+            DASHTrainer,
+            moe,
+            tmp_path,
+            reward=RewardRunner(lambda completion: 1.0),
+            reward_pipeline=True,
+        )
         for name in ("loss", "aux_loss"):
             logged = [one.state.log_history[0][name] for one in (trl, dash)]
             assert logged[1] == pytest.approx(logged[0], rel=0.1), (budget, name)

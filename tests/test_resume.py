@@ -6,18 +6,23 @@ import shutil
 import zlib
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from dash_trl import DASHTrainer, manifest
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.rollout import SavedRun, Shapes, one_run, why_a_new_window
+from tests import doubles
+from tests.doubles import WIDER, SaveEarly, same
 from tests.tiny import ScriptedReward, prompts, refusal, refused, run
+
+# 32 rows per window and 16 per optimizer step
+recorded = partial(doubles.recorded, steps_per_generation=8, reward=ScriptedReward(constant=0.2))
 
 
 def saved_files(run, runs):
@@ -105,61 +110,14 @@ def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp
     assert [*manifest.runs_of(tmp_path / "checkpoint-2").values()] == [1, 2]
 
 
-class SeededRollouts:
-    """Completions that depend on torch's random state, as sampling does: a resumed run has to restore it."""
-
-    def __call__(self, prompts, trainer):
-        ids = [torch.randint(4, 260, (int(torch.randint(1, 20, ())),)).tolist() for _ in prompts]
-        return {
-            "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
-            "completion_ids": ids,
-            "logprobs": None,
-        }
-
-
-def recorded(model, output, resume=None, **settings):
-    """The prompts of each generation of a run with 32 rows per window and 16 per optimizer step, and the trainer."""
-    seen = []
-
-    class Reward(ScriptedReward):
-        def __call__(self, prompts, **kwargs):
-            seen.append(prompts[::4])
-            return super().__call__(prompts, **kwargs)
-
-    defaults = {"steps_per_generation": 8, "dataset": prompts(64), "reward": Reward(constant=0.2)}
-    defaults |= {"rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
-    return seen, run(DASHTrainer, model, output, resume=resume, **{**defaults, **settings})
-
-
-class SaveEarly(TrainerCallback):
-    """As `enable_jit_checkpoint` saves, before the optimizer steps: checkpoint 5 is from within step 6."""
-
-    def __init__(self, at=5):
-        self.at = at
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer.optimizer.param_groups[0]["d_hat"] = 1.0  # as Prodigy's steps add settings
-        if state.global_step == self.at:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
 @pytest.fixture(scope="module")
 def saved(tiny_model, tmp_path_factory):
     """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end."""
-    output, early = tmp_path_factory.mktemp("saved"), SaveEarly()
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
-    settings |= {"callbacks": [early], "prepare": lambda trainer: setattr(early, "trainer", trainer)}
+    output = tmp_path_factory.mktemp("saved")
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "callbacks": [SaveEarly()]}
     windows, whole = recorded(tiny_model, output, **settings)
     assert len(windows) == 3 and len(windows[0]) == 8
     return windows, output, whole
-
-
-def same(whole, resumed):
-    """Parameters, and what was logged on the way."""
-    rewards = [[log["reward"] for log in one.state.log_history if "reward" in log] for one in (whole, resumed)]
-    assert rewards[0] == rewards[1] and whole.state.epoch == resumed.state.epoch
-    assert whole._step == resumed._step and whole.state.global_step == resumed.state.global_step
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("at", [3, 5], ids=["in the middle of a window", "within a step, which is repeated"])
@@ -197,9 +155,6 @@ def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, w
 # ---------------------------------------------------------------------- with other shapes than the checkpoint's
 
 
-WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-
-
 def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
     windows, output, _ = saved
     with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
@@ -226,11 +181,11 @@ def test_a_run_that_has_ended_makes_no_further_step(tiny_model, tmp_path, saved)
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
 def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shapes):
-    """With `ignore_data_skip` they do; of the checkpoint's window, the rest is used where it can be."""
+    """With `ignore_data_skip` they do; the rest of the checkpoint's window is left out."""
     windows, output, _ = saved
     checkpoint = str(output / "checkpoint-3")  # half of the second window is used
     seen, trainer = recorded(tiny_model, tmp_path, checkpoint, max_steps=6, ignore_data_skip=True, **shapes)
-    assert seen == (windows[:1] if not shapes else windows[:2])
+    assert seen == windows[:2]
     assert trainer.state.global_step == 6
 
 
@@ -239,13 +194,15 @@ def test_another_kind_of_weights_is_refused(tiny_model, tmp_path, saved):
     lora = LoraConfig(target_modules=["q_proj"])
     adapted = tmp_path / "adapted"
     run(DASHTrainer, tiny_model, adapted, peft_config=lora, save_strategy="steps", save_steps=1)
+    card = (adapted / "README.md").read_text()
+    assert f"of `{tiny_model}`" in card and f"model='{adapted}'" in card
     full, adapter = str(saved[1] / "checkpoint-3"), str(adapted / "checkpoint-1")
     for checkpoint, settings, said in (
         (full, {"peft_config": lora}, "the weights of a whole model, but .* an adapter"),
         (adapter, {}, "the weights of an adapter, but this run trains all weights"),
     ):
-        found = refusal(recorded, tiny_model, tmp_path, checkpoint, max_steps=6, **settings)
-        assert re.search(f"{checkpoint} .*{said}.* new run with its weights", found)
+        said = f"{checkpoint} .*{said}.* new run with its weights"
+        refused(said, recorded, tiny_model, tmp_path, checkpoint, max_steps=6, **settings)
 
 
 def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, saved):
@@ -308,7 +265,7 @@ SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 
 
 def test_ranks_agree_or_refuse_together():
-    for found in ([SAVED, None], [None, SAVED], [SAVED, replace(SAVED, step=8)]):
+    for found in ([None, SAVED], [SAVED, replace(SAVED, step=8)]):
         refused("is missing, or of another step", one_run, found, 2, "checkpoint-1")
     assert one_run([SAVED, SAVED], 2, "checkpoint-1") == SAVED
     assert one_run([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
@@ -323,7 +280,6 @@ GOES_ON = [
     ({}, (0, 8), HALVED, (0, 4), "new"),
     ({}, (0, 8), HALVED, (0, 2), "refused"),  # prompts used twice
     ({}, (0, 8), HALVED, (0, 6), "refused"),  # lost
-    ({}, (0, 8), HALVED, (0, 3), "refused"),  # within a window
     ({}, (0, 6), HALVED, (0, 4), "new"),  # the rest of a window whose prompts were used is thrown away
     ({}, (0, 8), {"processes": 1}, (0, 16), "new"),
     ({"num_iterations": 2}, (0, 8), {}, (0, 4), "new"),
@@ -341,11 +297,10 @@ def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice():
     for old, used, new, start, verdict in GOES_ON:
         saved = SavedRun(replace(SHAPES, **old), position=used, step=4, skipped_steps=0, window=None)
         now = replace(SHAPES, **new)
-        for ignore in (False, True):
-            refused = verdict == "refused" and not ignore
-            with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
-                reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
-                assert (reason is None) == (verdict == "old"), (old, used, new, start, ignore)
+        refused = verdict == "refused"
+        with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
+            reason = why_a_new_window(saved, now, start, checkpoint="c")
+            assert (reason is None) == (verdict == "old"), (old, used, new, start)
 
 
 def test_a_position_is_counted_in_micro_batches():

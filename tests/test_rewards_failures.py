@@ -31,8 +31,8 @@ def test_a_function_that_breaks_its_contract_stops_the_run():
         refused(said, raise_reward_error, [watched])
 
 
-def test_a_failure_outweighs_another_functions_number():
-    """Rows: both scored; one not applicable; one failed; a reward model's NaN."""
+def test_a_failure_outweighs_another_functions_number(caplog):
+    """Rows: both scored; one not applicable; one failed; a reward model's NaN. Failures are said once."""
     first = watch(lambda completions, **kwargs: [1.0, None, NAN, 1.0], "first")
     call(first)
     model = torch.nn.Linear(1, 1)
@@ -44,6 +44,9 @@ def test_a_failure_outweighs_another_functions_number():
     assert failures.failed.keys() == {"first", "model"}
     assert ours.isnan().all(dim=1).tolist() == [False, False, True, True]
     assert ours[1].isnan().tolist() == [True, False]
+    of_first, of_model = (record.message for record in caplog.records)
+    assert "'first'" in of_first
+    assert "on the first of them it returned nan. These completions (25.0% of the batch) are unscored" in of_model
 
 
 def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
@@ -74,7 +77,7 @@ def batches(outcomes, elsewhere=None):
         How many batches passed, and the error that ended the run.
     """
     others = [] if elsewhere is None else [elsewhere]
-    kinds = torch.tensor([int(math.isnan(value)) for value in others], dtype=torch.long).view(-1, 1)
+    kinds = torch.tensor([int(math.isnan(value)) for value in others], dtype=torch.long)
 
     script = iter(outcomes)
 
@@ -148,15 +151,3 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1
     assert "Of the last window's rows 100% have no signal" in caplog.text
-    assert (
-        caplog.text.count("Nothing was learned: no row was kept in the 11 generation windows since the run began") == 1
-    )
-
-
-def test_failures_are_said_once(caplog):
-    """Those of a reward model, too, and in an evaluation."""
-    failures = FailureWatch([torch.nn.Linear(1, 1)] * 2, ["judge", "code"])
-    rewards = torch.tensor([[1.0, 1.0]] * 17 + [[1.0, NAN]] * 3)
-    assert all(failures.unscore(rewards, None, counts=counts)[:17].eq(1).all() for counts in (False, True))
-    (record,) = caplog.records
-    assert "on the first of them it returned nan. These completions (15.0% of the batch) are unscored" in record.message

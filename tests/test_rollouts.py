@@ -2,23 +2,17 @@
 
 import torch
 
-from dash_trl.rollout import Survivors
+from dash_trl import RolloutBatch
+from tests.tiny import rows_of
 
 
-def rollouts() -> Survivors:
-    prompt_mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
-    completion_mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    return Survivors(
-        prompt_ids=torch.arange(12).view(3, 4) * prompt_mask,
-        prompt_mask=prompt_mask,
-        completion_ids=torch.arange(15).view(3, 5) * completion_mask,
-        completion_mask=completion_mask,
-        group=torch.zeros(3, dtype=torch.long),
-        policy_version=torch.zeros(3, 2, dtype=torch.long),
-        rewards=torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]]),
-        advantages=torch.tensor([0.5, -0.5, 1.0]),
-        importance_sampling_ratio=torch.ones(3, 1),
-    )
+def rollouts() -> RolloutBatch:
+    batch = rows_of([[2, 3], [5, 6, 7], [8, 9, 10, 11]], [[0, 1, 2], [5], [10, 11, 12, 13, 14]])
+    batch.policy_version = torch.zeros(3, 2, dtype=torch.long)
+    batch.rewards = torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]])
+    batch.advantages = torch.tensor([0.5, -0.5, 1.0])
+    batch.importance_sampling_ratio = torch.ones(3, 1)
+    return batch
 
 
 def test_a_micro_batch():
@@ -48,7 +42,7 @@ def test_completions_have_two_columns_at_least():
     for field in ("completion_ids", "completion_mask"):
         setattr(batch, field, getattr(batch, field)[:, :1])
     for rows in ([0], []):
-        inputs = batch.survivors(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
+        inputs = batch.micro_batch(rows, size=2, pad_token_id=99)
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
         assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
         assert inputs["importance_sampling_ratio"].tolist() == [[1.0, 1.0]] * 2

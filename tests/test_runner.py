@@ -17,10 +17,9 @@ from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import Score, failure_of, raise_reward_error, unpack, watch
 from dash_trl.workers import ThreadCalls
-from tests.tiny import refusal, refused, run
+from tests.tiny import prompts, refusal, refused, run
 
 NAN = math.nan
-COLUMNS = {"prompt": ["1 + 2 = ", "3 + 4 = "] * 16, "answer": [3, 7] * 16, "level": ["easy", "hard"] * 16}
 
 
 def rows(count, **columns):
@@ -257,25 +256,13 @@ def test_a_call_outside_of_a_trainer_starts_only_its_function():
     assert called == [2] * 4
 
 
-def test_a_function_that_is_listed_twice_is_called_once(tiny_model, tmp_path):
-    called = []
-
-    def score(completion):
-        called.append(completion)
-        return 1.0
-
-    twice = RewardRunner(score).rewards * 2
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[*twice, RewardRunner(lambda completion: 2.0)])
-    assert trainer.state.log_history[0]["reward"] == 4.0 and len(called) == 16
-
-
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
 
 
 def test_what_runs_the_calls_may_fail(monkeypatch, tiny_model, tmp_path):
     """As a cluster that does not answer: an error of the run, on all ranks."""
 
-    def fail(self, calls):
+    def fail(self, function, arguments, *, timeout):
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr(ThreadCalls, "submit", fail)
@@ -343,19 +330,14 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
 
 
 def test_mistakes_are_said_before_the_model_is_loaded(unloadable, tiny_model, tmp_path):
-    misspelt = "asks for 'anwser', but it can get only"
-    for reward, message in (
-        (lambda completion, anwser: 1.0, misspelt),
-        (lambda text: 1.0, "none of the forms"),
-    ):
-        refused(
-            message,
-            DASHTrainer,
-            model=tiny_model,
-            reward_funcs=reward,
-            args=DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4),
-            train_dataset=Dataset.from_dict({**COLUMNS, "number": [1] * 32}),
-        )
+    refused(
+        "asks for 'anwser', but it can get only",
+        DASHTrainer,
+        model=tiny_model,
+        reward_funcs=lambda completion, anwser: 1.0,
+        args=DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4),
+        train_dataset=prompts(16),
+    )
 
 
 def test_post_process_scores_needs_whole_groups():
@@ -367,10 +349,10 @@ def test_post_process_scores_needs_whole_groups():
         check_rewards,
         unpack(Centred()),
         args,
-        None,
-        None,
+        {},
+        False,
     )
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
     assert "2 completions (per_device_eval_batch_size), which is not a multiple of" in refusal(
-        check_rewards, unpack(Centred()), args, None, Dataset.from_dict({"number": [1]})
+        check_rewards, unpack(Centred()), args, {"eval_dataset": Dataset.from_dict({"number": [1]})}, False
     )

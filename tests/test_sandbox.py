@@ -16,13 +16,11 @@ import pytest
 
 from dash_trl.sandbox import Sandbox, SandboxError
 from dash_trl.sandbox.box import ENVIRONMENT
-from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
+from tests.attacks import FILES, FORGED, LEFT_BEHIND, LIMITS, LONG, OUTWARD, TESTS, TOO_MUCH, UNSCORED, programs
 
 ROOT = Path(__file__).resolve().parents[1]
 SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
-TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
-LIMITS = {"cpu_seconds": 1, "wall_seconds": 10, "memory": 512 << 20, "disk": 8 << 20, "processes": 2}
 # If the trainer is root, a test can become root, but gets no rights.
 AS_ROOT = """
 user = os.getuid()
@@ -32,13 +30,6 @@ os.setresuid(user, user, -1)
 assert f() and not writable and ('CapEff:\t00000000000000c0' in rights or 'CapEff:\t0000000000000000' in rights)
 """
 ATTACKS = TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND
-# A second or more each, of what others show, too.
-LONG = {
-    *("an endless loop", "an endless loop while it is loaded", "threads that never end", "printing 1 GB and more"),
-    *("deep recursion without Python's limit", "an endless loop that ignores all signals", "10 GB bit by bit"),
-    *("a fork bomb", "a huge value", "a daemon that stays when its program exits", "the test file read and rewritten"),
-    *("its tests stopped", "deep recursion in C without Python's limit"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +143,12 @@ def said(script: str, *become: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-RENAMES = (
-    "import os\ntry: os.rename({!r}, '/tmp/other')\nexcept OSError: pass\ndef f(): return os.path.exists('/tmp/other')"
-)
 ATTACKED = """
 import os, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dash_trl.sandbox import Sandbox
 from dash_trl.sandbox.box import ENVIRONMENT
-from tests.attacks import FILES, LEFT_BEHIND, OUTWARD
-from tests.test_sandbox import LIMITS, LONG, RENAMES, TESTS
+from tests.attacks import FILES, LEFT_BEHIND, LIMITS, LONG, OUTWARD, RENAMES, TESTS
 box, attacks = Sandbox(**LIMITS), OUTWARD | FILES | LEFT_BEHIND
 names = [name for name in attacks if name not in LONG]
 made = [attacks[name].replace("PID", str(os.getpid())).replace("FOLDER", sys.base_prefix) for name in names]

@@ -42,29 +42,26 @@ http.server.HTTPServer(("127.0.0.1", int(port)), Healthy).serve_forever()
 """
 
 
-def test_a_key_guards_all_endpoints(monkeypatch):
-    """Those for weights and for health, too, which vLLM's own check leaves out."""
+def test_a_key_guards_all_connections(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     module, _, name = serve.FLAGS[serve.FLAGS.index("--middleware") + 1].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
 
-    def reached(**scope: object) -> list[object]:
-        """What a request comes to: the application, or an answer of the middleware."""
+    def reached(connection: str, *headers: tuple[bytes, bytes]) -> tuple[str, int | None]:
+        """What a request comes to first: the application, or an answer of the middleware."""
         found = []
 
-        async def note(*received: object) -> None:
+        async def note(*received: dict) -> None:
             found.append(received[0])
 
-        asyncio.run(kind(note)(scope, None, note))
-        return found
+        asyncio.run(kind(note)({"type": connection, "headers": headers}, None, note))
+        return found[0]["type"], found[0].get("status")
 
-    for sent in (b"Bearer other", None, b"Bearer secret"):
-        headers = [] if sent is None else [(b"authorization", sent)]
-        for scope in ({"type": "http", "path": "/collective_rpc"}, {"type": "http", "path": "/health"}):
-            found = reached(**scope, headers=headers)
-            assert found == [{**scope, "headers": headers}] if sent == b"Bearer secret" else found[0]["status"] == 401
-        (said,) = reached(type="websocket", headers=headers)
-        assert said["type"] == ("websocket" if sent == b"Bearer secret" else "websocket.close")
+    for headers in ([], [(b"authorization", b"Bearer other")]):
+        assert reached("http", *headers) == ("http.response.start", 401)
+        assert reached("websocket", *headers) == ("websocket.close", None)
+    for connection in ("http", "websocket"):
+        assert reached(connection, (b"authorization", b"Bearer secret")) == (connection, None)
     monkeypatch.delenv("VLLM_API_KEY")
     assert "needs a key: set the environment variable VLLM_API_KEY" in refusal(kind, None)
 
@@ -142,7 +139,7 @@ def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):
 
 
 def test_a_server_that_does_not_start_says_why(program):
-    with pytest.raises(RuntimeError, match="(?s)did not start.*server_0.log:.*no such model"):
+    with pytest.raises(ValueError, match="(?s)did not start.*server_0.log:.*no such model"):
         said(program, "no-model")
 
 

@@ -3,7 +3,6 @@
 import re
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import sft
@@ -15,10 +14,10 @@ from transformers import AutoTokenizer
 from dash_trl import script
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
+from tests.launching import ROOT
 from tests.test_examples import flags
 from tests.tiny import read_rows, refused, write_rows
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
 ON_CPU = {"report_to": "none"}
 SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
@@ -94,7 +93,6 @@ def test_table_8():
         assert f"--config examples/configs/{path.name}" in path.read_text()
 
 
-GOOD = {"prompt": "1+1", "completion": "2"}
 MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.jsonl"}, {"completions": "rows.jsonl"})
 
 
@@ -102,13 +100,9 @@ def test_mistakes(own_folder, monkeypatch):
     mistakes = [
         # half a task, or two
         (MODEL, [], "model_name_or_path='model' with dataset_name=None: give both"),
-        (DATA, [], "model_name_or_path=None with dataset_name='own.jsonl': give both"),
         ({**MODEL, **FILE, "lora_r": "64"}, [], r"\['lora_r'\] have no effect without --use_peft"),
-        ({"model_name_or_path": "./nowhere", **FILE}, [GOOD], "model='./nowhere' cannot be loaded"),
         # the file of completions, by datasets
-        ({**FILE, "completions": "none.jsonl"}, [], "Unable to find .*none.jsonl"),
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
-        ({"model_name_or_path": "toy", **FILE}, [{"prompt": "p"}], r"\['completion'\] not in the dataset"),
         # the dataset
         ({**MODEL, **DATA}, [], r"Row 0 lacks a solution \(an answer alone is none"),
         ({**MODEL, "dataset_name": "code.jsonl"}, [], "Row 0 lacks a solution"),
@@ -117,8 +111,7 @@ def test_mistakes(own_folder, monkeypatch):
     write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
     for settings, rows, message in mistakes:
         write_rows(own_folder / "rows.jsonl", rows)
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            sft.main(flags({**SMALL, **settings}))
+        refused(message, sft.main, flags({**SMALL, **settings}))
 
 
 def test_a_chat_template_that_never_ends_is_refused(toy):

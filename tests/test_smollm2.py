@@ -3,38 +3,29 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from dash_trl import DASHConfig, DASHTrainer, serve
-from tests.tiny import assert_same_update, noting, parameters
+from dash_trl import DASHTrainer, serve
+from tests.launching import ROOT
+from tests.tiny import assert_same_update, noting, parameters, run
 
-ROOT = Path(__file__).parents[1]
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
 SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "num_generations": 4,
     "max_completion_length": 64,
     "max_steps": 2,
-    "optim": "sgd",
     "learning_rate": 0.03,  # smaller updates would be lost in the rounding of the weights
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
     "shuffle_dataset": False,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
 }
+
+
+def in_float32(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -65,10 +56,13 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_p
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
     sampled, tokenizer = noting("on_rollouts_sampled", as_sampled), AutoTokenizer.from_pretrained(path)
     prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
-    given = {"reward_funcs": odd, "train_dataset": Dataset.from_dict({"prompt": prompts}), "model": path}
+
+    def trained(kind: Any, **settings: Any) -> Any:
+        model, dataset = in_float32(path), Dataset.from_dict({"prompt": prompts})
+        return run(kind, path, tmp_path, loaded=model, reward=odd, dataset=dataset, **SETTINGS, **settings)
+
     server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}
-    ours = DASHTrainer(args=DASHConfig(str(tmp_path), **SETTINGS, **server), callbacks=[sampled], **given)
-    ours.train()
+    ours = trained(DASHTrainer, callbacks=[sampled], **server)
     first, _ = sampled.noted
     assert tokenizer.batch_decode(first["prompt_ids"][::4]) == [
         tokenizer.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in prompts
@@ -78,11 +72,6 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_p
     logs = ours.state.log_history[:2]
     assert all(abs(log["off_policy/ratio_mean"] - 1) < 1e-3 and log["off_policy/kl"] < 1e-6 for log in logs)
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
-    trl = GRPOTrainer(
-        args=GRPOConfig(str(tmp_path), **SETTINGS),
-        rollout_func=lambda prompts, trainer: sampled.noted.pop(0),
-        **given,
-    )
-    trl.train()
-    start = parameters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    trl = trained(GRPOTrainer, rollouts=lambda prompts, trainer: sampled.noted.pop(0))
+    start = parameters(in_float32(path))
     assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5)

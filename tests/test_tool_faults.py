@@ -1,4 +1,4 @@
-"""Faults of tools and environments: each costs its own row at most, and the run goes on.
+"""Faults of tools and environments: each costs its own row at most, and the run goes on. `test_backends.py` has more.
 
 Every row is accounted for once, and what hangs is left alone after its time.
 """
@@ -16,19 +16,13 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHTrainer, ProcessTool, RewardRunner
+from dash_trl import DASHTrainer, ProcessTool
 from dash_trl.tools import ToolCalls
-from tests.scripted_turns import PARTS, SMALL, Judge, answered, parsed, plays, save_tool_model, user, written
-from tests.test_tools_training import corrects
-from tests.tiny import noting, run
+from tests.scripted_turns import SMALL, Judge, answered, parsed, plays, user, written
+from tests.tiny import corrects, noting, run
 
 TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tool_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -69,22 +63,18 @@ def error(text: str) -> str:
 # name → (what a function does, what the policy reads)
 FATES: dict[str, tuple[Callable[[], Any], Any]] = {
     "raises": (lambda: raises(ValueError("no")), error("no")),
-    "exits": (lambda: raises(SystemExit(3)), error("3")),
-    "is interrupted": (lambda: raises(KeyboardInterrupt("now")), error("now")),
-    "is cancelled": (lambda: raises(asyncio.CancelledError("so")), error("so")),
-    "is closed": (lambda: raises(GeneratorExit()), error("")),
+    "exits": (lambda: raises(SystemExit(3)), error("SystemExit: 3")),
+    "is cancelled": (lambda: raises(asyncio.CancelledError("so")), error("CancelledError: so")),
+    "is closed": (lambda: raises(GeneratorExit()), error("GeneratorExit: ")),
     "hangs": (lambda: NEVER.wait() and "late", GONE),
-    "a text that exits": (lambda: Written(lambda: raises(SystemExit())), error("")),
     "a text that fails": (lambda: Written(lambda: None), error("__str__ returned non-string (type NoneType)")),
     "a text that hangs": (lambda: Written(lambda: NEVER.wait() and ""), GONE),
     "half a character": (lambda: "a\ud800b", "a?b"),
     "half a character in a block": (lambda: [{"type": "text", "text": "\udcff"}], [{"type": "text", "text": "?"}]),
-    "a block of text": (lambda: PARTS, PARTS),
     "a block without text": (lambda: [{"type": "text"}], "[{'type': 'text'}]"),
     "no blocks": (list, "[]"),
     "bytes": (lambda: b"\xff", "b'\\xff'"),
-    "too much text": (lambda: "z" * 1_000_000, NO_ROOM),
-    "megabytes": (lambda: "z" * 20_000_000, NO_ROOM),
+    "too much text": (lambda: "z" * 20_000_000, NO_ROOM),
 }
 
 
@@ -105,12 +95,7 @@ async def act_later(fate: str) -> Any:
     """
     if fate == "hangs":
         await asyncio.Event().wait()
-    if fate == "does not let itself be cancelled":
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.Event().wait()
-    return NEVER.wait() if fate == "blocks the loop" else act(fate)
+    return act(fate)
 
 
 def act_apart_of() -> Callable[..., Any]:
@@ -130,7 +115,7 @@ def act_apart_of() -> Callable[..., Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         if fate == "hangs":
             threading.Event().wait()
-        return threading.Lock() if fate == "cannot be sent" else f"{fate} there"
+        return f"{fate} there"
 
     return act_apart
 
@@ -139,14 +124,11 @@ APART = {
     "works": "works there",
     "dies": error("killed by SIGKILL"),
     "hangs": error(f"took more than {TIMEOUT:g} s"),
-    "cannot be sent": error("cannot pickle '_thread.lock' object"),
 }
-HANGING = ("does not let itself be cancelled", "blocks the loop")  # beside those with a name that says it
 OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs"]
 ROWS: list[tuple[str, str]] = [  # where, fate
     *(("act", fate) for fate in FATES),
-    *(("act_later", fate) for fate in FATES if "hangs" not in fate),
-    *(("act_later", fate) for fate in ("hangs", *HANGING)),
+    *(("act_later", fate) for fate in FATES if fate != "a text that hangs"),
     *(("act_apart", fate) for fate in APART),
     *(("method", fate) for fate in ("raises", "hangs", "exits")),
     *((where, fate) for where in ("reset", "get_reward") for fate in OF_ENVIRONMENTS),
@@ -199,12 +181,8 @@ def expected(where: str, fate: str) -> tuple[list[dict[str, Any]], bool]:
         return [{"role": "assistant", "content": ""} if fate else parsed("no")], not fate
     if where == "get_reward":
         return [parsed("no")], fate in ("", "None")
-    read = APART[fate] if where == "act_apart" else FATES.get(fate, (None, GONE))[1]
-    if where == "act_later" and fate == "is cancelled":
-        read = error("so")
+    read = APART[fate] if where == "act_apart" else FATES[fate][1]
     turns = [parsed("", (where, {"fate": fate}))]
-    if fate == "blocks the loop":
-        turns = [parsed("", ("act", {"fate": "bytes"})), *answered(("act", FATES["bytes"][1])), *turns]
     if not isinstance(read, Gone):
         turns += [*answered((where, read)), parsed("done")]
     return turns, read is not GONE
@@ -215,9 +193,7 @@ def script(text: str, asked: int) -> Sequence[str]:
     where, _, fate = text.partition("<user>")[2].partition("<|im_end|>")[0].partition(": ")
     if asked or where in ("reset", "get_reward", "fine"):
         return [written("no")]
-    call = written("", (where, {"fate": fate}))
-    # By itself in its round: a loop that is blocked takes all calls with it that have begun there.
-    return [written("", ("act", {"fate": "bytes"})), call] if fate == "blocks the loop" else [call, written("done")]
+    return [written("", (where, {"fate": fate})), written("done")]
 
 
 def rows_of(rollouts: Any) -> list[tuple[dict[str, Any], Any, list[float]]]:
@@ -240,11 +216,11 @@ def train(model: str, output: Path, **settings: Any) -> Any:
     return run(DASHTrainer, model, output, **{**SMALL, **defaults, **settings})
 
 
-def test_what_becomes_of_a_row(model, tmp_path):
+def test_what_becomes_of_a_row(tool_model, tmp_path):
     """Rows that hang are by themselves, so that no other call runs out of time on a busy machine."""
-    hanging = [row for row in ROWS if "hangs" in row[1] or row[1] in HANGING]
-    check_window(model, tmp_path, [row for row in ROWS if row not in hanging], 600.0, "raises")
-    check_window(model, tmp_path, hanging, TIMEOUT, "hangs")
+    hanging = [row for row in ROWS if "hangs" in row[1]]
+    check_window(tool_model, tmp_path, [row for row in ROWS if row not in hanging], 600.0, "raises")
+    check_window(tool_model, tmp_path, hanging, TIMEOUT, "hangs")
 
 
 def check_window(model: str, output: Path, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
@@ -293,37 +269,11 @@ def check_window(model: str, output: Path, rows: Sequence[tuple[str, str]], time
 # ---------------------------------------------------------------------- whole runs
 
 
-class Numbered:
-    """Its reward is the number of its row."""
-
-    def reset(self, number: float, **columns: Any) -> None:
-        self.number = number
-
-    def get_reward(self) -> float:
-        return self.number
-
-
 def numbers(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [user(f"fine: {one}") for one in range(count)], "number": range(count)})
 
 
-def scored_later(completion: Any) -> float:
-    return float(len(completion))
-
-
-def test_environments_of_a_window_that_is_sampled_ahead(model, tmp_path):
-    """Rewards ask those of the rows that they score, though later rows and an evaluation have others meanwhile."""
-    seen = noting("on_rewards", rows_of)
-    settings = {"dataset": numbers(8), "eval_dataset": numbers(2), "per_device_eval_batch_size": 4}
-    settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4, "max_steps": 3}
-    with RewardRunner(scored_later) as runner:
-        more = {"environment_factory": Numbered}
-        train(model, tmp_path, reward=runner, async_level=1, callbacks=[seen], more=more, **settings)
-    rows = [(columns["number"], rewards[1]) for window in seen.noted for columns, _, rewards in window]
-    assert len(rows) == 12 and all(number == reward for number, reward in rows)
-
-
-def test_nothing_of_a_run_stays(model, tmp_path):
+def test_nothing_of_a_run_stays(tool_model, tmp_path):
     """An environment that has failed goes at once, the others with the trainer, but for those in hung calls."""
     made: list[weakref.ref[Any]] = []
 
@@ -339,7 +289,7 @@ def test_nothing_of_a_run_stays(model, tmp_path):
     rows = [("reset", "raises"), ("act", "hangs"), ("method", "hangs"), ("fine", "0")]
     more = {"environment_factory": factory, "tools": [act]}
     settings = {"dataset": problems(rows), "per_device_train_batch_size": 8, "max_steps": 2, "tool_timeout": TIMEOUT}
-    trainer = train(model, tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
+    trainer = train(tool_model, tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
     trainer.environments = None
     # Of six that failed, two did so in the last window, and one is in a call; TRL keeps the first.
     assert len(made) == 12 and left() <= 6 + 2 + 1 + 1
@@ -353,7 +303,7 @@ class Talkative:
         return "z" * 200
 
 
-def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_path):
+def test_an_observation_beyond_the_sampler_s_context_fails_its_row(tool_model, tmp_path):
     """A server may have room for less than the model, and would refuse the request."""
 
     def small(trainer: Any) -> None:
@@ -361,7 +311,7 @@ def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_pa
 
     prepare = plays(script, corrects, small)
     with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
-        train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
+        train(tool_model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
 
 
 class Away:
@@ -372,17 +322,17 @@ class Away:
             raise ConnectionError("away")
 
 
-def test_a_later_window_whose_rows_all_fail_costs_its_step(model, tmp_path):
+def test_a_later_window_whose_rows_all_fail_costs_its_step(tool_model, tmp_path):
     """vLLM in this process is not asked then, and has the weights of the step before."""
 
     settings = {"dataset": numbers(3), "max_steps": 3, "prepare": plays(script, corrects)}
-    trainer = train(model, tmp_path, more={"environment_factory": Away}, **settings)
+    trainer = train(tool_model, tmp_path, more={"environment_factory": Away}, **settings)
     assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
 
 
-def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
+def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(tool_model, tmp_path):
     trainer = train(
-        model,
+        tool_model,
         tmp_path,
         reward=lambda completions, **_: [1000.0 if "tool_calls" in one[-1] else 7.0 for one in completions],
         dataset=problems([("fine", "")]),
@@ -399,16 +349,16 @@ def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
 # ---------------------------------------------------------------------- what the policy writes
 
 
-def test_what_the_policy_writes_ends_no_run(model, tmp_path):
+def test_what_the_policy_writes_ends_no_run(tool_model, tmp_path):
     """JSON that is too deep, and half a character."""
     deep = "<function:act>" + "[" * 3000 + "</>"
     turns = {"deep": deep + "<|im_end|>", "half": '<function:act>{"fate": "\\ud800"}</><|im_end|>'}
     judge, said = Judge(), lambda text, asked: [turns["deep" if "deep" in text else "half"], written("done")]
     settings = {"prepare": plays(said), "max_completion_length": 4000, "per_device_train_batch_size": 4}
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(tool_model)
     loaded.config.max_position_embeddings = 8192
     rows = problems([(name, "") for name in turns])
-    train(model, tmp_path, loaded=loaded, dataset=rows, more={"tools": [act]}, reward=judge, **settings)
+    train(tool_model, tmp_path, loaded=loaded, dataset=rows, more={"tools": [act]}, reward=judge, **settings)
     first = [completion[0] for completion in judge.asked[0]["completions"][::2]]
     assert first == [parsed(deep), parsed("", ("act", {"fate": "\ud800"}))]
 

@@ -1,4 +1,4 @@
-"""Tools and environments: what becomes of each row, and each mistake. Both are what they are with TRL's `GRPOTrainer`.
+"""Tools and environments: what becomes of each row is what becomes of it with TRL's `GRPOTrainer`.
 
 The turns are scripted.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
-from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from dash_trl import DASHTrainer
@@ -21,20 +20,18 @@ from tests.scripted_turns import (
     SMALL,
     Counter,
     Echo,
-    Judge,
     Mute,
     add,
+    check_as_trl,
     fails,
     fill,
     later,
     parsed,
-    plays,
     save_tool_model,
     user,
     written,
 )
-from tests.test_tools_training import check_as_trl
-from tests.tiny import EOS, refusal, run, tiny_tokenizer
+from tests.tiny import EOS, refusal, refused, run, tiny_tokenizer
 
 BUDGET = SMALL["max_completion_length"]
 CONTEXT = 512
@@ -43,11 +40,6 @@ ADD, LATER = ("add", {"a": 1, "b": 2}), ("later", {"text": "x"})
 DONE, CALL = written("done"), written("", ADD)
 Turns = Sequence[str | list[int]]
 PROBLEM = Dataset.from_dict({"prompt": [user("a")]})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tool_model(tmp_path_factory.mktemp("model"))
 
 
 tokenizer = functools.cache(tiny_tokenizer)
@@ -178,12 +170,12 @@ def check_cases(model: str, output: Path, cases: dict[str, Turns], contents: Seq
     assert sum(map(len, found.asked[0]["completions"])) == messages
 
 
-def test_what_becomes_of_a_row(model, tmp_path):
+def test_what_becomes_of_a_row(tool_model, tmp_path):
     """The longest rows are apart, since TRL pads all rows to the longest prompt."""
-    check_cases(model, tmp_path / "short", CASES, list(CASES), 121)
+    check_cases(tool_model, tmp_path / "short", CASES, list(CASES), 121)
     used = sum(map(length, (SCHEMA, "<user>", END, "<assistant>", CALL, given("add", "3"))))
     contents = [character * (CONTEXT - left - used) for left, character in enumerate("yz")]
-    check_cases(model, tmp_path / "long", LONG, contents, 6)
+    check_cases(tool_model, tmp_path / "long", LONG, contents, 6)
 
 
 def calls_twice(text: str, asked: int) -> Turns:
@@ -191,8 +183,8 @@ def calls_twice(text: str, asked: int) -> Turns:
     return [written("no")] if asked % 2 else [CALL, CALL, DONE]
 
 
-def test_no_turn_may_call_a_tool(model, tmp_path):
-    found = check(model, tmp_path, calls_twice, max_tool_calling_iterations=0, more={"tools": [add]})
+def test_no_turn_may_call_a_tool(tool_model, tmp_path):
+    found = check(tool_model, tmp_path, calls_twice, max_tool_calling_iterations=0, more={"tools": [add]})
     assert found.asked[0]["completions"] == [[parsed("", ADD)], [parsed("no")]]
 
 
@@ -242,7 +234,7 @@ OBSERVATIONS = [
 HIDDEN = ["_hidden", "reset", "get_reward", "trap"]
 
 
-def test_an_environment_of_a_run(model, tmp_path):
+def test_an_environment_of_a_run(tool_model, tmp_path):
     """Two windows, with a tool beside it; the second row of each prompt calls what is no tool. Prompts are TRL's.
 
     An observation, a text or a list of parts, is appended to the last message, of a text or a list.
@@ -259,7 +251,7 @@ def test_an_environment_of_a_run(model, tmp_path):
             yield {"prompt": prompt, "observed": observed, "number": number}
 
     found = check(
-        model,
+        tool_model,
         tmp_path,
         script,
         dataset=IterableDataset.from_generator(examples),
@@ -278,14 +270,14 @@ def test_an_environment_of_a_run(model, tmp_path):
 MIXED = {"counter": Counter, "echo": Echo, "twin": Counter, "mute": Mute, "no owner": NoOwner, "class": ClassOwner}
 
 
-def test_environments_of_a_run(model, tmp_path):
+def test_environments_of_a_run(tool_model, tmp_path):
     """A window with six environments of five classes. A row that has no prompt begins with the observation.
 
     Each class that owns its reward has one column, of its own rows.
     """
     calls = {"count": {"step": 4}, "shout": {"text": "hey"}, "look": {}}
     found = check(
-        model,
+        tool_model,
         tmp_path,
         lambda text, asked: [DONE] if asked % 2 else calling(*calls.items()),
         dataset=Dataset.from_dict({"environment": list(MIXED), "observed": ["text", "", "parts", "", "", ""]}),
@@ -304,59 +296,27 @@ class OwnsItsData:
         return "guess"
 
 
-def test_an_environment_may_own_the_prompts(model, tmp_path):
+def test_an_environment_may_own_the_prompts(tool_model, tmp_path):
     """Without a dataset. Without tools, no calls are counted, and nobody answers what looks like one."""
     more = {"environment_factory": OwnsItsData, "train_dataset": None}
-    for other in ({}, {"processing_class": with_templates(model, response_template=None)}):  # which cannot parse
-        found = check(model, tmp_path, calls_twice, more=more | other)
+    for other in ({}, {"processing_class": with_templates(tool_model, response_template=None)}):  # which cannot parse
+        found = check(tool_model, tmp_path, calls_twice, more=more | other)
         assert [len(completion) for completion in found.asked[0]["completions"]] == [1, 1]
         assert not any(name.startswith("tools/") and name.endswith("frequency") for name in found.log[0])
 
 
-def test_an_environment_may_be_the_only_reward(model, tmp_path):
+def test_an_environment_may_be_the_only_reward(tool_model, tmp_path):
     more = {"environment_factory": Counter, "reward_funcs": None}
     script = lambda text, asked: [DONE] if asked else calling(("count", {"step": 4}))  # noqa: E731
-    log = check(model, tmp_path, script, reward_weights=None, more=more).log[0]
+    log = check(tool_model, tmp_path, script, reward_weights=None, more=more).log[0]
     assert log["rewards/Counter/mean"] == log["reward"] == 2 and log["grad_norm"] > 0
+    settings = {**SMALL, "dataset": PROBLEM, "in_process": True, "reward_pipeline": True}
+    assert "an environment that has get_reward" in refusal(
+        run, DASHTrainer, tool_model, tmp_path, more=more, **settings
+    )
 
 
-# ---------------------------------------------------------------------- mistakes
-
-
-class NoReset:
-    pass
-
-
-# name → (arguments of the trainer, what the message names)
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no reset": ({"environment_factory": NoReset}, "reset"),
-    "no reward": ({"tools": [add], "reward_funcs": None}, "reward"),
-    "no dataset": ({"tools": [add], "train_dataset": None}, "train_dataset"),
-    "no dataset for several": ({"environment_factory": {"a": Counter}, "train_dataset": None}, "train_dataset"),
-    "max_steps": ({"environment_factory": Counter, "train_dataset": None}, "max_steps"),
-    "an unknown environment": (
-        {
-            "environment_factory": {"a": Counter},
-            "train_dataset": PROBLEM.add_column("environment", ["b"]),
-        },
-        "'b'",
-    ),
-    "a template without tools": (
-        {"tools": [add], "chat_template": "{% for one in messages %}{{ one.content }}{% endfor %}"},
-        "template",
-    ),
-    "a template that nobody can parse": ({"tools": [add], "chat_template": None}, "response"),
-}
-
-
-@pytest.mark.parametrize("kind", [GRPOTrainer, DASHTrainer])
-def test_a_mistake_is_an_error(kind, model, tmp_path):
-    for name, (arguments, named) in MISTAKES.items():
-        more = dict(arguments)
-        if "chat_template" in arguments:
-            own = with_templates(model, response_template=None)
-            own.chat_template = more.pop("chat_template") or own.chat_template
-            more["processing_class"] = own
-        settings = {**SMALL, "prepare": plays(calls_twice), "reward": Judge(), "dataset": PROBLEM}
-        settings["max_steps"] = -1 if name == "max_steps" else 1
-        assert named in refusal(run, kind, model, tmp_path, in_process=True, more=more, **settings), name
+def test_an_unknown_environment(tool_model, tmp_path):
+    more, dataset = {"environment_factory": {"a": Counter}}, PROBLEM.add_column("environment", ["b"])
+    settings = {**SMALL, "in_process": True, "more": more, "dataset": dataset}
+    refused("environment='b', which is not among", run, DASHTrainer, tool_model, tmp_path, **settings)

@@ -5,7 +5,6 @@
 
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,17 +15,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from dash_trl import RewardRunner
-from tests.fake_server import factory
-from tests.scripted_turns import parsed, save_tool_model, user, written
-from tests.test_async import SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import EOS
+from tests.fake_server import SECONDS, STEP, Dated, asynchronous, factory, is_idle
+from tests.scripted_turns import parsed, user, written
+from tests.tiny import EOS, noting
+from tests.vllm_run import wait_until
 
 ROWS, TURNS = 16, 3  # of a window, of a row
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tool_model(tmp_path_factory.mktemp("model"))
 
 
 class Writer(Dated):
@@ -84,25 +78,25 @@ class Notes:
         return float(len(self.said))
 
 
-class Rows(Watch):
+def rows_of(rollouts):
     """The messages of each row, and the tokens that are its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[list[Any], list[int]]] = []
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
-        super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        own = (rollouts.tool_mask * rollouts.completion_mask).bool()
-        tokens = [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids, own, strict=True)]
-        self.rows += zip(rollouts.completions, tokens, strict=True)
+    own = (rollouts.tool_mask * rollouts.completion_mask).bool()
+    tokens = [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids, own, strict=True)]
+    return [*zip(rollouts.completions, tokens, strict=True)]
 
 
-def nothing(environment: Notes) -> None: ...
+def watch_rows():
+    return noting("on_rollouts_sampled", rows_of)
 
 
 def train(
-    model: str, output: Any, servers: list[Any], noted: Any = nothing, *, level: int = 0, **settings: Any
+    model: str,
+    output: Any,
+    servers: list[Any],
+    noted: Any = lambda environment: None,
+    *,
+    level: int = 0,
+    **settings: Any,
 ) -> list[Notes]:
     """A run without shuffling; returns the environments."""
     made = settings.pop("made", [])
@@ -118,20 +112,21 @@ def ends(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids[-1] == EOS) for ids in completion_ids]
 
 
-def check_rows(rows: Rows, tokenizer: Any) -> list[str]:
+def check_rows(watch: Any, tokenizer: Any) -> list[str]:
     """Each row is whole, and its own tokens are those of its turns. Returns the servers that wrote each."""
-    authors = ["".join(one["content"] for one in row if one["role"] == "assistant") for row, _ in rows.rows]
+    rows = [row for window in watch.noted for row in window]
+    authors = ["".join(one["content"] for one in row if one["role"] == "assistant") for row, _ in rows]
     noted = {"role": "tool", "name": "note", "content": "noted"}
-    for (row, own), (*first, last) in zip(rows.rows, authors, strict=True):
+    for (row, own), (*first, last) in zip(rows, authors, strict=True):
         calls = [(name, ("note", {"text": name})) for name in first]
         assert tokenizer.decode(own) == "".join([*(written(*call) for call in calls), written(last)])
         assert row == [one for call in calls for one in (parsed(*call), noted)] + [parsed(last)]
     return authors
 
 
-def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_turns(model, tmp_path, writers):
+def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_turns(tool_model, tmp_path, writers):
     """Its tools are not called again."""
-    dying, other, rows = writers(model, "a"), writers(model, "b"), Rows()
+    dying, other, rows = writers(tool_model, "a"), writers(tool_model, "b"), watch_rows()
     dead: list[str] = []
 
     def dies(prompt: str) -> None:
@@ -141,7 +136,7 @@ def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_
 
     dying.before = dies
     notes: list[str] = []
-    train(model, tmp_path, [dying, other], lambda environment: notes.append(environment.said[-1]), watch=rows)
+    train(tool_model, tmp_path, [dying, other], lambda environment: notes.append(environment.said[-1]), watch=rows)
     authors = check_rows(rows, other.tokenizer)
     assert len(authors) == ROWS and set(authors) == {"abb", "bbb"}
     assert Counter(notes) == Counter(name for author in authors for name in author[:-1])
@@ -155,84 +150,57 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_a_run_after_an_interrupt_uses_no_environment_at_work(model, tmp_path, writers, ctrl_c, level):
-    """A quarter of a window's rows wait for a tool, a quarter for a server, and the others have ended.
-
-    With `level` 0 the trainer waits for that window, with 1 it trains on the one before.
-    """
-    writer, rows, trainers, made = writers(model, "a"), Rows(), [], []
-    changed, run_ended, end = threading.Condition(), threading.Event(), threading.Event()
-    all_began = threading.Barrier(ROWS * (1 + level))  # of the next run
+def test_a_run_after_an_interrupt_uses_no_environment_at_work(tool_model, tmp_path, writers, ctrl_c):
+    """A quarter of a window's rows wait for a tool, a quarter for a server, and the others have ended."""
+    writer, rows, trainers, made = writers(tool_model, "a"), watch_rows(), [], []
+    run_ended, end = threading.Event(), threading.Event()
+    all_began = threading.Barrier(ROWS)  # of the next run
     seen: dict[str, list[Any]] = {"tool": [], "server": [], "end": []}
 
-    def see(where: str, who: Any) -> None:
-        with changed:
-            seen[where].append(who)
-            changed.notify_all()
-
     def noted(environment: Notes) -> None:
-        if environment.number == 4 * level and not run_ended.is_set():
-            see("tool", environment)
+        if environment.number == 0 and not run_ended.is_set():
+            seen["tool"].append(environment)
             end.wait(SECONDS)
 
     def reward(completion: Any, number: int) -> float:
-        if number // 4 == level and not run_ended.is_set():
-            see("end", number)
+        if not run_ended.is_set():
+            seen["end"].append(number)
         return float(number)
 
     def before(prompt: str) -> None:
         if run_ended.is_set():
             if "noted" not in prompt:
                 all_began.wait(SECONDS)
-        elif f">{4 * level + 1}+1=" in prompt and "noted" in prompt:
-            see("server", prompt)
+        elif ">1+1=" in prompt and "noted" in prompt:
+            seen["server"].append(prompt)
             end.wait(SECONDS)
 
-    def wait(ended: int) -> None:
-        with changed:
-            due = [4, 4, ended]
-            assert changed.wait_for(
-                lambda: all(len(one) >= n for one, n in zip(seen.values(), due, strict=True)), SECONDS
-            ), seen
-
-    def interrupt(window: int) -> None:
-        wait(0)  # rewards begin on this thread
-        fleet = trainers[0].vllm_generation.pool.fleet
-        while fleet.waiting or fleet.running() > 4:
-            time.sleep(0.01)
-        raise KeyboardInterrupt
-
     def press() -> None:
-        wait(8)
+        wait_until(lambda: [*map(len, seen.values())] == [4, 4, 8])
         ctrl_c()
         while not run_ended.wait(30):  # Python misses a signal that comes just before the thread blocks
             ctrl_c()
 
     writer.before = before
-    if level:
-        rows.wait = interrupt
-    else:
-        threading.Thread(target=press, daemon=True).start()
-    settings = {"watch": rows, "made": made, "prepare": trainers.append, "level": level, "max_steps": 1 + level}
+    threading.Thread(target=press, daemon=True).start()
+    settings = {"watch": rows, "made": made, "prepare": trainers.append}
     with RewardRunner(reward) as runner:
         with pytest.raises(KeyboardInterrupt):
-            train(model, tmp_path, [writer], noted, reward=runner, **settings)
-        assert nothing_in_work(trainers[0])
+            train(tool_model, tmp_path, [writer], noted, reward=runner, **settings)
+        assert is_idle(trainers[0].vllm_generation.pool)
         run_ended.set()
-        rows.wait, rows.rows = (lambda window: None), []
         resets = [one.resets for one in made]
-        ended = [one for one in made if one.number in (4 * level + 2, 4 * level + 3)]
+        ended = [one for one in made if one.number in (2, 3)]
         trainers[0].train()
-    assert check_rows(rows, writer.tokenizer) == ["aaa"] * ROWS * (1 + level)
+    assert check_rows(rows, writer.tokenizer) == ["aaa"] * ROWS
     again = [one for one, before in zip(made, resets, strict=False) if one.resets > before]
     assert not set(seen["tool"]) & set(again) and len(ended) == 8 and set(ended) <= set(again)
     end.set()
 
 
-def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
+def test_the_reward_of_a_row_begins_when_it_ends(tool_model, tmp_path, writers):
     """Another row of its window goes on until then. An environment owns another reward."""
-    writer, rewarded, waited = writers(model, "a"), threading.Event(), []
+    writer, rewarded, waited = writers(tool_model, "a"), threading.Event(), []
 
     def before(prompt: str) -> None:
         if ">0+1=" in prompt and "noted" in prompt:
@@ -243,14 +211,14 @@ def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
         return float(number)
 
     writer.before = before
-    train(model, tmp_path, [writer], reward=reward)
+    train(tool_model, tmp_path, [writer], reward=reward)
     assert waited and all(waited)
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(model, tmp_path, writers, level):
+def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(tool_model, tmp_path, writers, level):
     """All rows of a prompt get the same reward: each window samples as much as it may."""
-    writer, rows, rewarded = writers(model, "a"), Rows(), []
+    writer, rows, rewarded = writers(tool_model, "a"), watch_rows(), []
 
     def reward(number: list[int], environments: list[Notes], **columns: Any) -> list[float]:
         rewarded.extend((one.number, len(one.said)) for one in environments)
@@ -263,7 +231,7 @@ def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(model, tm
         "level": level,
         "reward": reward,
     }
-    made = train(model, tmp_path, [writer], **settings)
+    made = train(tool_model, tmp_path, [writer], **settings)
     assert sorted(rewarded) == [(number, TURNS - 1) for number in range(36) for _ in range(4)]
     assert check_rows(rows, writer.tokenizer) == ["aaa"] * 4 * 36
     assert level or len(made) == ROWS  # those of earlier rounds are used again

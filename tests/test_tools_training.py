@@ -3,10 +3,7 @@
 Rows have different numbers of turns, and calls that fail or do not fit.
 """
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +17,19 @@ from tests.scripted_turns import (
     SMALL,
     Counter,
     Echo,
-    Judge,
     Mute,
     RandomTurns,
-    Rows,
-    ScriptedTurns,
     add,
+    check_as_trl,
     fails,
     fill,
     later,
     plays,
-    save_tool_model,
     user,
     written,
 )
-from tests.test_contract import ByTokens, check_logs, first, second
 from tests.test_equivalence import TOLERANCE, compare
-from tests.tiny import pad, parameters, run
+from tests.tiny import corrects, pad, parameters, run
 
 TOOLS = [add, later, fails, fill]
 OF_ENVIRONMENTS = {"add": {"a": 1, "b": 2}, "count": {"step": 2}, "count_later": {"step": 1}, "shout": {"text": "hey"}}
@@ -44,13 +37,8 @@ LONGEST = 150  # tokens of a completion: some answers do not fit
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return save_tool_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def start(model) -> dict[str, torch.Tensor]:
-    return parameters(model)
+def start(tool_model) -> dict[str, torch.Tensor]:
+    return parameters(tool_model)
 
 
 def problems(count: int) -> Dataset:
@@ -64,27 +52,13 @@ def problems(count: int) -> Dataset:
     )
 
 
-def corrects(trainer: Any) -> None:
-    """As with vLLM in this process, whose log-probs are those of the script."""
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
-    trainer.use_vllm, trainer.vllm_mode = trainer.args.use_vllm, trainer.args.vllm_mode = True, "colocate"
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None, llm=SimpleNamespace(llm_engine=config))
-
-
-ONE = {"environment_factory": Counter, "tools": [add]}
 SEVERAL = {"environment_factory": {"counter": Counter, "twin": Counter, "echo": Echo, "mute": Mute}, "tools": [add]}
 # name → (arguments of the trainer, of the script, settings)
 SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "tools by the model's generate": ({"tools": TOOLS}, {"generated": True}, {}),
     "one call, truncated rows are masked": (
         {"tools": TOOLS},
         {},
         {"max_tool_calling_iterations": 1, "mask_truncated_completions": True, "chat_template_kwargs": {"mark": "!"}},
-    ),
-    "an environment, two steps of a window": (
-        ONE,
-        {"calls": OF_ENVIRONMENTS},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
     ),
     "environments": (SEVERAL, {"calls": OF_ENVIRONMENTS}, {}),
     "tools and a sampler's log-probs": (
@@ -95,65 +69,11 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_as_trl(
-    model: str,
-    folder: Path,
-    script: Any,
-    *others: Callable[[Any], None],
-    more: Any,
-    options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> SimpleNamespace:
-    """The log, the tables, the rows, the prompts, and what reward functions got. Returns those of `DASHTrainer`.
-
-    Args:
-        script, options: see `ScriptedTurns`. others: prepare the trainer, too. more: arguments of the trainer.
-    """
-    found = []
-    for kind in (ByTokens, DASHTrainer):
-        judge, rows, turns = Judge(), Rows(), ScriptedTurns(script, **(options or {}))
-
-        def prepare(trainer: Any, parts: Any = (turns.prepare, rows.prepare, *others)) -> None:
-            for one in parts:
-                one(trainer)
-
-        own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
-        defaults: dict[str, Any] = {
-            "learning_rate": 1e-3,
-            "loss_type": "dapo",
-            "reward": [first, second, judge],
-            "reward_weights": [1.0, 0.5, 1.0],
-        }
-        torch.manual_seed(0)
-        output, settings_of_it = folder / kind.__name__, {**defaults, **settings, **own}
-        trainer = run(kind, model, output, in_process=True, prepare=prepare, more=more, **settings_of_it)
-        found.append(
-            SimpleNamespace(
-                trainer=trainer,
-                log=trainer.state.log_history,
-                windows=rows.windows,
-                prompts=turns.prompts,
-                asked=judge.asked,
-                environments=judge.environments,
-            )
-        )
-    trl, dash = found
-    check_logs([trl.trainer, dash.trainer])
-    assert dash.prompts == trl.prompts and len(dash.asked) == len(trl.asked)
-    for one, other in zip(trl.asked, dash.asked, strict=True):
-        assert other == one
-    for one, other in zip(itertools.chain(*trl.windows), itertools.chain(*dash.windows), strict=True):
-        assert other[:2] == one[:2]
-        assert other[2] == (one[2] if one[2] is None else pytest.approx(one[2], abs=1e-5))
-    return dash
-
-
 def check_tools_contract(model: str, folder: Path, name: str) -> None:
     """Two steps, and their evaluations."""
     arguments, of_script, settings = SCENARIOS[name]
     options = dict(of_script)
-    ends = 1.0 if options.get("generated") else 0.7
-    turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS), ends=ends), options.pop("also", ())
+    turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS)), options.pop("also", ())
     defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_completion_length": LONGEST}
     defaults |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     defaults |= {"dataset": problems(12), "eval_dataset": problems(2)}
@@ -164,8 +84,8 @@ def check_tools_contract(model: str, folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_everything_that_trl_logs_and_asks(model, tmp_path, name):
-    check_tools_contract(model, tmp_path, name)
+def test_everything_that_trl_logs_and_asks(tool_model, tmp_path, name):
+    check_tools_contract(tool_model, tmp_path, name)
 
 
 UPDATES: dict[str, dict[str, Any]] = {
@@ -188,12 +108,6 @@ UPDATES: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_mode": "sequence_truncate",
         "vllm_importance_sampling_clip_max": 1.05,
     },
-    "dr_grpo, two passes over a window": {
-        "loss_type": "dr_grpo",
-        "num_iterations": 2,
-        "max_steps": 2,
-        "learning_rate": 3.0,
-    },
     "environments, truncated rows are masked": {
         "more": SEVERAL,
         "calls": OF_ENVIRONMENTS,
@@ -204,13 +118,13 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_the_update_is_trls(start, model, tmp_path, name):
+def test_the_update_is_trls(start, tool_model, tmp_path, name):
     settings = {"learning_rate": 0.3, "more": {"tools": TOOLS}, **UPDATES[name]}
     turns = RandomTurns(calls=settings.pop("calls", RANDOM_CALLS))
     also = [settings.pop("also")] if "also" in settings else []
     script = plays(turns, *also, noise=settings.pop("noise", None))
     others = {"in_process": True, "dataset": problems(64), "prepare": script, "max_completion_length": LONGEST}
-    steps, trl, dash = compare(start, model, tmp_path, **settings, **others)
+    steps, trl, dash = compare(start, tool_model, tmp_path, **settings, **others)
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
     for one, other in zip(trl.state.log_history[:-1], dash.state.log_history[:-1], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
@@ -226,7 +140,7 @@ class BesideThree(Ranks):
         return max(super().largest(number), 3)
 
 
-def test_ranks_that_share_an_engine_ask_for_equally_many_rows(model, tmp_path):
+def test_ranks_that_share_an_engine_ask_for_equally_many_rows(tool_model, tmp_path):
     """TRL cuts a rank's completions out of those of all its ranks by the number of this rank's own prompts."""
     call, last, counts, sharing = written("", ("add", {"a": 1, "b": 2})), written("done"), list[int](), iter((1, 2))
 
@@ -243,5 +157,5 @@ def test_ranks_that_share_an_engine_ask_for_equally_many_rows(model, tmp_path):
     script = plays(lambda text, asked: [last] if asked else [call, call, last], corrects, counted)
     for _ in range(2):
         settings = {"dataset": problems(1), "more": {"tools": [add]}, **SMALL}
-        run(DASHTrainer, model, tmp_path, in_process=True, prepare=script, **settings)
+        run(DASHTrainer, tool_model, tmp_path, in_process=True, prepare=script, **settings)
     assert counts == [2, 1, 1, 3, 3, 3]

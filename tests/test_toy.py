@@ -24,7 +24,15 @@ SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory) -> str:
-    return toy_model(tmp_path_factory.mktemp("cache"), settings=SMALL, progress=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return toy_model(settings=SMALL, progress=False)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dash_trl"
 
 
 def problems(split: str, make=arithmetic_dataset, **arguments) -> list[str]:
@@ -102,53 +110,55 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model):
-    weights = Path(small_model) / "model.safetensors"
-    written = weights.stat().st_mtime_ns
-    assert toy_model(Path(small_model).parent, settings=SMALL, progress=False) == small_model
-    assert weights.stat().st_mtime_ns == written
+def test_the_cache_is_keyed_by_the_settings(cache, small_model, monkeypatch):
     for steps in (2, 3, 3):
         settings = dataclasses.asdict(dataclasses.replace(SMALL, steps=steps))
-        cached_model("arithmetic", settings, lambda folder: (folder / "model").touch(), tmp_path)
-    assert len(names(tmp_path)) == 2
+        cached_model("arithmetic", settings, lambda folder: (folder / "model").touch())
+    assert len(names(cache)) == 2
+    weights = Path(small_model) / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(small_model).parents[1]))
+    assert toy_model(settings=SMALL, progress=False) == small_model
+    assert weights.stat().st_mtime_ns == written
 
 
-def test_the_same_settings_make_the_same_model_and_leave_the_random_state(tmp_path, small_model):
+def test_the_same_settings_make_the_same_model_and_leave_the_random_state(cache, small_model):
     torch.manual_seed(5)
     random.seed(5)
     states, threads = (torch.get_rng_state(), random.getstate()), torch.get_num_threads()
-    again = toy_model(tmp_path, settings=SMALL, progress=False)
+    again = toy_model(settings=SMALL, progress=False)
+    assert again != small_model
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert torch.get_num_threads() == threads
     one, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (again, small_model))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_what_an_interrupted_call_left_is_no_model_and_is_removed(tmp_path):
+def test_what_an_interrupted_call_left_is_no_model_and_is_removed(cache):
     def interrupted(folder):
         (folder / "half").touch()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached_model("a", {}, interrupted, tmp_path)
-    (left,) = names(tmp_path)
-    made = cached_model("a", {}, lambda folder: (folder / "whole").touch(), tmp_path)
+        cached_model("a", {}, interrupted)
+    (left,) = names(cache)
+    made = cached_model("a", {}, lambda folder: (folder / "whole").touch())
     assert [path.name for path in Path(made).iterdir()] == ["whole"]
-    assert names(tmp_path) == {Path(made).name} != {left}
+    assert names(cache) == {Path(made).name} != {left}
 
 
-def test_a_concurrent_call_waits_for_the_first(tmp_path):
+def test_a_concurrent_call_waits_for_the_first(cache):
     """The second one could not make the model itself."""
     with ThreadPoolExecutor(1) as pool:
 
         def make(folder):
-            second.append(pool.submit(cached_model, "a", {}, None, tmp_path))
-            (lock,) = tmp_path.glob("*.lock")
+            second.append(pool.submit(cached_model, "a", {}, None))
+            (lock,) = cache.glob("*.lock")
             with lock.open() as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         second = []
-        assert cached_model("a", {}, make, tmp_path) == second[0].result()
+        assert cached_model("a", {}, make) == second[0].result()
 
 
 # -------------------------------------------------------------------------------------------------------- the programs

@@ -1,65 +1,21 @@
-"""V(prefix): tree-packed against one pass per prefix for Qwen2, Qwen3, Llama, LoRA; floor, spaces, thoughts."""
+"""V(prefix): tree-packed against one pass per prefix, LoRA, floor, spaces, thoughts. Families: `test_families.py`."""
 
 import math
-import random
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
-from tests.tiny import log_probs, on_varlen, run, said, save_tiny_model
-
-MODELS = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
-
-
-@pytest.fixture(scope="module", params=["qwen2", "qwen2 eager", *MODELS])
-def model(request, tiny_model, tmp_path_factory):
-    if request.param.startswith("qwen2"):
-        attention = "eager" if "eager" in request.param else "sdpa"
-        return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention)
-    model_class, config = MODELS[request.param]
-    config = config.from_pretrained(tiny_model, head_dim=8)  # as Qwen2's
-    path = save_tiny_model(tmp_path_factory.mktemp(request.param), model_class, config)
-    return AutoModelForCausalLM.from_pretrained(path)
+from tests.prefix_values import by_prefix, random_requests
+from tests.tiny import on_varlen, run, said
 
 
-def random_requests(count: int = 5, longest: int = 40) -> list[ValueRequest]:
-    generator = random.Random(0)
-
-    def ids(length: int) -> tuple[int, ...]:
-        return tuple(generator.randrange(4, 260) for _ in range(length))
-
-    requests = []
-    for _ in range(count):
-        completion = ids(generator.randint(1, longest))
-        inner = generator.sample(range(1, len(completion) + 1), min(4, len(completion)))
-        answers = (str(generator.randrange(100)), "1 + 2")[: generator.randint(1, 2)]
-        requests.append(ValueRequest(ids(generator.randint(1, 9)), completion, (0, *sorted(inner)), answers))
-    return requests
-
-
-def by_prefix(model, tokenizer, request: ValueRequest, force_prompt: str, floor: float) -> list[float]:
-    """One plain pass per prefix and answer, by the definition."""
-    values = []
-    for boundary in request.boundaries:
-        prefix, means = [*request.prompt_ids, *request.completion_ids[:boundary]], []
-        for answer in request.answers:
-            branch = tokenizer(force_prompt + answer, return_offsets_mapping=True)
-            tokens = zip(log_probs(model, prefix, branch["input_ids"]), branch["offset_mapping"], strict=True)
-            means.append(fmean(max(one, floor) for one, (_, end) in tokens if end > len(force_prompt)))
-        values.append(min(0.0, math.log(sum(math.exp(mean) for mean in means))))
-    return values
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request, tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=request.param)
 
 
 def check(values, model, tokenizer, requests, force_prompt=" = ", floor=-10.0) -> None:

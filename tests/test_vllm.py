@@ -39,6 +39,7 @@ from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
+from tests.tiny import log_probs
 from tests.vllm_run import greedy, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -165,13 +166,9 @@ def prompts(pool: ServerGeneration, count: int, n: int) -> list[list[int]]:
     return [ids for ids in pool.processing_class(texts)["input_ids"] for _ in range(n)]
 
 
-@torch.no_grad()
 def differences(model: Any, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
     """[tokens], of the sampled tokens' log-probs from those that the model gives them."""
-    ids = torch.tensor([prompt + completion])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-    return (expected - torch.tensor([value for (value,) in sampled])).abs()
+    return (torch.tensor(log_probs(model, prompt, completion)) - torch.tensor(sampled).squeeze(1)).abs()
 
 
 def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:

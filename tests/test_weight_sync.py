@@ -38,6 +38,17 @@ def reference(values: list[int]) -> int:
     return sum((x * (A * x + B)) % MODULUS for x in values) % MODULUS
 
 
+def test_versions_of_another_rank_are_of_this_run(tmp_path, fakes, caplog):
+    """A rank that has not written them gives a server, which missed one, the last version."""
+    writes, others = FileWeights(tmp_path, torch.float32), FileWeights(tmp_path, torch.float32)
+    fake = fakes()
+    pool = ServerPool([fake.url])
+    fake.tag = writes.write([], 1).tag
+    last = writes.write([], 2)
+    pool.ask_all(lambda server: others.refit(server, last))
+    assert fake.tag == last.tag and "another run" not in caplog.text
+
+
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40))
 def test_the_checksum_is_a_sum_over_the_bits_of_elements(bits):
     assert tensor_checksum(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) == reference(bits)
@@ -61,11 +72,8 @@ def test_weights_have_another_version_after_each_change(dtype):
     layer = nn.Linear(5, 6).to(dtype)
     layer.weight.data, layer.bias.data = flat[1:31].view(6, 5), torch.zeros(6, dtype=dtype)
     changes = [
-        lambda: layer.load_state_dict({"weight": flat[2:32].view(6, 5).clone(), "bias": flat[:6].clone()}),
         lambda: layer.weight.data[5, 4].add_(1),
         lambda: layer.bias.data.neg_(),
-        lambda: setattr(layer.bias, "data", torch.ones(6, dtype=dtype)),
-        lambda: torch._foreach_add_([layer.bias.detach()], 1),  # as optimizers step
     ]
     found = [weights_version(layer.parameters())]
     for change in changes:
@@ -119,9 +127,6 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fa
     assert all(torch.equal(fake.held[name], tensor) for name, tensor in parameters().items())
     second, _ = weights.send(parameters(2.0).items(), 2, pool, pool.urls)
     assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum and second.tag != snapshot.tag
-    half, _ = FileWeights(tmp_path, torch.bfloat16).send(parameters().items(), 1, pool, pool.urls)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in fake.held.values())
-    assert half.checksum == weights_checksum(tensor.bfloat16() for tensor in parameters().values())
 
 
 def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path, fakes):
@@ -201,15 +206,6 @@ def test_scaled_outputs_are_scaled_weights():
         model.load_state_dict(scaled, strict=False)
         model.tie_weights()
         assert (model_log_probs(model, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max(), tied
-
-
-def test_scaled_outputs_with_an_adapter():
-    """The weights that a server gets are merged, and an adapter with its base layer counts once."""
-    adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    expected = model_log_probs(adapted, IDS, ScaledLayers(adapted).outputs())
-    merged = adapted.merge_and_unload()
-    merged.load_state_dict(dict(ScaledLayers(merged).parameters(merged.named_parameters())), strict=False)
-    assert (model_log_probs(merged, IDS) - expected).abs().max() < 1e-5
 
 
 def test_shifted_outputs_are_shifted_matrices():

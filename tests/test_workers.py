@@ -1,23 +1,21 @@
 """Waiting for calls, memory of worker processes, and programs; more on calls is in `test_backends.py`."""
 
 import os
-import select
 import time
 
 import pytest
 
-from dash_trl.workers import Command, ProcessCalls, call_all
+from dash_trl.workers import Command, ProcessCalls, call_all, default_workers
+from tests.launching import ends
 
 
-def ends(process: int) -> bool:
-    """Whether a process has gone, or goes by itself, though init may not have reaped it yet."""
-    try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    gone = bool(select.select([handle], [], [], 60)[0])
-    os.close(handle)
-    return gone
+def test_ranks_share_the_cpus(monkeypatch):
+    monkeypatch.setattr("loky.cpu_count", lambda: 12)
+    for ranks, workers in ((None, 8), ("4", 3), ("100", 1)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert default_workers() == workers
 
 
 def test_a_worker_whose_memory_cannot_be_limited_works_without_a_limit(tmp_path, monkeypatch):
@@ -26,9 +24,9 @@ def test_a_worker_whose_memory_cannot_be_limited_works_without_a_limit(tmp_path,
     (tmp_path / "sitecustomize.py").write_text(refuse)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     backend = ProcessCalls([os.getpid], 1)
-    (call,) = call_all(backend.submit, os.getpid, [{}], timeout=300.0)
+    (process,) = call_all(backend, os.getpid, [{}], timeout=300.0)
     backend.close()
-    assert call.error is None and call.value != os.getpid()
+    assert isinstance(process, int) and process != os.getpid()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2])

@@ -22,6 +22,7 @@ from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -344,9 +345,10 @@ def pad(trainer: Any) -> None:
 
 
 def corrects(trainer: Any) -> None:
-    """A `prepare` that turns TRL's correction on, with the log-probs of scripted rollouts as the sampler's."""
+    """A `prepare` that turns TRL's correction on: scripted rollouts and their log-probs are those of a vLLM in here."""
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     trainer.use_vllm = trainer.args.use_vllm = True
-    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None, llm=SimpleNamespace(llm_engine=config))
     trainer._last_loaded_step = -1
 
 
@@ -363,7 +365,7 @@ OWN_FIGURES = {"step", "measured", "shortest", "first_length", "calls"}  # the l
 @functools.cache
 def figure_names() -> frozenset[str]:
     """Returns the names of figures in the documentation's tables; `<name>` and `<note>` stand for any name."""
-    return frozenset(re.findall(r"^\| `([^`]+)` \|", FIGURES.read_text(), re.MULTILINE))
+    return frozenset(re.findall(r"(?:^\| |, )`([^`]+)`(?=[^|]*\|[^|]*\|[^|]*\|$)", FIGURES.read_text(), re.MULTILINE))
 
 
 @functools.cache
@@ -457,6 +459,19 @@ def run(
     if config is DASHConfig:
         check_documented(trainer.state.log_history)
     return trainer
+
+
+def rows_of(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> Any:
+    """Rows for passes, padded with 0."""
+    from dash_trl import RolloutBatch
+
+    none = torch.zeros(len(prompt_ids), dtype=torch.long)
+    fields = {"group": none, "policy_version": none}
+    for name, rows, side in (("prompt_", prompt_ids, "left"), ("completion_", completion_ids, "right")):
+        tokens = [torch.tensor(row).long() for row in rows]
+        ids = pad_sequence(tokens, batch_first=True, padding_side=side, padding_value=-1)
+        fields |= {name + "ids": ids.clamp(min=0), name + "mask": (ids >= 0).long()}
+    return RolloutBatch(**fields)
 
 
 def said(caplog: Any) -> str:

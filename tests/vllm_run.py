@@ -111,7 +111,7 @@ class KilledAtItsCheckpoint(Watch):
 
     def in_flight(self) -> int:
         """Groups that servers sample or are going to: a server that is tested with a token does not answer now."""
-        return self.fleet.running() + len(self.fleet.waiting)
+        return len(self.fleet.jobs())
 
     def on_save(self, args, state, control, **kwargs):
         say("killed", {"windows": self.windows, "in_flight": self.in_flight(), "step": state.global_step})

@@ -6,7 +6,7 @@
 
 A token is one of Python's, without comments, docstrings, line ends and indentation; a name counts once, however long.
 Notebooks are not counted. A folder of the package counts by itself; `dash_trl` stands for the modules at its top.
-`tests/test_house.py` fails if a folder is over its budget, if a sum is over its ceiling, or if a ceiling has risen.
+`tests/test_structure.py` fails if a folder is over its budget, if a sum is over its ceiling, or if a ceiling has risen.
 """
 
 import argparse
@@ -58,15 +58,20 @@ def folder_of(path: Path) -> str:
     return f"{first}/{others[0]}" if first == "dash_trl" and others else first
 
 
+def files(ending: str, *folders: str) -> list[Path]:
+    """Returns the files of the repository in some folders, without those that an install or a build has made."""
+    found = (path for folder in folders for path in (ROOT / folder).rglob(f"*.{ending}"))
+    return sorted(path for path in found if not {"build", "_build"} & {*path.relative_to(ROOT).parts})
+
+
 def counted() -> Table:
     """Returns what there is, in the form of budgets.toml: {"tokens": …, "docstrings": …, "words": …}."""
     tokens, docstrings = Counter[str](), Counter[str]()
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+    for path in files("py", *FOLDERS):
         code, words = size(path.read_text())
         tokens[folder_of(path)] += code
         docstrings[folder_of(path)] += words
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
-    words = sum(len(path.read_text().split()) for path in pages)
+    words = sum(len(path.read_text().split()) for path in files("md", "docs"))
     return {"tokens": dict(tokens), "docstrings": dict(docstrings), "words": {"docs": words}}
 
 
@@ -85,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.files:
-        for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for path in files("py", *FOLDERS):
             code, words = size(path.read_text())
             print(f"{path.relative_to(ROOT)!s:60} {code:7d} {words:7d}")
         return

@@ -27,6 +27,7 @@ PAGES = ROOT / "docs" / "reference"
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 HELP_FLAG = "--help"
+SENTENCES = 2  # of a flag's help; what TRL's say after these is background
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -63,14 +64,12 @@ def options() -> str:
     own = [one for one in fields(DASHConfig) if one.name not in trls or one.metadata != trls[one.name].metadata]
     own.sort(key=lambda one: one.name in trls)
     texts = described(DASHConfig, [one.name for one in own])
-    rows = [
-        [f"[{code(one.name)}](#{one.name})", type_of(one), default(one), plain(one.metadata["help"])] for one in own
-    ]
+    rows = [[f"[{code(one.name)}](#{one.name})", default(one), plain(one.metadata["help"])] for one in own]
     inherited = [(one, transformers[one.name]) for one in fields(DASHConfig) if one.name in transformers]
     changed = [[code(one.name), default(one), default(was)] for one, was in inherited if default(one) != default(was)]
     return "\n\n".join(
         [
-            table(["option", "type", "default", "meaning"], rows),
+            table(["option", "default", "meaning"], rows),
             "## Other defaults than Transformers'",
             table(["option", "default here", "in Transformers"], changed),
             "## The options of `DASHConfig`",
@@ -108,7 +107,7 @@ def described(kind: type, names: Sequence[str]) -> dict[str, str]:
     texts = {name: re.sub(r"\s+", " ", text).strip() for name, text in entries}
     if missing := [name for name in names if not texts.get(name)]:
         raise ValueError(f"{kind.__name__}'s docstring says nothing about {missing}: add them to its Args.")
-    pages = re.compile(r"`?docs/([\w/]+)\.md`?")
+    pages = re.compile(r"`?docs/([\w/-]+)\.md`?")
     return {name: pages.sub(r"[docs/\1.md](../\1.md)", texts[name]) for name in names}
 
 
@@ -136,7 +135,8 @@ def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
 def flags(actions: Iterable[argparse.Action]) -> str:
     shown = [one for one in actions if HELP_FLAG not in one.option_strings]
     names = [(one.option_strings or [one.dest.upper()])[0] for one in shown]
-    rows = [[code(name), shown_default(one), plain(str(one.help))] for name, one in zip(names, shown, strict=True)]
+    texts = [". ".join(str(one.help).split(". ")[:SENTENCES]) for one in shown]
+    rows = [[code(name), shown_default(one), plain(text)] for name, one, text in zip(names, shown, texts, strict=True)]
     return table(["flag", "default", "meaning"], rows)
 
 
@@ -159,12 +159,13 @@ def commands() -> str:
     """Returns the page of commands: the description and the flags of every command of `dash_trl`."""
     import sft
     import train_math
-    from trl import ModelConfig, SFTConfig
+    from trl import ModelConfig
 
     from dash_trl import command, doctor, evaluation, serve
 
-    inherited = {one.name for one in fields(SFTConfig)} - set(vars(sft.SupervisedConfig)["__annotations__"])
-    own = [one.name for one in fields(sft.SupervisedConfig) if one.name not in inherited]
+    of_problems, further, changed = map(
+        inspect.get_annotations, (evaluation.Task, sft.SupervisedArguments, sft.SupervisedConfig)
+    )
     launcher = [f"`--{name}`" for name in ("accelerate_config", *command.LAUNCH)]
     sections: list[tuple[str, str, str]] = [
         (
@@ -177,15 +178,16 @@ def commands() -> str:
         (
             "sft",
             f"{sft.__doc__}",
-            "Its flags are those below, TRL's `SFTConfig` and `ModelConfig`, and the flags of the launcher.\n\n"
-            f"{of_dataclass(sft.SupervisedArguments)}\n\nChanged defaults of `SFTConfig`:\n\n"
-            f"{of_dataclass(sft.SupervisedConfig, own)}",
+            "Its flags are those of [`dash_trl train`](#dash_trl-train), with TRL's `SFTConfig` instead of "
+            f"`DASHConfig`, and:\n\n{of_dataclass(sft.SupervisedArguments, further)}\n\n"
+            f"Changed defaults of `SFTConfig`:\n\n{of_dataclass(sft.SupervisedConfig, changed)}",
         ),
     ]
     for name, module in (("serve", serve), ("eval", evaluation), ("doctor", doctor)):
         parser = parser_of(module.main)
-        actions = [one for one in parser._actions if HELP_FLAG not in one.option_strings]
-        sections.append((name, f"{parser.description}", flags(actions) if actions else "It has no flags."))
+        own = flags(one for one in parser._actions if one.dest not in of_problems)
+        others = "Its flags are `--dataset_name` to `--reward_name` of [`dash_trl train`](#dash_trl-train), and:\n\n"
+        sections.append((name, f"{parser.description}", f"{others if name == 'eval' else ''}{own}"))
     parts = [f"```text\n{(command.__doc__ or '').strip()}\n```"]
     for name, text, rest in sections:
         parts.append(f"## `dash_trl {name}`\n\n```text\n{text.strip()}\n```\n\n{rest}")

@@ -11,7 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # Files that both archives must contain, and folders that they must not contain.
-CARRIED = ("py.typed", "__main__.py", "examples/train_math.py", "examples/sft.py", "accelerate_configs/zero3.yaml")
+CARRIED = (
+    *("py.typed", "__main__.py", "docs/howto/vllm.md"),
+    *("examples/train_math.py", "examples/sft.py", "accelerate_configs/zero3.yaml"),
+)
 FOREIGN = ("tests/", "benchmarks/", "tools/", "outputs/")
 
 

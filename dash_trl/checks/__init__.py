@@ -7,6 +7,7 @@ from dash_trl.checks.arguments import (
     check_generate,
     check_groups_apart,
     check_losses,
+    check_rewards,
     check_rounding,
     check_subclass,
 )
@@ -25,4 +26,3 @@ from dash_trl.checks.prompts import (
     checked_rollouts,
     plain_prompt,
 )
-from dash_trl.checks.rewards import check_rewards

@@ -12,17 +12,19 @@ from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
-from dash_trl.rewards import RunnerReward
+from dash_trl.rewards import RunnerReward, form_of, is_reward_model
 from dash_trl.seams import generate_options, sampling_changes
 from dash_trl.update import OFF_POLICY_LOSSES
 
 logger = logging.getLogger(__name__)
 
 
-def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]) -> None:
+def check_arguments(
+    model: Any, rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, others: Mapping[str, Any]
+) -> None:
     """Raise a `ValueError` if an argument of `DASHTrainer` cannot be used, or if two arguments exclude each other.
 
-    `others` are the arguments without a parameter here, such as `tools`, `callbacks` and `peft_config`.
+    `rewards` are unpacked; `others` are the arguments without a parameter here, such as `tools` and `peft_config`.
     """
     if not isinstance(args, DASHConfig):
         raise ValueError(
@@ -34,7 +36,8 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
             f"DASHTrainer has no argument {', '.join(unknown)}. It has those of trl.GRPOTrainer. Log figures of your "
             "own in a reward function, with log_metric: there are no labels for a compute_metrics."
         )
-    own_rollouts, environments = others.get("rollout_func") is not None, others.get("environment_factory") is not None
+    own_rollouts = others.get("rollout_func") is not None
+    environments = others.get("environment_factory") is not None
     tools = environments or bool(others.get("tools"))
     if own_rollouts and tools:
         raise ValueError(
@@ -63,6 +66,7 @@ def check_arguments(model: Any, args: Any, train_dataset: Any, eval_dataset: Any
     check_correction(args)
     check_generation_kwargs(args)
     check_model(model, args, others.get("peft_config"))
+    check_rewards(rewards, args, datasets, own_rollouts)
 
 
 # Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
@@ -114,21 +118,21 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
     """
     if args.async_level == 0:
         return
-    servers = args.use_vllm and args.vllm_mode == "server"
-    if not servers and not own_rollouts and (args.async_level > 1 or not rewards_come_later):
-        raise ValueError(
-            f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
-            "trainer's device here. Name servers (vllm_server_urls; `dash_trl serve MODEL` starts some), or "
-            "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited. For this, all "
-            "reward functions must score one completion: reward(completion, answer, ...), see dash_trl.RewardRunner."
-        )
     if own_rollouts:
         raise ValueError(
             f"async_level={args.async_level} does not work with a rollout_func: the function gets the trainer, and may "
             "call methods that need all ranks, so it cannot run while the trainer trains. Leave async_level at 0, or "
             "replace rollout_func by tools or an environment_factory and sample from servers."
         )
-    mode, correction = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
+    if not args.names_servers and (args.async_level > 1 or not rewards_come_later):
+        raise ValueError(
+            f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
+            "trainer's device here. Name servers (vllm_server_urls; `dash_trl serve MODEL` starts some), or "
+            "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited. For this, all "
+            "reward functions must score one completion: reward(completion, answer, ...), see dash_trl.RewardRunner."
+        )
+    mode = args.vllm_importance_sampling_mode
+    correction = args.vllm_importance_sampling_correction
     if args.loss_type not in OFF_POLICY_LOSSES and (mode == "sequence_mask" or not correction):
         logger.warning(
             f"async_level={args.async_level} trains on rollouts of older weights. With "
@@ -139,13 +143,48 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
 
 
-# Option of transformers' generate → the values with which it samples one completion for each row, and the remedy.
-GENERATE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stop_strings": ((None,), "It needs a tokenizer, which TRL does not pass. Use eos_token_id, or vLLM's option stop"),
-    "num_return_sequences": ((None, 1), "A row has one completion. Use num_generations"),
-    "num_beams": ((None, 1), "A beam search does not sample from the policy. Use temperature and top_p"),
-    "do_sample": ((True,), "Greedy completions of a prompt are equal, so they carry no signal. Use a low temperature"),
-    "return_dict_in_generate": ((None, False), "TRL reads token ids only. Use log_completions to see completions"),
+def check_rewards(rewards: Any, args: DASHConfig, datasets: Mapping[str, Any], own_rollouts: bool) -> None:
+    """Check that the unpacked reward functions fit the datasets and the configuration.
+
+    Raises:
+        ValueError: if a needed column does not exist; if a function needs whole groups, but a group is spread over
+            ranks; or if a function scores a whole batch, but `reward_pipeline` or `async_level` needs functions that
+            score one completion.
+    """
+    check_async(args, own_rollouts, all(isinstance(one, RunnerReward) for one in rewards or [None]))
+    known = [getattr(dataset, "column_names", None) for dataset in datasets.values()]
+    size = args.num_generations
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    batches = {"per_device_train_batch_size x steps_per_generation": (rows, size)}
+    if datasets.get("eval_dataset") is not None:
+        batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size, args.num_generations_eval or size
+    for one in rewards or ():
+        if args.reward_pipeline and not isinstance(one, RunnerReward):
+            raise ValueError(
+                f"reward_pipeline=True, but {getattr(one, '__name__', one)!r:.100} scores a whole batch at once. Use "
+                "functions that score one completion: reward(completion, answer, ...)."
+            )
+        if is_reward_model(one):
+            continue
+        form = one.form if isinstance(one, RunnerReward) else form_of(one)
+        for columns in known:
+            if isinstance(columns, list) and not own_rollouts:  # a rollout_func may add columns
+                form.check_columns(columns)
+        for options, (rows, size) in batches.items():
+            if form.post_process is not None and rows % size:
+                raise ValueError(
+                    f"'{form.name}' has post_process_scores for whole groups, but a process has {rows} completions "
+                    f"({options}), which is not a multiple of num_generations={size}: change one of these options."
+                )
+
+
+# Option of transformers' generate → the value with which it samples one completion for each row, and the remedy.
+GENERATE: dict[str, tuple[Any, str]] = {
+    "stop_strings": (None, "It needs a tokenizer, which TRL does not pass. Use eos_token_id, or vLLM's option stop"),
+    "num_return_sequences": (1, "A row has one completion. Use num_generations"),
+    "num_beams": (1, "A beam search does not sample from the policy. Use temperature and top_p"),
+    "do_sample": (True, "Greedy completions of a prompt are equal, so they carry no signal. Use a low temperature"),
+    "return_dict_in_generate": (False, "TRL reads token ids only. Use log_completions to see completions"),
 }
 
 
@@ -157,7 +196,7 @@ def check_generate(model: Any, generation_config: Any, *, exact: bool) -> None:
     """
     options = generate_options(model, generation_config)
     for name, (usable, remedy) in GENERATE.items():
-        if (value := getattr(options, name)) not in usable:
+        if (value := getattr(options, name)) != usable:
             raise ValueError(
                 f"{name}={value!r} cannot be used in training. {remedy}, and take {name} out of generation_kwargs, or "
                 "of the model's generation config."
@@ -190,31 +229,28 @@ def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
 
 
 def check_correction(args: DASHConfig) -> None:
-    """Warn if TRL's importance sampling correction gives most rows weights near 0.
-
-    Such weights arise if options such as `top_p` change vLLM's distribution, and the correction multiplies the ratios
-    of all tokens of a row.
+    """Warn if options such as `top_p` change vLLM's distribution, and the loss has a ratio to vLLM's log-probs.
 
     Raises:
         ValueError: if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
     """
     mode = args.vllm_importance_sampling_mode
-    of_sequences = args.vllm_importance_sampling_correction and mode.startswith("sequence")
+    corrects = args.vllm_importance_sampling_correction
     # TRL checks this only if vLLM samples in the trainer's process.
-    if of_sequences and args.loss_type == "vespo" and (args.use_vllm or args.async_level):
+    if corrects and mode.startswith("sequence") and args.loss_type == "vespo" and (args.use_vllm or args.async_level):
         raise ValueError(
             f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
             "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
         )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
-    if truncated and args.use_vllm and of_sequences and args.loss_type not in OFF_POLICY_LOSSES:
+    if truncated and args.use_vllm and (corrects or args.loss_type in OFF_POLICY_LOSSES):
         logger.warning(
-            f"{truncated} with vllm_importance_sampling_mode={mode!r}: these options change vLLM's distribution and "
-            "its log-probs, but not the policy's. The correction multiplies the loss of a sequence by the product of "
-            "the ratios of all its tokens: a ratio of 0.98 per token gives 0.00004 for 500 tokens. Leave these options "
-            "out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' "
-            "(docs/concepts/staleness.md)."
+            f"{truncated}: these options change vLLM's distribution and its log-probs, but not the policy's. So the "
+            "ratio of the two multiplies the loss of each token by the probability that the options keep (0.98 on "
+            "average with top_p=0.9 and the toy model), and in the modes of sequences by the product over the row: "
+            "0.98 per token gives 0.00004 for 500 tokens. Leave these options out, or set "
+            "vllm_importance_sampling_correction=False with a loss of TRL (docs/concepts/staleness.md)."
         )
 
 
@@ -230,18 +266,18 @@ def check_generation_kwargs(args: DASHConfig) -> None:
             f"generation_kwargs has temperature={options['temperature']}, but the loss uses temperature="
             f"{args.temperature}, so its log-probs would not be those of the sampler. Set temperature in the config."
         )
-    if args.use_vllm and options.get("stop") and args.mask_truncated_completions:
-        raise ValueError(
-            f"generation_kwargs has stop={options['stop']}, but mask_truncated_completions=True masks completions that "
-            "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
-            "end tokens, or leave one of the two out."
-        )
     sampler, known = ("vLLM", VLLM_OPTIONS) if args.use_vllm else ("transformers' generate", vars(GenerationConfig()))
     if unknown := sorted(options.keys() - {*known}):
         raise ValueError(
             f"generation_kwargs has {unknown}, which {sampler} does not use, so completions would be sampled without "
             "them (or, with truncate_prompt_tokens, from another prompt than the loss has; rewards never see special "
             f"tokens). Leave them out, or use other options: {', '.join(known)}."
+        )
+    if options.get("stop") and args.mask_truncated_completions:
+        raise ValueError(
+            f"generation_kwargs has stop={options['stop']}, but mask_truncated_completions=True masks completions that "
+            "end without an end token, also those that vLLM ends at such a string. Use stop_token_ids, which count as "
+            "end tokens, or leave one of the two out."
         )
 
 
@@ -268,21 +304,20 @@ def check_groups_apart(trainer: Any, base: Any) -> None:
 
     Raises:
         ValueError: if a reward or a loss needs the whole window; or if an overridden `compute_advantages`, or a
-            callback with `on_rewards` or `on_advantages`, lacks the attribute `per_group = True`.
+            callback with such an event, lacks the attribute `per_group = True`.
     """
     args = trainer.args
     if args.reward_pipeline:
-        if trainer.environment_factories is not None and not all(
-            isinstance(one, RunnerReward) for one in trainer.reward_funcs
-        ):
+        if not all(isinstance(one, RunnerReward) for one in trainer.reward_funcs):
             raise ValueError(
                 "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch "
                 "at once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
             )
-        if trainer.aux_loss_enabled:
+        if trainer.aux_loss_enabled or adds_term(type(trainer), base, "_compute_loss"):
             raise ValueError(
-                "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but "
-                "the pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
+                "reward_pipeline=True with a router loss or a term of your own (regularizer_scale), which is averaged "
+                "over all rows that the filter keeps, but the pipeline trains on groups before the rewards of other "
+                "groups are known. Leave one of the two out."
             )
         if type(trainer)._calculate_rewards is not base._calculate_rewards:
             raise ValueError(
@@ -293,16 +328,15 @@ def check_groups_apart(trainer: Any, base: Any) -> None:
     elif not args.samples_dynamically:
         return
     option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"
-    judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
-    judged += [
-        (type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in trainer.callback_handler.callbacks
-    ]
+    judged: list[Any] = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
+    events = ROLLOUT_EVENTS if args.reward_pipeline else ROLLOUT_EVENTS[1:]
+    judged += [(type(one), DASHCallback, events, one) for one in trainer.callback_handler.callbacks]
     for kind, plain, names, marked in judged:
         own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
         if own and not getattr(marked, "per_group", False):
             raise ValueError(
                 f"{option} passes on some groups of a window at a time, but {kind.__name__} does not say that its "
-                f"{' and '.join(names)} treat each group by itself. If they do, give it an attribute per_group = True "
+                f"{', '.join(names)} treat each group by itself. If they do, give it an attribute per_group = True "
                 f"(for compute_advantages, on the function), or leave {option.partition('=')[0]} out."
             )
 
@@ -323,15 +357,20 @@ def check_called(kind: type, base: type, names: Iterable[str] = NOT_CALLED) -> N
             )
 
 
-def check_subclass(kind: type, base: type) -> None:
-    """Call `check_called`, and warn if a subclass computes the loss without `regularizer_scale`.
+def adds_term(kind: type, base: type, name: str) -> bool | None:
+    """Return whether a subclass's method for the loss has `regularizer_scale`, the weight of a term that it may add.
 
-    `regularizer_scale` is the weight of a term that the subclass may add.
+    `None`: the subclass does not override the method.
     """
+    own = unwrap(getattr(kind, name))
+    return None if own is unwrap(getattr(base, name)) else "regularizer_scale" in own.__code__.co_consts
+
+
+def check_subclass(kind: type, base: type) -> None:
+    """Call `check_called`, and warn if a subclass computes the loss without `regularizer_scale`."""
     check_called(kind, base)
     for name in ("compute_loss", "_compute_loss"):
-        own = unwrap(getattr(kind, name))
-        if own is not unwrap(getattr(base, name)) and "regularizer_scale" not in own.__code__.co_consts:
+        if adds_term(kind, base, name) is False:
             logger.warning(
                 f"The weight of a term that {kind.__name__}.{name} may add to the loss depends on the number of "
                 "survivors. Add such a term in _compute_loss, and multiply it by inputs['regularizer_scale']. For "

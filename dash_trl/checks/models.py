@@ -1,5 +1,6 @@
 """Checks that the model exists, is a causal language model, and can be trained."""
 
+import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +12,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from dash_trl.config import DASHConfig
 from dash_trl.multimodal import class_of
+
+logger = logging.getLogger(__name__)
 
 
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
@@ -45,7 +48,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             )
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
-        kind, name = type(text_model), type(text_model).__name__
+        kind = type(text_model)
+        name = kind.__name__
     generates = not hasattr(kind, "can_generate") or kind.can_generate()
     if config.is_encoder_decoder or not generates:
         raise ValueError(
@@ -55,7 +59,16 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_trainable(model: Any) -> None:
-    """Raise a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass."""
+    """Raise a `ValueError` if no parameter of the model would be trained, or one would be in each backward pass.
+
+    Warn if SDPA leaves out a part of the model (Gemma 2 with transformers before 5.23).
+    """
+    text = model.config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) and text._attn_implementation == "sdpa":
+        logger.warning(
+            f"attn_implementation='sdpa' leaves out attn_logit_softcapping={text.attn_logit_softcapping}, so log-probs "
+            "are not those of the model, nor of vLLM. Use 'flash_attention_2', or 'eager', whose passes are padded."
+        )
     if not any(one.requires_grad for one in model.parameters()):
         raise ValueError(
             f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Set "
@@ -93,7 +106,8 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def check_saving(trainer: Any) -> None:
     """Save everything of a checkpoint but the weights, and raise a `ValueError` if something cannot be saved."""
-    model, args = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    args = trainer.args
     savers = {
         "model.config": model.config.save_pretrained,
         "model.generation_config": model.generation_config.save_pretrained,

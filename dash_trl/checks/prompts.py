@@ -13,9 +13,7 @@ from dash_trl.update import OFF_POLICY_LOSSES
 TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "environments")
 
 
-def check_dataset(
-    dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False, conversations: bool = False
-) -> None:
+def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool, conversations: bool) -> None:
     """Check the columns and the prompts of a dataset. Prompts of a stream are checked before they are sampled from.
 
     Args:
@@ -126,7 +124,7 @@ def check_prompt_ids(
             "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
         )
     bos = tokenizer.bos_token_id
-    if bos is not None and any(ids[:2] == [bos, bos] for ids in prompt_ids):
+    if any(ids[:2] == [bos, bos] for ids in prompt_ids):
         raise ValueError(
             f"A prompt begins with the token {bos} (bos_token) twice: its text has one, and the tokenizer adds one. "
             "Pass conversations instead of texts that a chat template has made, or remove bos_token from the texts."
@@ -142,7 +140,7 @@ def check_prompt_ids(
 def check_tokens(rows: Iterable[Sequence[int]], config: Any, name: str) -> None:
     """Raise a `ValueError` if a row of token ids has a token outside the model's vocabulary; `name` names the rows."""
     vocabulary = config.get_text_config().vocab_size
-    if (largest := max(max(ids, default=0) for ids in rows)) >= vocabulary:
+    if (largest := max(map(max, rows))) >= vocabulary:
         raise ValueError(
             f"{name} has the token {largest}, but the model has {vocabulary} embeddings. Use the model's tokenizer. If "
             "you have added tokens to it, call model.resize_token_embeddings(len(tokenizer))."
@@ -189,14 +187,13 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
 
 def check_batch(dataset: Any, args: DASHConfig) -> None:
     """Raise a `ValueError` if the dataset has too few prompts for a window: TRL would train on nothing."""
-    if isinstance(dataset, Dataset):
-        needed = args.generation_batch_size // args.num_generations
-        if len(dataset) < needed:
-            raise ValueError(
-                f"train_dataset has {len(dataset)} prompts, but one generation batch takes {needed} "
-                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
-                "batch could be filled. Lower per_device_train_batch_size or steps_per_generation, or add data."
-            )
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(dataset, Dataset) and len(dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} prompts, but one generation batch takes {needed} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
+            "batch could be filled. Lower per_device_train_batch_size or steps_per_generation, or add data."
+        )
 
 
 def check_first_step(batches: int, args: DASHConfig) -> None:

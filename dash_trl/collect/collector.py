@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,38 +22,25 @@ from torch import Tensor
 from dash_trl.collect.decode import Prompts, Sampled, is_truncated, to_rollouts
 from dash_trl.collect.dynamic_sampling import DynamicSampling, rows_of_window
 from dash_trl.collect.log import WindowLog
-from dash_trl.collect.samplers import Sampler
+from dash_trl.collect.samplers import OnServers, Sampler
 from dash_trl.collect.scoring import GenerationBatch, Rewards
 from dash_trl.host import Host, rows_come_early, windows_ahead
 from dash_trl.log_probs import LogProbs
 from dash_trl.monitoring import EmptyWindows, filter_metrics, staleness_metrics
+from dash_trl.rewards import unscored
 from dash_trl.rollout import (
-    CreditedRollouts,
+    COMPLETION,
+    PROMPT,
     Part,
     PromptQueue,
     RolloutBatch,
     RunAhead,
-    ScoredRollouts,
-    Survivors,
     Window,
     joined,
     widened,
 )
 from dash_trl.seams import shuffled
-from dash_trl.update import Filtered, checked_advantages, filter_rows
-
-
-class Credited(NamedTuple):
-    """Rows of this rank with their advantages.
-
-    Attributes:
-        rollouts: the rows, after callbacks may have changed their advantages.
-        silent: bool for the groups of all ranks, True = `compute_advantages` gave only 0.
-    """
-
-    rollouts: CreditedRollouts
-    filtered: Filtered
-    silent: Tensor
+from dash_trl.update import KEPT, checked_advantages, filter_rows
 
 
 @dataclass(eq=False)
@@ -91,6 +78,7 @@ class Collector:
         micro_step: int,
         groups_of_step: Callable[[], int] | None,
         shares: Sequence[range],
+        streamed: bool,
     ) -> Window:
         """Return the next window. It is whole unless its rewards are awaited group by group.
 
@@ -99,37 +87,36 @@ class Collector:
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step
                 takes. `None`: rewards are awaited together.
             shares: see `LogProbs.added`.
+            streamed: True = on servers, groups may come while others are sampled.
         """
-        global_step = self.host.state.global_step
         windows = [examples, *([] if self.queue is None else self.queue.upcoming(micro_step))]
         # `begin` gives the windows to announce, by index: this one (0) if it is new, and those to sample ahead.
-        new = [self._announce(windows[index]) for index in self._ahead.begin(global_step, known=len(windows) - 1)]
+        indices = self._ahead.begin(self.host.state.global_step, known=len(windows) - 1)
+        new = [self._announce(windows[index]) for index in indices]
         self._announced.extend(new)
         prompts = self._announced.popleft()
         if groups_of_step is None:
-            return Window(global_step, whole=self._together(prompts, new, shares))
-        batch = self._sample(prompts, new, by_group=True)
-        self._log_sampled([batch])
-        # Losses may divide by this number, so it must be known before the first part is trained on.
-        num_items = self._ranks.sum(batch.rollouts.loss_mask.sum())
-        # Groups are trained on in the order in which their rewards come. The order drawn here is not used: drawing it
-        # leaves the same random state as `_together`, so that later samples do not depend on `reward_pipeline`.
-        shuffled(len(batch.rollouts))
-        if len(shares) > 1:
-            # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
-            batch.rollouts = self.log_probs.of_all(batch.rollouts)
-        return Window(global_step, self._by_group(batch, num_items, groups_of_step, shares))
-
-    def start_rewards_of_sampled(self) -> None:
-        """Start the rewards of rows that servers have sampled for later windows. Called after each pass."""
-        self.sampler.start_rewards_of_sampled()
+            return Window(whole=self._together(prompts, new, shares))
+        source: GenerationBatch | OnServers
+        if streamed and self.rewards.start_early and isinstance(self.sampler, OnServers):
+            self._ranks.agree(self.sampler.begin, prompts, new)
+            source = self.sampler
+        else:
+            source = self._sample(prompts, new, by_group=True)
+            self._log_sampled([source])
+            if len(shares) > 1:
+                # Old log-probs belong to the weights before the window's first optimizer step, so compute them now.
+                source.rollouts = self.log_probs.of_all(source.rollouts)
+        # Groups are trained on in the order in which they come. The order drawn here is not used: drawing it leaves the
+        # same random state as `_together`, so that later samples do not depend on `reward_pipeline`.
+        shuffled(len(prompts.examples))
+        return Window(self._by_group(source, prompts, groups_of_step, shares))
 
     def close(self) -> None:
         """Cancel all rewards, and drop everything that was announced or sampled ahead."""
         self._announced.clear()
-        self._empty_windows.end()
+        self.sampler.forget()  # first, because rows that are being sampled begin rewards
         self.rewards.cancel()
-        self.sampler.forget()
 
     # ------------------------------------------------------------------ from prompts to rows
 
@@ -142,24 +129,26 @@ class Collector:
         return Prompts(next(self._numbers), examples, tokenized)
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts], *, by_group: bool = False) -> GenerationBatch:
-        """Sample a generation batch, start its rewards, sample ahead, and call `on_rollouts_sampled`."""
+        """Sample a generation batch and ahead, start its rewards, and call `on_rollouts_sampled`."""
         sampled = self._ranks.agree(self.sampler.sample, prompts, new)  # decoding may fail on one rank
-        self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))  # not too old
-        own = self._ranks.own(len(prompts.examples))
-        rollouts = self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
+        rollouts = self._rollouts(prompts, torch.arange(len(prompts.examples)), sampled)
+        batch = self.rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
+        self.host.dispatch("on_rollouts_sampled", rollouts)
+        return batch
+
+    def _rollouts(self, prompts: Prompts, rows: Tensor, sampled: Sampled) -> RolloutBatch:
+        """Build the rows, by index, of a generation batch, and check that they are not too old."""
+        self._ranks.agree(self._ahead.check, int(sampled.policy_version.min()))
+        first = self._ranks.own(len(prompts.examples)).start
+        return self._ranks.agree(  # a `rollout_func` may have returned other things than numbers
             to_rollouts,
             sampled,
-            sampled.examples(prompts.examples),
-            group=torch.arange(own.start, own.stop) // self._args.num_generations,
+            sampled.examples([prompts.examples[row] for row in rows.tolist()]),
+            group=(first + rows) // self._args.num_generations,
             pad_token_id=self._pad_token_id,
             masked=self._truncated(sampled) if self._args.mask_truncated_completions else None,
             pad_to_multiple_of=self._args.pad_to_multiple_of,
         )
-        # Rewards first: in the background, they run while the sampler and the callbacks work.
-        batch = self.rewards.begin(prompts.number, sampled, rollouts, by_group=by_group)
-        self._ranks.agree(self.sampler.sample_ahead)
-        self.host.dispatch("on_rollouts_sampled", rollouts)
-        return batch
 
     def _truncated(self, sampled: Sampled) -> Tensor:
         return is_truncated(sampled.completion_ids, {*self.host.eos_token_ids, self._pad_token_id})
@@ -177,7 +166,7 @@ class Collector:
     def _together(self, prompts: Prompts, new: Sequence[Prompts], shares: Sequence[range]) -> Part:
         """Collect a whole window as one part, with dynamic sampling in several rounds."""
         batches: list[GenerationBatch] = []
-        credited: list[Credited] = []
+        credited: list[RolloutBatch] = []
         signal: list[Tensor] = []  # dynamic sampling: for each round, [R, K] bool, True = the group has a kept row
         while True:
             with self._recorder.timed("dynamic_sampling") if batches else nullcontext():  # the time of further rounds
@@ -186,8 +175,8 @@ class Collector:
                 if self.dynamic is None:
                     break
                 # Callbacks may have logged columns. Fill up those that an earlier round lacks.
-                self._log.end_round(sum(len(one.rollouts) for one in credited[:-1]), len(credited[-1].rollouts))
-                groups = credited[-1].filtered.keep.view(-1, self._args.num_generations).any(dim=1)
+                self._log.end_round(sum(map(len, credited[:-1])), len(credited[-1]))
+                groups = (credited[-1].dropped == KEPT).view(-1, self._args.num_generations).any(dim=1)
                 signal.append(self._ranks.gather(groups.long()).view(self._ranks.count, -1).bool())
                 if not (more := self.dynamic.next(signal)):
                     break
@@ -195,8 +184,8 @@ class Collector:
                 prompts = self._announce(self.queue.take(more))
                 new = [prompts]
         self._log_sampled(batches)
-        whole = self._whole(credited)
-        rollouts, keep = whole.rollouts, whole.filtered.keep
+        rollouts = self._whole(credited)
+        keep = rollouts.dropped == KEPT
         num_items, order = rollouts.loss_mask.sum(), torch.arange(len(rollouts))
         if self.dynamic is not None:
             # Rounds may sample more rows than a window has. `chosen`: the rows of the window, whose tokens the loss
@@ -212,25 +201,62 @@ class Collector:
         survivors, lengths = self._survivors(rollouts, keep, order)
         part = Part(survivors, lengths, self._width(rollouts), self._ranks.sum(num_items))
         part = self.log_probs.added(part, shares)
-        self._log_whole(batches, whole, part.rollouts)
+        self._log_whole(batches, rollouts, part.rollouts)
         return part
 
-    def _whole(self, parts: Sequence[Credited]) -> Credited:
-        rollouts, filtered, silent = zip(*parts, strict=True)
-        return Credited(joined(widened(rollouts, self._pad_token_id)), joined(filtered), torch.cat(silent))
+    def _whole(self, parts: Sequence[RolloutBatch]) -> RolloutBatch:
+        return joined(widened(parts, self._pad_token_id))
 
     def _by_group(
-        self, batch: GenerationBatch, num_items: Tensor, groups_of_step: Callable[[], int], shares: Sequence[range]
+        self,
+        source: GenerationBatch | OnServers,
+        prompts: Prompts,
+        groups_of_step: Callable[[], int],
+        shares: Sequence[range],
     ) -> Iterator[Part]:
-        """Yield the parts of a window as rewards come. If several optimizer steps use it, `batch` has log-probs
-        already.
+        """Yield the parts of a window as its groups are scored.
+
+        Losses may divide by the window's number of loss tokens. Of a streamed window, it is known with the last part
+        only, so they divide by a provisional number; see `Part.rescale`.
+
+        Args:
+            source: the sampled window, which has log-probs if several optimizer steps use it; or the sampler of a
+                streamed window, whose groups are being sampled.
         """
-        arrived, credited, survivors, width = [], [], [], self._width(batch.rollouts)
+        arrived: list[Tensor] = []
+        credited: list[RolloutBatch] = []
+        survivors: list[RolloutBatch] = []
         by_group = len(shares) > 1
-        for rows, scored, ends_step in self.rewards.scored_groups(batch, groups_of_step):
+        width = 0
+        items = torch.tensor(0)
+        if isinstance(source, OnServers):
+            request = self.rewards.of_prompts(prompts)
+        else:
+            assert source.request is not None, "`begin` started the functions"
+            request = source.request
+            width = self._width(source.rollouts)
+            items = self._ranks.sum(source.rollouts.loss_mask.sum())
+        num_items = items
+        for rows, rewards, ends_step in self.rewards.scored_groups(request, groups_of_step):
+            if isinstance(source, OnServers):
+                sampled = source.arrived(prompts, rows.tolist())
+                rollouts = self._rollouts(prompts, rows, sampled)
+                failed = sampled.failed
+                self.host.dispatch("on_rollouts_sampled", rollouts)
+                width = max(width, self._width(rollouts))
+                items = items + self._ranks.sum(rollouts.loss_mask.sum())
+                if not arrived:
+                    num_items = items.clamp(min=1) * len(prompts.examples) / len(rows)
+            else:
+                rollouts = source.rollouts.rows(rows)
+                failed = source.sampled.failed
+                failed = None if failed is None else failed[rows]
+            if failed is not None:
+                rewards = unscored(rewards, failed)
             arrived.append(rows)
-            credited.append(self._credited(scored))
-            rollouts, keep = credited[-1].rollouts, credited[-1].filtered.keep
+            credited.append(self._credited(replace(rollouts, rewards=rewards)))
+            rollouts = credited[-1]
+            keep = rollouts.dropped == KEPT
             if by_group:  # a group runs as a whole, as in the passes for its log-probs
                 rollouts = replace(rollouts, tool_mask=rollouts.loss_mask * keep.unsqueeze(1))
                 size = self._args.num_generations
@@ -240,55 +266,61 @@ class Collector:
             if not by_group:  # otherwise the rows have their log-probs already
                 part = self.log_probs.added(part, shares)
             survivors.append(part.rollouts)
-            if sum(map(len, arrived)) == len(batch.rollouts):  # log before the optimizer step of the last part
-                order, whole = torch.cat(arrived).argsort(), self._whole(credited)
-                whole = Credited(whole.rollouts.rows(order), whole.filtered.rows(order), whole.silent)
-                self._log_whole([batch], whole, joined(survivors))
+            if sum(map(len, arrived)) == len(prompts.examples):  # log before the optimizer step of the last part
+                whole = self._whole(credited).rows(torch.cat(arrived).argsort())
+                if isinstance(source, OnServers):
+                    part = replace(part, rescale=float(num_items / items.clamp(min=1)))
+                    sampled = self._ranks.agree(source.finish, prompts)
+                    source = self.rewards.begin(prompts.number, sampled, whole, by_group=True)
+                    self._log_sampled([source])
+                self._log_whole([source], whole, self._whole(survivors))
             yield part
 
-    def _credited(self, rollouts: ScoredRollouts) -> Credited:
+    def _credited(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Call `on_rewards`, compute the advantages of rows, call `on_advantages`, and filter."""
         self.host.dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # after the callbacks, which may change rewards
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan)).to(self._args.device)
         advantages = self.host.compute_advantages(rewards)
         advantages = checked_advantages(advantages, rewards, f"{type(self.host).__name__}.compute_advantages")
-        silent = (advantages.view(-1, self._args.num_generations) == 0).all(dim=1).cpu()
-        credited = rollouts.with_advantages(advantages[self._ranks.own(len(rollouts))].cpu())
+        size = self._args.num_generations
+        silent = (advantages.view(-1, size) == 0).all(dim=1).repeat_interleave(size)
+        own = self._ranks.own(len(rollouts))
+        credited = replace(rollouts, advantages=advantages[own].cpu(), silent=silent[own].cpu())
         self.host.dispatch("on_advantages", credited)
         tables = credited.advantages, credited.loss_mask, credited.scored
-        return Credited(credited, filter_rows(*tables, self._args.gradient_filter_threshold), silent)
+        return replace(credited, dropped=filter_rows(*tables, self._args.gradient_filter_threshold))
 
-    def _survivors(self, rollouts: CreditedRollouts, keep: Tensor, order: Tensor) -> tuple[Survivors, Tensor]:
+    def _survivors(self, rollouts: RolloutBatch, keep: Tensor, order: Tensor) -> tuple[RolloutBatch, Tensor]:
         """Return this rank's rows to train on, in `order`, and `Part.lengths` of all ranks, with 0 for a dropped row.
 
         `order` has M indices, and M is the same on all ranks.
         """
         lengths = (rollouts.lengths() * keep.unsqueeze(1))[order]
-        # Column 1, completion tokens, is 0 for dropped and for masked rows. So a masked row
+        # The number of completion tokens is 0 for dropped and for masked rows. So a masked row
         # (`mask_truncated_completions`) is no survivor, even if the filter keeps it (`gradient_filter_threshold=None`).
-        survivors = order[lengths[:, 1] > 0]
+        survivors = order[lengths[:, COMPLETION] > 0]
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(order), 4)
 
     def _width(self, rollouts: RolloutBatch) -> int:
-        return self._ranks.largest(int(rollouts.lengths()[:, :2].amax(dim=0).sum()))
+        return self._ranks.largest(int(rollouts.lengths()[:, [PROMPT, COMPLETION]].amax(dim=0).sum()))
 
     # ------------------------------------------------------------------ logs
 
-    def _log_whole(self, batches: Sequence[GenerationBatch], credited: Credited, survivors: Survivors) -> None:
-        """Log a window whose rewards have all come; `credited` has the rows of `batches`, in the same order."""
+    def _log_whole(self, batches: Sequence[GenerationBatch], whole: RolloutBatch, survivors: RolloutBatch) -> None:
+        """Log a window whose rewards have all come; `whole` has the rows of `batches`, in the same order."""
         # Order the rewards by rank, then by round, as the advantages are.
         rewards = self._ranks.gather(
             torch.cat([self.rewards.of_batch(one)[self._ranks.own(len(one.rollouts))] for one in batches])
         )
-        advantages = self._ranks.gather(credited.rollouts.mean_advantages())
+        advantages = self._ranks.gather(whole.mean_advantages())
         prompts = [prompt for one in batches for prompt in one.sampled.prompts]
         completions = [completion for one in batches for completion in one.sampled.completions]
-        self._log.rewarded(prompts, completions, rewards, advantages, credited.silent)
-        metrics = filter_metrics(credited.rollouts, credited.filtered, self._ranks.sum)
+        self._log.rewarded(prompts, completions, rewards, advantages, self._ranks.gather(whole.silent.long()))
+        metrics = filter_metrics(whole, self._ranks.sum)
         self._recorder.log(metrics)
         if self.dynamic is not None and self.queue is not None:
-            self._recorder.total("prompts/epoch", self.queue.epochs)
+            self._recorder.total("prompts/epoch", self.queue.place[0])
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics, self._args.gradient_filter_threshold)
         self.log_probs.log(survivors)

@@ -13,11 +13,8 @@ from trl.trainer.utils import nanstd
 
 from dash_trl.collect.decode import Sampled
 from dash_trl.host import Host
+from dash_trl.rewards import BROKEN_AFTER
 from dash_trl.update import weighted_rewards
-
-# The run ends if tools or environments failed on every row of so many consecutive windows. If they failed on every row
-# of the first window, the run ends at once, as it does if a reward function raises on every row of the first batch.
-BROKEN_AFTER = 3
 
 
 def length_figures(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
@@ -62,7 +59,8 @@ class WindowLog:
         self._host, self._ranks, self._figures, self._names = host, host.ranks, host.recorder.log, names
         logs = host.recorder.logs
         self._tables, self._extra, self._metrics = logs.tables, logs.extra, logs.metrics
-        # Number of consecutive windows in which every row failed. The first value lets one failed window end the run.
+        # Number of consecutive windows on whose rows tools or environments all failed. The run ends at `BROKEN_AFTER`,
+        # or at once if the first window fails, as with reward functions.
         self._failed_in_a_row = BROKEN_AFTER - 1
         self._columns: set[str] = set()  # columns that were logged in the earlier rounds of a window
 
@@ -126,7 +124,7 @@ class WindowLog:
         Args:
             rewards: [N, F]; NaN = the function does not apply, or the row is unscored.
             advantages: [N], the mean advantage of a row's loss tokens.
-            silent: [groups] bool for all ranks, True = all advantages by outcome of the group are 0.
+            silent: [N], 1 = all advantages by outcome of the group are 0.
         Raises:
             ValueError: with `log_completions`, if reward functions have logged fewer values than rows in a column.
         """

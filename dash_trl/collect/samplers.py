@@ -1,8 +1,9 @@
 """Samplers, which sample the completions of a window: this process, a user's `rollout_func`, or vLLM servers::
 
-    sample: the rows of a window ──► sample_ahead: later windows, while rewards are awaited
+    sample: the rows of a window, and of later windows, while rewards are computed
 
-A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of later windows.
+A sampler passes rows to `Rewards.start` as soon as they are sampled, including rows of later windows. On servers, this
+happens on the event loop's thread.
 
 Rows with tools or environments have several turns. This process samples them in `Rounds`. On servers, each row by
 itself asks a server for a turn, runs the tools, and asks again.
@@ -11,13 +12,12 @@ itself asks a server for a turn, runs the tools, and asks again.
 from collections.abc import Coroutine, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.collect.decode import Prompts, Sampled
+from dash_trl.collect.decode import Prompts, Sampled, to_rollouts
 from dash_trl.collect.scoring import Rewards
 from dash_trl.collect.turns import Rounds
 from dash_trl.host import Host, on_servers, one_ahead
@@ -27,12 +27,9 @@ from dash_trl.sampling import URGENT
 from dash_trl.seams import decoded, sync_weights
 from dash_trl.tools import Conversation, Conversations
 
-# Index of the first of adjacent rows, what servers have sampled of each row, weight versions of the requests
-Work = tuple[int, Sequence[Any], list[int]]
-
 
 class Sampler:
-    """Base of all samplers. All ranks call a method at the same point, except `start_rewards_of_sampled` and `forget`.
+    """Base of all samplers. All ranks call a method at the same point, except `forget`.
 
     Args:
         rewards: gets rows as soon as they are sampled.
@@ -46,8 +43,9 @@ class Sampler:
         self._timed = host.recorder.timed
         self._rewards = rewards
         self._conversations = conversations
-        # An environment may add to its prompt.
-        self.needs_token_ids = conversations is None or conversations.environments is None
+        self._tokenizer = host._tokenizer
+        environments = None if conversations is None else conversations.environments.factories
+        self.needs_token_ids = host.rollout_func is None and not environments  # an environment may add to its prompt
         self._rows: dict[int, list[Conversation]] = {}  # generation batch → its rows with several turns
         self._taken: list[Conversation] = []  # rows whose environments reward functions may use, and no other row
 
@@ -60,24 +58,17 @@ class Sampler:
         """
         self._give_back()  # by now, the rewards of the last generation batch have come
         sampled = self._sample(prompts, new)
-        if self._conversations is None:
-            return sampled
-        self._taken = self._rows.pop(prompts.number)
-        self._conversations.score(self._taken)
-        return replace(
-            sampled,
-            calls=[(row.calls, row.failed_calls) for row in self._taken] if self._conversations.has_tools else [],
-            failures=[row.failure for row in self._taken],
-        )
+        self._take(prompts)
+        return sampled
+
+    def _take(self, prompts: Prompts) -> None:
+        """Keep the environments of a generation batch for its reward functions."""
+        if self._conversations is not None:
+            self._taken = self._rows.pop(prompts.number)
+            self._conversations.score(self._taken)
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         raise NotImplementedError
-
-    def sample_ahead(self) -> None:
-        """Sample windows ahead if this process samples. Called after `sample`, while rewards are awaited."""
-
-    def start_rewards_of_sampled(self) -> None:
-        """Start the rewards of later windows' rows that were sampled since the last call, without waiting for more."""
 
     def log(self) -> None:
         """Log figures of the sampler, once per window."""
@@ -106,10 +97,10 @@ class Sampler:
         """Return the adjacent rows `own` of a generation batch whose rows have one turn."""
         texts = prompts.prompts[own]
         prompt_ids = prompts.ids[own]
-        completions = decoded(self._host._tokenizer, texts, prompt_ids, completion_ids)
+        completions = decoded(self._tokenizer, texts, prompt_ids, completion_ids)
         return Sampled(prompt_ids, completion_ids, completions, versions, prompts=texts, log_probs=log_probs)
 
-    def _of_turns(self, rows: Sequence[Conversation], versions: Tensor) -> Sampled:
+    def _of_turns(self, conversations: Conversations, rows: Sequence[Conversation], versions: Tensor) -> Sampled:
         turns = [row.turns for row in rows]
         known = self._host.args.use_vllm or any(row.log_probs is not None for row in turns)
         return Sampled(
@@ -120,6 +111,8 @@ class Sampler:
             log_probs=[row.log_probs or [None] * len(row.own) for row in turns] if known else None,
             own_tokens=[row.own for row in turns],
             prompts=[row.prompt for row in rows],
+            calls=[(row.calls, row.failed_calls) for row in rows] if conversations.has_tools else [],
+            failures=[row.failure for row in rows],
         )
 
     def _versions(self, rows: int) -> Tensor:
@@ -130,24 +123,19 @@ class Sampler:
 class ByFunction(Sampler):
     """Samples with a user's `rollout_func`. It samples no window ahead."""
 
-    def __init__(self, host: Host, rewards: Rewards):
-        super().__init__(host, rewards)
-        self.needs_token_ids = False
-
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
         with self._timed("generate"):
             sync_weights(self._host)  # TRL, too, sends the weights before it calls a `rollout_func`
             columns = dict(self._host.rollout_func(deepcopy(prompts.prompts), self._host))
-        prompt_ids, completion_ids, log_probs = (
-            columns.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
-        )
+        prompt_ids = columns.pop("prompt_ids")
+        completion_ids = columns.pop("completion_ids")
         return Sampled(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            completions=decoded(self._host._tokenizer, prompts.prompts, prompt_ids, completion_ids),
+            completions=decoded(self._tokenizer, prompts.prompts, prompt_ids, completion_ids),
             policy_version=self._versions(len(completion_ids)),
             prompts=prompts.prompts,
-            log_probs=log_probs,
+            log_probs=columns.pop("logprobs"),
             own_tokens=columns.pop("env_mask", None),
             columns=columns,
         )
@@ -163,18 +151,12 @@ class InProcess(Sampler):
     def __init__(self, host: Host, rewards: Rewards, conversations: Conversations | None, log_probs: LogProbs):
         super().__init__(host, rewards, conversations)
         self._log_probs = log_probs
-        self._next: list[Prompts] = []  # generation batches to sample ahead
         self._ahead: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
     def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
-        self._next = [one for one in new if one is not prompts]
-        ahead = self._ahead.pop(prompts.number, None)
-        return self._sample_now(prompts) if ahead is None else ahead
-
-    def sample_ahead(self) -> None:
-        """Sample the next windows with the current weights, and begin their rewards at once."""
-        for one in self._next:
+        for one in new:  # `prompts` first, whose rewards are computed while the others are sampled
             self._ahead[one.number] = self._sample_now(one)
+        return self._ahead.pop(prompts.number)
 
     def _sample_now(self, prompts: Prompts) -> Sampled:
         versions = self._versions(len(prompts.examples))
@@ -185,9 +167,11 @@ class InProcess(Sampler):
             else:
                 rows = self._new_rows(prompts)
                 Rounds(self._host, self._conversations).sample(rows)
-                sampled = self._of_turns(rows, versions)
+                sampled = self._of_turns(self._conversations, rows, versions)
         if sampled.log_probs is None and one_ahead(self._host):
-            sampled = replace(sampled, log_probs=self._log_probs.of_tokens(sampled.prompt_ids, sampled.completion_ids))
+            pad_token_id = self._host._tokenizer.pad_token_id
+            rollouts = to_rollouts(sampled, [], group=versions[:, 0], pad_token_id=pad_token_id)
+            sampled = replace(sampled, log_probs=self._log_probs.of_policy(rollouts))
         self._rewards.start(prompts, 0, sampled)
         return sampled
 
@@ -203,61 +187,80 @@ class OnServers(Sampler):
         super().__init__(host, rewards, conversations)
         self._servers = host.vllm_generation
         self._pool = self._servers.pool
-        self._submitted: dict[int, Any] = {}  # generation batch → its `Batch` of the pool
+        self._tokenizer = deepcopy(host._tokenizer)  # the main thread uses the other one
+        self._submitted: dict[int, Any] = {}  # generation batch → its batch of the pool
+        self._arrived: dict[int, dict[int, Sampled]] = {}  # generation batch → first row → adjacent sampled rows
 
-    def _sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+    def sample(self, prompts: Prompts, new: Sequence[Prompts]) -> Sampled:
+        self.begin(prompts, new)
+        with self._timed("generate"), self._timed("wait_for_rollouts"):
+            return self._host.ranks.agree(self.finish, prompts)
+
+    def begin(self, prompts: Prompts, new: Sequence[Prompts]) -> None:
+        """Begin to sample as `sample` does, and do not wait: `arrived` returns the rows."""
+        self._give_back()
         with self._timed("generate"):
             sync_weights(self._host)
             for one in new:  # all at once, so that the servers stay busy while the last rows of `prompts` are sampled
                 order = URGENT if one is prompts else one.number
-                works = self._requests(one, order) if self._conversations is None else self._turns(one, order)
-                self._submitted[one.number] = self._pool.submit(works, partial(self._seen, one))
-            with self._timed("wait_for_rollouts"):  # while this waits, the pool calls `_seen` on this thread
-                return joined(self._host.ranks.agree(self._pool.collect, self._submitted.pop(prompts.number)))
+                self._arrived[one.number] = {}
+                self._submitted[one.number] = self._pool.submit(self._works(one, order))
 
-    def _requests(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        """Yield coroutines for the pool's event loop; each samples adjacent rows of one turn."""
-        first = 0
-        for ids, n, sampling in self._servers.requests(prompts.ids, self._host.args.num_generations):
-            yield self._request(first, ids, n, sampling, order)
-            first += n
-
-    async def _request(self, first: int, ids: list[int], n: int, sampling: dict[str, Any], order: int) -> Work:
-        return first, *await self._pool.complete(ids, n, sampling, order=order)
-
-    def _turns(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, Work]]:
-        """Yield coroutines for the pool's event loop; each samples a row of several turns."""
-        sampling = self._servers.sampling()
-        for number, row in enumerate(self._new_rows(prompts)):
-            yield self._turns_of_row(number, row, order, sampling)
-
-    async def _turns_of_row(self, number: int, row: Conversation, order: int, sampling: dict[str, Any]) -> Work:
-        assert self._conversations is not None, "it has rows of several turns"
-        versions: list[int] = []
-        goes_on = await self._conversations.begin(row)
-        while goes_on:
-            limited = sampling | {"max_tokens": row.turns.room}
-            (turn,), added = await self._pool.complete(row.turns.context, 1, limited, order=order, number=number)
-            versions += added
-            goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
-        return number, [row], versions
-
-    def _seen(self, prompts: Prompts, work: Work) -> Sampled:
-        """Decode rows that have been sampled, and begin their rewards. The pool calls it on the main thread."""
-        first, rows, versions = work
-        steps = torch.tensor([self._servers.steps(versions)] * len(rows))
-        if self._conversations is None:
-            own = slice(first, first + len(rows))
-            token_ids = [row.token_ids for row in rows]
-            sampled = self._of_one_turn(prompts, own, token_ids, [row.log_probs for row in rows], steps)
-        else:
-            sampled = self._of_turns(rows, steps)
-        self._rewards.start(prompts, first, sampled)
+    def finish(self, prompts: Prompts) -> Sampled:
+        """Wait for all rows of a generation batch that `begin` has begun, and return them."""
+        self._pool.collect(self._submitted.pop(prompts.number))
+        sampled = self.arrived(prompts, range(len(prompts.examples)))
+        del self._arrived[prompts.number]
+        self._take(prompts)
         return sampled
 
-    def start_rewards_of_sampled(self) -> None:
-        for batch in self._submitted.values():
-            batch.read()
+    def arrived(self, prompts: Prompts, rows: Sequence[int]) -> Sampled:
+        """Return rows of a generation batch, which have arrived, in this order; rows of one request are adjacent."""
+        found = self._arrived[prompts.number]
+        sampled = joined([found[row] for row in rows if row in found])
+        steps = [self._servers.steps(versions) for versions in sampled.policy_version.tolist()]
+        return replace(sampled, policy_version=torch.tensor(steps))
+
+    def _works(self, prompts: Prompts, order: int) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield coroutines for the pool's event loop; each samples adjacent rows of one turn, or a row of several."""
+        if self._conversations is not None:
+            for number, row in enumerate(self._new_rows(prompts)):
+                yield self._note(prompts, number, self._turns(self._conversations, number, row, order))
+            return
+        first = 0
+        for ids, n, sampling in self._servers.requests(prompts.ids, self._host.args.num_generations):
+            request = self._pool.complete(ids, n, sampling, order=order)
+            yield self._note(prompts, first, self._turn(prompts, slice(first, first + n), request))
+            first += n
+
+    async def _note(self, prompts: Prompts, first: int, work: Coroutine[Any, Any, Sampled]) -> None:
+        """Keep the rows that a coroutine samples, and start their rewards."""
+        try:
+            sampled = await work
+        except Exception as error:
+            if self._rewards.start_early:
+                self._rewards.of_prompts(prompts).fail(error)
+            raise
+        self._arrived[prompts.number][first] = sampled
+        self._rewards.start(prompts, first, sampled)
+
+    async def _turn(self, prompts: Prompts, own: slice, request: Coroutine[Any, Any, Any]) -> Sampled:
+        rows, versions = await request
+        token_ids = [row.token_ids for row in rows]
+        log_probs = [row.log_probs for row in rows]
+        return self._of_one_turn(prompts, own, token_ids, log_probs, torch.tensor([versions] * len(rows)))
+
+    async def _turns(self, conversations: Conversations, number: int, row: Conversation, order: int) -> Sampled:
+        sampling = self._servers.sampling()
+        versions: list[int] = []
+        goes_on = await conversations.begin(row)
+        while goes_on:
+            sampling["max_tokens"] = row.turns.room
+            (turn,), added = await self._pool.complete(row.turns.context, 1, sampling, order=order, number=number)
+            versions += added
+            goes_on = await conversations.answer(row, turn.token_ids, turn.log_probs)
+        versions = versions or [self._pool.fleet.version]
+        return self._of_turns(conversations, [row], torch.tensor([[versions[0], versions[-1]]]))
 
     def log(self) -> None:
         """Log the healthy servers as the main process counts them, and the retries and waiting groups of all ranks."""
@@ -268,6 +271,7 @@ class OnServers(Sampler):
 
     def forget(self) -> None:
         self._submitted.clear()
+        self._arrived.clear()
         self._pool.cancel()
         super().forget()  # last, because the conversations that are running have ended
 

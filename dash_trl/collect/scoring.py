@@ -2,32 +2,32 @@
 
     start: some rows are sampled ──► begin: all rows are sampled ──► scored
 
-A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
+A *request* (`rewards.Request`) collects the results of the reward functions while they run in the background.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_trl.collect.decode import Prompts, Sampled
-from dash_trl.host import Host, rows_come_early
+from dash_trl.host import Host
 from dash_trl.rewards import (
     ROW,
     FailureWatch,
-    RewardTeam,
+    Request,
     RunnerReward,
     raise_reward_error,
     unscored,
 )
-from dash_trl.rollout import RolloutBatch, ScoredRollouts
+from dash_trl.rollout import RolloutBatch
 from dash_trl.tools import EnvironmentReward
-from dash_trl.workers import Request
 
 
 @dataclass(eq=False)
@@ -61,29 +61,35 @@ class Rewards:
 
     Attributes:
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
-        in_background: True = start the functions before the rewards are awaited, if every function scores each
+        start_early: True = start the functions on rows as soon as these are sampled, if every function scores each
             completion by itself. Rewards of environments are known when a row ends, so they do not matter here.
-        run_in_background: whether the functions run while the main thread does other work.
-        start_early: whether they start on rows as soon as these are sampled.
         started: the request of the rows that `of_all` gets next. `None`: `of_all` starts the functions.
     """
 
     host: Host
     functions: Sequence[Any]
     names: Sequence[str]
-    in_background: bool
+    start_early: bool
 
     def __post_init__(self) -> None:
         self._ranks = self.host.ranks
-        runner_rewards = [func for func in self.functions if isinstance(func, RunnerReward)]
-        self.team = RewardTeam(runner_rewards, self._ranks.count)
+        self._own = [func for func in self.functions if isinstance(func, RunnerReward)]
+        for func in self._own:
+            func.runner.ranks = self._ranks.count
+        self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         others = [func for func in self.functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         all_run = bool(others) and all(isinstance(one, RunnerReward) for one in others)
-        self.run_in_background = self.in_background and all_run
-        self.start_early = self.run_in_background and rows_come_early(self.host)
+        self.start_early &= all_run
         self.started: Request | None = None
         self._early: dict[int, Request] = {}  # number of a generation batch → the request of its rewards
         self._failures = FailureWatch(self.functions, self.names)
+
+    def of_prompts(self, prompts: Prompts) -> Request:
+        """Return the request of a generation batch whose rewards start early. Any thread may call this."""
+        if prompts.number not in self._early:
+            new = self._new_request(len(prompts.examples), self.host.args.num_generations)
+            self._early.setdefault(prompts.number, new)
+        return self._early[prompts.number]
 
     def start(self, prompts: Prompts, first: int, sampled: Sampled) -> None:
         """Start the reward functions on adjacent sampled rows, from index `first` of the batch on, if rewards start
@@ -93,39 +99,36 @@ class Rewards:
         """
         if not self.start_early:
             return
-        request = self._early.get(prompts.number)
-        if request is None:
-            request = self.team.begin(len(prompts.examples), self.host.args.num_generations)
-            self._early[prompts.number] = request
+        request = self.of_prompts(prompts)
         own = prompts.examples[first : first + len(sampled.completions)]
         completions = deepcopy(sampled.completions)
-        self.team.start(request, first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
+        request.start(first, reward_rows(own, sampled.prompts, completions, sampled.completion_ids))
 
     def begin(self, number: int, sampled: Sampled, rollouts: RolloutBatch, *, by_group: bool) -> GenerationBatch:
         """Return the generation batch of rows that are all sampled, without waiting for their rewards.
 
-        All ranks call this at the same point. The functions start now if they run in the background or the rewards are
-        awaited by group; otherwise `of_batch` starts them.
+        All ranks call this at the same point. If the functions have not started early, they start now if the rewards
+        are awaited by group; otherwise `of_batch` starts them.
 
         Args:
             number: see `Prompts.number`.
             by_group: True = the rewards are awaited group by group.
         """
         batch = GenerationBatch(sampled, rollouts, self._early.pop(number, None))
-        if batch.request is None and (self.run_in_background or by_group):
+        if batch.request is None and by_group:
             batch.request = self._started(batch.rows, self.host.args.num_generations)
         return batch
 
-    def scored(self, batch: GenerationBatch) -> ScoredRollouts:
+    def scored(self, batch: GenerationBatch) -> RolloutBatch:
         """Wait for all rewards of a batch, and return its rows."""
         # A copy, because callbacks may change the rewards, and the log must show the original ones.
         own = self.of_batch(batch)[self._ranks.own(len(batch.rollouts))].to("cpu", copy=True)
-        return batch.rollouts.with_rewards(own)
+        return replace(batch.rollouts, rewards=own)
 
     def scored_groups(
-        self, batch: GenerationBatch, groups_of_step: Callable[[], int]
-    ) -> Iterator[tuple[Tensor, ScoredRollouts, bool]]:
-        """Wait for the rewards of a batch, and yield whole groups as their rewards come.
+        self, request: Request, groups_of_step: Callable[[], int]
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Wait for the rewards of a generation batch, and yield whole groups as their rewards come.
 
         All ranks yield the same number of groups at a time, because they run the same collectives and model passes:
         every rank waits for a complete group, and the rank with the fewest determines the number. Groups of different
@@ -135,13 +138,9 @@ class Rewards:
             groups_of_step: function that returns the number of this rank's groups that the running optimizer step
                 takes. It is called when the step begins; its result is clipped to 1 … the groups that are left.
         Yields:
-            The indices of the rows in the batch, the rows, and `Part.ends_step`.
+            The indices of the rows in the batch, their rewards [·, F], and `Part.ends_step`.
         """
-        request = batch.request
-        failed = batch.sampled.failed
-        timed = self.host.recorder.timed
-        assert request is not None, "`begin` started the functions"
-        groups = len(batch.rollouts) // self.host.args.num_generations
+        timed, groups = self.host.recorder.timed, request.groups
         here: list[int] = []
         while groups:
             left = min(max(groups_of_step(), 1), groups)
@@ -150,13 +149,12 @@ class Rewards:
                 with timed("reward"), timed("wait_for_rewards"):
                     here += request.next_groups(wait=not here)
                     with timed("wait_for_ranks"):
+                        self._ranks.agree(request.check)
                         count = min(-self._ranks.largest(-len(here)), left)
                 rows = torch.tensor([row for group in here[:count] for row in request.rows_of(group)])
                 here = here[count:]
                 left -= count
-                own = self.team.rewards(request, self.functions, rows.tolist())
-                own = own if failed is None else unscored(own, failed[rows])
-                yield rows, batch.rollouts.rows(rows).with_rewards(own), not left
+                yield rows, request.rewards(self.functions, rows.tolist()), not left
 
     def of_batch(self, batch: GenerationBatch) -> Tensor:
         """Return the rewards of all ranks' rows, [N, F]. If they are awaited by group, call it after the last group.
@@ -171,8 +169,13 @@ class Rewards:
         return batch.rewards
 
     def _started(self, rows: Sequence[Any], group_size: int) -> Request:
-        request = self.team.begin(len(rows[0]), group_size)
-        self._ranks.agree(self.team.start, request, 0, reward_rows(*rows))
+        request = self._new_request(len(rows[0]), group_size)
+        self._ranks.agree(request.start, 0, reward_rows(*rows))
+        return request
+
+    def _new_request(self, rows: int, group_size: int) -> Request:
+        request = Request(self._own, rows, group_size)
+        self._begun.add(request)
         return request
 
     def of_all(
@@ -181,7 +184,6 @@ class Rewards:
         *rows: Sequence[Any],
         training: bool,
         group_size: int | None = None,
-        failed: Tensor | None = None,
     ) -> Tensor:
         """Call the reward functions, and unscore the rows on which a function failed. `MonteCarloValue` calls it, too.
 
@@ -191,7 +193,6 @@ class Rewards:
             training: False = the rows belong to an evaluation or a Monte Carlo estimate, so failures do not end the
                 run.
             group_size: the group size of these rows. `None`: the group size in the current mode.
-            failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored.
         Returns:
             [N, F]; NaN in all F columns if a function failed on the row.
         Raises:
@@ -203,18 +204,17 @@ class Rewards:
         request, self.started = self.started, None
         with self.host.recorder.timed("reward", counts=training):
             request = request or self._started(rows, size)
-            with self.team.answering(request):
+            with request.answering():
                 rewards = call_functions(*rows)
         self._ranks.agree(raise_reward_error, self.functions)
-        rewards = self._failures.unscore(
-            rewards, lambda rows: self._ranks.gather(rows).to(rows.device), counts=training
-        )
+        rewards = self._failures.unscore(rewards, self._ranks.gather, counts=training)
         if training:
             self.host.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
-        return rewards if failed is None else unscored(rewards, self._ranks.gather(failed))
+        return rewards
 
     def cancel(self) -> None:
-        self.team.cancel()
+        for request in self._begun:
+            request.cancel()
         self._early.clear()
 
 

@@ -24,7 +24,7 @@ class Rounds:
 
     def sample(self, rows: Sequence[Conversation]) -> None:
         begin = [self.conversations.begin(row) for row in rows]
-        self._sample_rounds(self._with_another_turn(rows, begin), first=True)
+        self._sample_rounds(self._with_another_turn(rows, begin))
 
     def go_on(
         self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
@@ -37,7 +37,7 @@ class Rounds:
         Returns:
             The tuple of TRL's `_tool_call_loop`.
         """
-        self._sample_rounds(self._answered(rows, ids, log_probs), first=False)
+        self._sample_rounds(self._answered(rows, ids, log_probs))
         turns = [row.turns for row in rows]
         return (
             [one.own for one in turns],
@@ -49,13 +49,12 @@ class Rounds:
             [[] for _ in rows],  # images
         )
 
-    def _sample_rounds(self, waiting: list[Conversation], *, first: bool) -> None:
+    def _sample_rounds(self, waiting: list[Conversation]) -> None:
         while self.host.ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
             contexts = [row.turns.context for row in waiting]
-            waiting = self._answered(waiting, *self._generate(contexts, first))
-            first = False
+            waiting = self._answered(waiting, *self._generate(contexts))
 
-    def _generate(self, contexts: list[list[int]], first: bool) -> tuple[list[list[int]], list[Any] | None]:
+    def _generate(self, contexts: list[list[int]]) -> tuple[list[list[int]], list[Any] | None]:
         """Sample one turn of each row, given the token ids that the turn continues.
 
         Sampling may be a collective, so a rank without waiting rows samples a dummy completion and drops it. With
@@ -67,7 +66,7 @@ class Rounds:
             is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
             wanted = self.host.ranks.largest(rows) if is_split else 1
         contexts = [*contexts, *[[self.host._tokenizer.eos_token_id]] * (wanted - rows)]
-        ids, log_probs = self.host._generate_single_turn(contexts, None, {}, args.num_generations if first else 1)
+        ids, log_probs = self.host._generate_single_turn(contexts, None, {}, 1)  # 1: no groups
         return ids[:rows], log_probs if log_probs is None else log_probs[:rows]
 
     def _answered(

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,7 +101,9 @@ class Task:
         split = split or self.dataset_test_split
         if self.is_toy:
             return select_split({name: arithmetic_dataset(name) for name in ("train", "test")}, split, TOY)
-        load: Callable[..., Dataset] = load_code_dataset if self.has_tests else load_math_dataset
+        load: Callable[..., Dataset] = partial(load_math_dataset, answer_column=self.answer_column)
+        if self.has_tests:
+            load = load_code_dataset
         return load(
             str(self.dataset_name),
             config=self.dataset_config,
@@ -110,15 +112,20 @@ class Task:
             chat=chat and not self.plain_prompts,
             solution=solution,
             problem_column=self.problem_column,
-            **({} if self.has_tests else {"answer_column": self.answer_column}),
         )
 
-    def reward(self, toy: Any = arithmetic_reward) -> Any:
-        """Return the reward function: your own, or the one that fits the problems (`toy` for toy problems)."""
+    def reward(self, toy: Any = arithmetic_reward, *, by_row: bool = False) -> Any:
+        """Return the reward function: your own, or the one that fits the problems (`toy` for toy problems).
+
+        Args:
+            by_row: True = one that ships scores one completion, as `reward_pipeline` needs.
+        """
         if self.reward_path is not None:
             reward = load_reward(self.reward_path, self.reward_name)
         else:
             reward = toy if self.is_toy else CodeReward() if self.has_tests else MathAccuracyReward()
+        if by_row and isinstance(reward, MathAccuracyReward):
+            return reward.math_accuracy
         return RewardRunner(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
 
@@ -213,7 +220,8 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
     Raises:
         ValueError: if a model, dataset, reward function or server cannot be used.
     """
-    arguments, ks = arguments.task(models), arguments.k or []
+    arguments = arguments.task(models)
+    ks = arguments.k or []
     folder = Path(arguments.output_dir)
     results: dict[str, dict[str, Any]] = {}
     with Reward(arguments.reward()) as reward:
@@ -228,13 +236,14 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             samples = _sample(label, checkpoint, rows, reward, arguments)
             figures = {"model": checkpoint.name, **figures_of(samples, ks)}
             if not results:
-                first, first_label = samples, label
+                first = samples
+                first_label = label
             else:
                 figures["difference"] = {"from": first_label, **differences(samples, first, ks)}
             results[label] = figures
             settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
             (folder / f"{label}.json").write_text(f"{settings}\n")
-    print(f"\n{table(results, ks)}")
+    print(f"\n{table(results)}")
     for label in list(results)[1:]:
         print(comparison(label, results[label]["difference"]))
     print(f"\nsamples: {', '.join(str(folder / f'{label}.jsonl') for label in results)}")

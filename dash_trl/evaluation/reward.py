@@ -42,8 +42,9 @@ class Reward(AbstractContextManager["Reward"]):
                 f"An evaluation needs one reward function, which says what is correct, but there are {len(found)}, or "
                 "it is a reward model. Give one function; to the commands, with --reward_name."
             )
-        self._is_lent = isinstance(function, RewardRunner)
-        self._function = watch(found[0], getattr(found[0], "__name__", type(found[0]).__name__))
+        self._stays_open = isinstance(function, RewardRunner)
+        (one,) = found
+        self._function = watch(one, getattr(one, "__name__", type(one).__name__))
         self._failures = FailureWatch([self._function], [self._function.name])
         self._loop = EventLoop()  # not this thread's: a notebook runs one there
 
@@ -77,7 +78,7 @@ class Reward(AbstractContextManager["Reward"]):
 
     def __exit__(self, *exception: object) -> None:
         self._loop.close()
-        if isinstance(self._function, RunnerReward) and not self._is_lent:
+        if isinstance(self._function, RunnerReward) and not self._stays_open:
             self._function.runner.close()
 
 
@@ -114,21 +115,20 @@ def evaluate(
 ) -> dict[str, Any]:
     """Sample every prompt of a dataset, score the samples, and return their figures (see `figures_of`).
 
-    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It counts in `failed` and is
-    left out of the accuracy; it never counts as 0.
+    A reward failed if it is None, NaN or infinite, or if the function raised an exception. It never counts as 0.
 
     Args:
-        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Afterwards, its
-            mode and the global random state are as before.
+        model: see `LocalSampler`.
         tokenizer: the tokenizer of the model.
         dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
         reward_func: see `Reward`.
         k: values of k for pass@k; at most `num_samples`.
-        batch_size: number of rows that are sampled together; the samples depend on it.
+        batch_size: see `LocalSampler`.
         sampling: arguments of `Sampler.sample`, such as `num_samples` and `temperature`.
     Raises:
         ValueError: if there are several reward functions, or if one needs a column that does not exist.
     """
     with Reward(reward_func) as reward:
-        rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
-    return figures_of([row["samples"] for row in rows.values()], k)
+        scored = scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling)
+        samples = [row["samples"] for _, row in scored]
+    return figures_of(samples, k)

@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from trl.trainer.utils import pad
 
 from dash_trl.checks import check_prompt_ids, plain_prompt
 from dash_trl.multimodal import auto_class
@@ -39,7 +40,6 @@ MAX_COMPLETION_LENGTH = 2048  # in tokens, as in the paper
 SEED_STRIDE = 1_000_003  # seeds of batches or rows are counted from a multiple of it, so no two runs share them
 TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
-Prompt = str | list[dict[str, str]]
 Drawn = Iterator[tuple[int, list[list[int]]]]  # indices of prompts, and the token ids of their completions
 
 
@@ -78,9 +78,9 @@ class Checkpoint:
             self.base = json.loads(adapter.read_text())["base_model_name_or_path"]
         self.config = AutoConfig.from_pretrained(self.base)
         own = Path(name, "tokenizer_config.json").is_file()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(name if own else self.base, padding_side="left")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(name if own else self.base)
 
-    def load(self, dtype: Any = None, device: str = "cpu") -> Any:
+    def load(self, dtype: Any, device: str = "cpu") -> Any:
         """Load the model for inference. An adapter is merged into the weights."""
         model = auto_class(self.config).from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
@@ -94,7 +94,7 @@ class Sampler(ABC):
     """Samples completions from a model.
 
     Args:
-        tokenizer: the tokenizer of the model. Conversations need its chat template.
+        tokenizer: the model's. Conversations need its chat template.
         generation_config: the model's. Its end tokens and the tokenizer's end a completion, as in TRL.
     """
 
@@ -106,7 +106,7 @@ class Sampler(ABC):
 
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[str | list[dict[str, str]]],
         *,
         num_samples: int = 1,
         temperature: float = 1.0,
@@ -127,7 +127,8 @@ class Sampler(ABC):
             The index of a prompt, and its S completions.
         """
         template = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
-        encode, apply = self.tokenizer, self.tokenizer.apply_chat_template
+        encode = self.tokenizer
+        apply = self.tokenizer.apply_chat_template
         plain = [plain_prompt(one, f"Row {row}") for row, one in enumerate(prompts)]
         ids = [(encode(one) if isinstance(one, str) else apply(one, **template))["input_ids"] for one in plain]
         check_prompt_ids(ids, self.tokenizer, self.end_tokens)
@@ -157,26 +158,28 @@ class LocalSampler(Sampler):
 
     Args:
         model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`).
-        tokenizer: the tokenizer of the model.
+        tokenizer: its tokenizer.
         batch_size: number of rows that are sampled together; the samples depend on it.
     """
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
         super().__init__(tokenizer, model.generation_config)
-        self.model, self._inner = model, model.get_base_model() if is_peft_model(model) else model
+        self.model = model
+        self._inner = model.get_base_model() if is_peft_model(model) else model
         self.batch_size = batch_size
 
     def _draw(
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
     ) -> Drawn:
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        ends, device = self.end_tokens, self.model.device
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
+        ends = self.end_tokens
+        filler = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
         how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-        done: list[list[int]] = []
+        index = 0
+        samples: list[list[int]] = []  # of the prompt with this index
         for start in range(0, len(rows), self.batch_size):
-            batch = rows[start : start + self.batch_size]
-            width = max(map(len, batch))
+            batch = [torch.tensor(ids, device=self.model.device) for ids in rows[start : start + self.batch_size]]
+            input_ids = pad(batch, filler, "left")
             with (
                 evaluating(self.model),
                 # generate() takes missing options from the model's generation_config.
@@ -187,20 +190,19 @@ class LocalSampler(Sampler):
             ):
                 torch.manual_seed(seed * SEED_STRIDE + start)
                 generated = self.model.generate(
-                    input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
-                    attention_mask=torch.tensor(
-                        [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
-                    ),
+                    input_ids=input_ids,
+                    attention_mask=pad([torch.ones_like(ids) for ids in batch], 0, "left"),
                     max_new_tokens=max_completion_length,
-                    pad_token_id=pad,
+                    pad_token_id=filler,
                     eos_token_id=ends,
                     **how,
                 )
-            first = len(done) // num_samples
-            for ids in generated[:, width:].tolist():
-                done.append(ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)])
-            for index in range(first, len(done) // num_samples):
-                yield index, done[index * num_samples : (index + 1) * num_samples]
+            for ids in generated[:, input_ids.shape[1] :].tolist():
+                samples.append(ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)])
+                if len(samples) == num_samples:
+                    yield index, samples
+                    index += 1
+                    samples = []
 
 
 class ServerSampler(Sampler):
@@ -221,13 +223,6 @@ class ServerSampler(Sampler):
         self, prompts: list[list[int]], num_samples: int, temperature: float, max_completion_length: int, seed: int
     ) -> Drawn:
         sampling = {
-            # Neutral values for options that a server would otherwise take from the model's generation_config.
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "temperature": temperature,
             "max_tokens": max_completion_length,
             "stop_token_ids": self.end_tokens,
@@ -259,7 +254,7 @@ def open_sampler(
         model: a directory or hub name of a model or LoRA adapter, "toy", or a `Checkpoint`.
         use_vllm: True = start a vLLM server on each visible GPU, and stop them on exit.
         server_urls: vLLM servers (`dash_trl serve`) to sample from. They get the model's weights and keep them.
-        batch_size: number of rows that transformers samples together.
+        batch_size: see `LocalSampler`.
         weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
             temporary directory.
     Raises:

@@ -1,24 +1,15 @@
 """Monitoring: computes the figures of a run, logs them, and draws them."""
 
-from typing import TYPE_CHECKING
-
-from dash_trl._lazy import lazy
-
-if TYPE_CHECKING:
-    from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, monitor
-    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
-
-if TYPE_CHECKING:  # imported by other folders of the package, not public
-    from dash_trl.monitoring.metrics import (
-        EmptyWindows,
-        OffPolicyMetrics,
-        PassMetrics,
-        corrected_share,
-        filter_metrics,
-        packing_metrics,
-        sampler_metrics,
-        staleness_metrics,
-    )
-    from dash_trl.monitoring.recorder import Recorder
-
-__getattr__, __dir__, __all__ = lazy(__name__)
+from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, monitor
+from dash_trl.monitoring.metrics import (
+    EmptyWindows,
+    OffPolicyMetrics,
+    PassMetrics,
+    corrected_share,
+    filter_metrics,
+    packing_metrics,
+    sampler_metrics,
+    staleness_metrics,
+)
+from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
+from dash_trl.monitoring.recorder import Recorder

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import Filtered, MicroBatch, Pass, Share, importance_sampling_ratio, unknown_log_probs
+from dash_trl.rollout import CHECKSUM, COMPLETION, PROMPT, RolloutBatch
+from dash_trl.update import KEPT, MicroBatch, Pass, Share, importance_sampling_ratio, unknown_log_probs
 
 logger = logging.getLogger(__name__)
 
+OverRanks = Callable[[Tensor], Tensor]  # adds up a tensor over the ranks, or concatenates the vectors of all ranks
 EMPTY_WINDOWS = 10  # number of windows in a row before a warning, because fewer windows may be chance
-# The figures of dropped rows, with what is said of such rows.
+# The figures of dropped rows in the order of `filter_rows`, with what is said of such rows.
 DROPPED = {
     "filter/dropped_constant": "have no signal, mostly because all rewards of their group are equal: are the problems "
     "too easy or too hard, is num_generations too small, the reward constant, or every completion cut off at "
@@ -28,9 +29,7 @@ DROPPED = {
 }
 
 
-def filter_metrics(
-    rollouts: CreditedRollouts, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
+def filter_metrics(rollouts: RolloutBatch, reduce_sum: OverRanks) -> dict[str, float]:
     """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
     The shares are over the rows of all ranks and add up to 1. `reduce_sum`, which adds up a tensor over the ranks, gets
@@ -38,8 +37,9 @@ def filter_metrics(
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
-    counted = [keep := filtered.keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
-    *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
+    keep = rollouts.dropped == KEPT
+    counts = [*rollouts.dropped.bincount(minlength=1 + len(DROPPED)), tokens[keep].sum(), tokens.sum()]
+    *rows, kept_tokens, all_tokens = reduce_sum(torch.stack(counts)).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
         **{name: count / sum(rows) for name, count in zip(("filter/kept_rows", *DROPPED), rows, strict=True)},
@@ -51,18 +51,19 @@ def filter_metrics(
 class EmptyWindows:
     """Warns about windows without a survivor, from which nothing is learned.
 
-    A warning follows the first such window of a run, `EMPTY_WINDOWS` in a row, and a run that had no other window.
+    A warning follows the first such window of a run, and `EMPTY_WINDOWS` in a row.
     """
 
     def __init__(self) -> None:
-        # Numbers of windows: of all, of those without a survivor, and since the last window with a survivor.
-        self._windows = self._empty = self._count = 0
+        self._said = False
+        self._count = 0  # number of windows since the last window with a survivor
 
     def note(self, metrics: Mapping[str, float], threshold: float | None) -> None:
         """Count the next window by its `filter_metrics`, and log a warning with the reasons if one is due."""
         empty = metrics["filter/kept_rows"] == 0
-        self._windows, self._empty, self._count = self._windows + 1, self._empty + empty, (self._count + 1) * empty
-        if self._count == EMPTY_WINDOWS or (empty and self._empty == 1):
+        self._count = (self._count + 1) * empty
+        if self._count == EMPTY_WINDOWS or (empty and not self._said):
+            self._said = True
             where = "a generation window" if self._count == 1 else f"{self._count} generation windows in a row"
             reasons = [f"{metrics[name]:.0%} {reason}" for name, reason in DROPPED.items() if metrics[name]]
             logger.warning(
@@ -70,13 +71,15 @@ class EmptyWindows:
                 + " ".join(reasons).format(threshold=threshold)
             )
 
-    def end(self) -> None:
-        """Log a warning if no window had a survivor, because the run looks like any other from outside."""
-        if self._windows and self._empty == self._windows:
-            logger.warning(
-                f"Nothing was learned: no row was kept in the {self._windows} generation windows since the run began "
-                "or was resumed."
-            )
+
+# Figure of the sampler → how it is reduced, first over the tokens of a rank and then over the ranks.
+OF_SAMPLER: dict[str, OverRanks] = {
+    "sampling/sampling_logp_difference/mean": torch.mean,
+    "sampling/sampling_logp_difference/max": torch.max,
+    "sampling/importance_sampling_ratio/min": torch.min,
+    "sampling/importance_sampling_ratio/mean": torch.mean,
+    "sampling/importance_sampling_ratio/max": torch.max,
+}
 
 
 def sampler_metrics(
@@ -84,7 +87,7 @@ def sampler_metrics(
     old_per_token_logps: Tensor,
     importance_sampling_ratio: Tensor,
     loss_mask: Tensor,
-    gather: Callable[[Tensor], Tensor],
+    gather: OverRanks,
 ) -> dict[str, float]:
     """Return TRL's figures of the difference between the sampler's and the trainer's log-probs, over survivors.
 
@@ -97,24 +100,19 @@ def sampler_metrics(
     Returns:
         Name → value; empty if no rank has a survivor with known log-probs.
     """
-    mask, ratio = loss_mask.bool(), importance_sampling_ratio
+    mask = loss_mask.bool()
+    ratio = importance_sampling_ratio
     ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
     delta = (old_per_token_logps - sampling_per_token_logps).abs()[mask]
     delta = delta[~delta.isnan()]
-    local = torch.full((5,), torch.nan)
+    local = torch.full((len(OF_SAMPLER),), torch.nan)
     if delta.numel() and ratio.numel():
-        local = torch.stack([delta.mean(), delta.max(), ratio.min(), ratio.mean(), ratio.max()])
-    ranks = gather(local).view(-1, 5)
+        local = torch.stack([reduce(delta if "logp" in name else ratio) for name, reduce in OF_SAMPLER.items()])
+    ranks = gather(local).view(-1, len(OF_SAMPLER))
     ranks = ranks[~ranks.isnan().any(dim=1)]
     if not len(ranks):
         return {}
-    return {
-        "sampling/sampling_logp_difference/mean": ranks[:, 0].mean().item(),
-        "sampling/sampling_logp_difference/max": ranks[:, 1].max().item(),
-        "sampling/importance_sampling_ratio/min": ranks[:, 2].min().item(),
-        "sampling/importance_sampling_ratio/mean": ranks[:, 3].mean().item(),
-        "sampling/importance_sampling_ratio/max": ranks[:, 4].max().item(),
-    }
+    return {name: reduce(column).item() for (name, reduce), column in zip(OF_SAMPLER.items(), ranks.T, strict=True)}
 
 
 def corrected_share(
@@ -123,7 +121,7 @@ def corrected_share(
     loss_mask: Tensor,
     *,
     correction: Mapping[str, Any],
-    reduce_sum: Callable[[Tensor], Tensor],
+    reduce_sum: OverRanks,
 ) -> dict[str, float]:
     """Return the share of survivors' loss tokens, on all ranks, whose importance sampling ratio is truncated or masked.
 
@@ -154,8 +152,7 @@ class OffPolicyMetrics:
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
     For k3 see http://joschu.net/blog/kl-approx.html. If top_p, top_k or min_p exclude tokens, the expected mean of r is
-    Z, the total probability by π of the other tokens, and that of k3 is KL(μ‖π) − (1 − Z). Tokens without a log-prob of
-    the sampler are left out.
+    the total probability by π of the other tokens. Tokens without a log-prob of the sampler are left out.
 
     Args:
         bound: the upper bound of r in the loss. `None`: there is no bound, and no `off_policy/clipped_share`.
@@ -179,7 +176,7 @@ class OffPolicyMetrics:
         terms = torch.stack([ratio, clipped.float(), log_ratio.expm1() - log_ratio, known.float()])
         self._sums = self._sums.to(terms.device, non_blocking=True) + terms.flatten(1).sum(dim=1)
 
-    def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def of_step(self, reduce_sum: OverRanks) -> dict[str, float]:
         """Return the figures of the ending optimizer step, and reset the sums. All ranks must call this."""
         ratio, clipped, kl, tokens = reduce_sum(self._sums).tolist()
         self._sums = torch.zeros(4)
@@ -189,7 +186,7 @@ class OffPolicyMetrics:
         return {"off_policy/ratio_mean": ratio / tokens, **share, "off_policy/kl": kl / tokens}
 
 
-def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def staleness_metrics(policy_version: Tensor, step: int, gather: OverRanks) -> dict[str, float]:
     """Return the mean and maximum staleness of the rows of all ranks.
 
     The staleness of a row is the number of optimizer steps since the oldest weights that may have sampled its tokens.
@@ -200,7 +197,7 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
 
 
 def packing_metrics(
-    micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None, width: int = 0
+    micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None, width: int
 ) -> dict[str, float]:
     """Return figures of how the rows of all ranks were packed into passes.
 
@@ -217,12 +214,12 @@ def packing_metrics(
     for micro_batch in micro_batches:
         for rank, rows in enumerate(micro_batch.rows):
             of_pass = lengths[rank, list(rows)]
-            tokens = int(of_pass[:, :2].sum())
+            tokens = int(of_pass[:, [PROMPT, COMPLETION]].sum())
             size = tokens
             if not padding_free and rows:
-                size = len(rows) * (width or int(of_pass[:, :2].amax(dim=0).sum()))
+                size = len(rows) * (width or int(of_pass[:, [PROMPT, COMPLETION]].amax(dim=0).sum()))
             if min_shared is not None:
-                shared = Counter(map(tuple, of_pass[:, [0, 3]].tolist()))
+                shared = Counter(map(tuple, of_pass[:, [PROMPT, CHECKSUM]].tolist()))
                 twice = sum((count - 1) * (prompt - 1) for (prompt, _), count in shared.items() if prompt > min_shared)
                 size -= twice
                 saved += twice
@@ -257,7 +254,8 @@ class PassMetrics:
     """
 
     def __init__(self, *, per_row: bool):
-        self.per_row, self.passes = per_row, 0
+        self.per_row = per_row
+        self.passes = 0
         self._taken: list[tuple[Mapping[str, Sequence[Any]], Pass, float, bool]] = []
         self._zeros: dict[str, float] = {}  # the names so far: the shares of a step without a pass are logged as 0
 
@@ -273,11 +271,13 @@ class PassMetrics:
         Tensors are read here at once, because the CPU waits for the GPU whenever it reads one.
         """
         found: list[dict[str, float]] = [{}]
-        sums, counts = defaultdict(float, self._zeros), defaultdict[str, float](float)
+        sums = defaultdict(float, self._zeros)
+        counts = defaultdict[str, float](float)
         values = iter(_read([value for figures, *_ in self._taken for (value,) in figures.values()]))
         for figures, one, loss_scale, per_token in self._taken:
             found.append(dict(zip(figures, values, strict=False)))  # `values` has those of the next passes, too
-            tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
+            tokens = float(sum(one.tokens))
+            rows = float(one.micro_batch.size * len(one.tokens))
             for name in filter({*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP}.__contains__, figures):
                 of_rows = name == "vespo/phi_seq_mean" and not per_token
                 per_row = of_rows or (self.per_row and name in CLIPPED)
@@ -291,7 +291,8 @@ class PassMetrics:
             **dict.fromkeys(PER_MICRO_STEP, sum(one.micro_steps for one in shares)),
         }
         found[0] = {name: value / divisors[name] for name, value in sums.items() if divisors[name]}
-        self._taken, self._zeros = [], dict.fromkeys(sums, 0.0)
+        self._taken = []
+        self._zeros = dict.fromkeys(sums, 0.0)
         return found
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dash_trl.monitoring.recorder import PHASES
+
+SMOOTHING = 0.8  # weight of earlier values in the moving average
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -27,36 +30,41 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
-    """Draw the reward, the share of rows and tokens that the filter keeps, and the time of each phase over the steps.
+    """Draw reward, share of rows and tokens that the filter keeps, length, entropy and time of each phase over steps.
 
     Args:
         metrics: path of the JSON-lines file of `MetricsFileCallback`.
-        picture: path of the file to write. Its suffix, such as ".png", decides the format.
+        picture: path of the file to write, which is returned. Its suffix, such as ".png", decides the format.
         title: title of the picture.
-    Returns:
-        The path of the picture.
     Raises:
         ValueError: if the file has no training log.
     """
     logs = read_metrics(metrics)
     steps = [log["step"] for log in logs]
-    figure = Figure(figsize=(10, 3), layout="constrained")
-    reward, kept, seconds = figure.subplots(1, 3)
+    figure = Figure(figsize=(15, 3), layout="constrained")
+    reward, kept, length, entropy, seconds = figure.subplots(1, 5)
 
     values = [log["reward"] for log in logs]
     reward.plot(steps, values, color="tab:blue", alpha=0.3)
     reward.plot(steps, smooth(values), color="tab:blue")
     reward.set_title("reward, and its moving average (dark)")
-    for name, color in (("rows", "tab:green"), ("tokens", "tab:olive")):
-        shares = [100 * log.get(f"filter/kept_{name}", float("nan")) for log in logs]
-        kept.plot(steps, shares, color=color, label=name)
-    kept.set(title="kept by the filter (%)", ylim=(0, 105))
+    for axis, name, line in (
+        (kept, "filter/kept_rows", "-"),
+        (kept, "filter/kept_tokens", "--"),
+        (length, "completions/mean_length", "-"),
+        (entropy, "entropy", "-"),
+    ):
+        axis.plot(steps, [log.get(name) for log in logs], line, label=name.removeprefix("filter/kept_"))
+    kept.set(title="kept by the filter", ylim=(0, 1.05))
     kept.legend(loc="lower left", frameon=False)
+    length.set_title("tokens of a completion")
+    entropy.set_title("entropy (nats per token)")
     seconds.stackplot(steps, [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES], labels=PHASES)
     seconds.set(title="seconds per step", ymargin=0.3)  # room for the legend above the curves
     seconds.legend(loc="upper right", ncols=2, frameon=False)
-    for axis in (reward, kept, seconds):
+    for axis in figure.axes:
         axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.savefig(picture, dpi=120)
@@ -68,10 +76,8 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 
     Args:
         models: name of a model → its figures from `dash_trl eval`, whose `pass_at` maps k to [value, low, high].
-        picture: path of the file to write.
+        picture: path of the file to write, which is returned.
         title: title of the picture.
-    Returns:
-        The path of the picture.
     """
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axis = figure.subplots()
@@ -82,7 +88,7 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
             continue
         own, value, low, high = zip(*points, strict=True)
         ks.update(own)
-        label = f"{name}* ({figures['failed']:.1%} unscored)" if figures.get("marked") else name
+        label = f"{name} ({figures['failed']:.1%} unscored)" if figures["failed"] else name
         (line,) = axis.plot(own, [100 * one for one in value], marker="o", markersize=3, label=label)
         axis.fill_between(
             own, [100 * one for one in low], [100 * one for one in high], color=line.get_color(), alpha=0.15, lw=0
@@ -97,19 +103,18 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     return Path(picture)
 
 
-def smooth(values: list[float], weight: float = 0.8) -> list[float]:
-    """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t.
+def smooth(values: list[float]) -> list[float]:
+    """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t and w = `SMOOTHING`.
 
     The divisor keeps the first averages from a bias towards 0.
 
     Args:
         values: the numbers x_i.
-        weight: the number w, from 0 to below 1. A larger w smooths more.
     """
     total = norm = 0.0
     averages = []
     for value in values:
-        total = weight * total + value
-        norm = weight * norm + 1
+        total = SMOOTHING * total + value
+        norm = SMOOTHING * norm + 1
         averages.append(total / norm)
     return averages

@@ -19,7 +19,8 @@ WAITING = ("wait_for_rollouts", "wait_for_weights")
 # Dynamic sampling samples prompts in rounds, until enough groups have signal or `max_num_gen_batches` is reached. This
 # phase is all rounds after the first. Its seconds are also counted in "generate" and "reward".
 ROUNDS = ("dynamic_sampling",)
-# With `reward_pipeline` only. "wait_for_rewards" is the time in which the trainer has no scored group to train on.
+# With `reward_pipeline` only. "wait_for_rewards" is the time in which the trainer has no scored group to train on; on
+# servers, groups may still be sampled.
 # "wait_for_ranks" is part of it: the time in which a rank waits for the slowest rank.
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
@@ -28,15 +29,15 @@ class Recorder:
     """Records figures and the seconds of each training phase in TRL's metrics.
 
     Attributes:
-        logs: what TRL's `log` reads; see `seams.Logs`.
-        metrics: name → values since the last log.
+        logs: what TRL's `log` reads; see `seams.Logs`. `figures`: name → values since the last log.
     """
 
     def __init__(self, args: Any, state: Any, logs: Any):
-        self.metrics, self.logs = logs.figures, logs
-        self._args, self._state = args, state
-        self._phases = PHASES + (ROUNDS if args.max_num_gen_batches > 1 else ())
-        self._phases += WAITING if args.use_vllm and args.vllm_mode == "server" else ()
+        self.logs = logs
+        self._args = args
+        self._state = state
+        self._phases = PHASES + (ROUNDS if args.samples_dynamically else ())
+        self._phases += WAITING if args.names_servers else ()
         self._phases += WAITING_FOR_REWARDS if args.reward_pipeline else ()
         # A GPU works asynchronously, so the beginning and the end of a phase are recorded as events on the GPU. The
         # recorder waits for the GPU only in steps that TRL logs.
@@ -47,21 +48,21 @@ class Recorder:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one value to each figure (name → value). TRL logs the mean of the values since the last log."""
         for name, value in metrics.items():
-            self.metrics[name].append(value)
+            self.logs.figures[name].append(value)
 
     def total(self, name: str, value: float) -> None:
         """Set a running total. TRL logs the last total instead of a mean."""
-        self.metrics[name] = [value]
+        self.logs.figures[name] = [value]
 
     @contextmanager
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
         """Add the seconds within the `with` block to a phase, which is logged per optimizer step as `time/<phase>`.
 
-        With `counts=False`, as in an evaluation, they are not added.
+        They are not added with `counts=False`, as in an evaluation, or if the run does not log the phase.
         """
         started = self._mark()
         yield
-        if counts:
+        if counts and phase in self._phases:
             self._spans.append((phase, started, self._mark()))
 
     def end_step(self) -> None:
@@ -77,7 +78,8 @@ class Recorder:
                 f"{threads:.0f} threads want to run on {cores} CPU cores, so those of PyTorch wait for each other. If "
                 "steps are slow, set the environment variable OMP_NUM_THREADS=1 (docs/howto/speed.md)."
             )
-        args, step = self._args, self._state.global_step + 1
+        args = self._args
+        step = self._state.global_step + 1
         if self._on_gpu and not (  # TRL will not log this step, as far as is known now
             args.logging_strategy != "steps"
             or step % self._state.logging_steps == 0
@@ -88,7 +90,8 @@ class Recorder:
         for phase, started, ended in self._spans:
             seconds[phase] += self._between(started, ended)
         self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})
-        self._spans, self._steps = [], 0
+        self._spans = []
+        self._steps = 0
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -7,7 +7,7 @@ several tokens may form one character, and a marker may begin within one.
 """
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,12 +93,11 @@ class Segmenter:
     """Cuts completions into episodes.
 
     An episode starts with the token that contains the first byte of a marker. If none follows within
-    `max_episode_tokens` tokens, it ends at the last sentence end within them, or after them; earlier if fewer than
-    `min_episode_tokens` tokens would be left.
+    `max_episode_tokens` tokens, it ends at the last sentence end within them, or after them.
 
-    The last boundary is the beginning of the final answer. If none is found in a completion that has ended, it is the
-    last episode, or the last sentence with a number if that is later, so that credit does not depend on the answer's
-    phrase. In a truncated completion it is the end.
+    The last boundary is the beginning of the final answer. If a completion has ended without one, it is the last
+    episode, or the last sentence with a number if that is later, so that credit does not depend on the answer's phrase.
+    In a truncated completion it is the end.
 
     Each turn of the policy begins an episode, so a tool's call and answer are in one. Only the policy's text is
     searched, its last turn for the final answer.
@@ -108,14 +107,11 @@ class Segmenter:
         markers: texts that begin an episode where they begin a word, or a function (text) → character positions at
             which episodes begin.
         max_episode_tokens: the largest length of an episode.
-        min_episode_tokens: a boundary within a turn is left out if fewer tokens are before it, from the previous one,
-            or after it, to the final answer or the turn's end.
         final_answer: regular expression for the beginning of the final answer. The last match counts, or the one before
-            if no word or fewer than `min_episode_tokens` tokens separate them: ``The answer is $\\boxed{72}$`` begins
-            at "The". A match before a marker, or before more than `max_episode_tokens` tokens, is within a thought and
-            does not count.
+            if no word separates them: ``The answer is $\\boxed{72}$`` begins at "The". A match before a marker, or
+            before more than `max_episode_tokens` tokens, is within a thought and does not count.
     Raises:
-        ValueError: if the settings contradict each other, or the tokenizer is not fast.
+        ValueError: if a setting cannot be used, or the tokenizer is not fast.
     """
 
     def __init__(
@@ -124,7 +120,6 @@ class Segmenter:
         *,
         markers: Markers = EPISODE_MARKERS,
         max_episode_tokens: int = 256,
-        min_episode_tokens: int = 1,
         final_answer: str = FINAL_ANSWER,
     ):
         if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):
@@ -133,12 +128,8 @@ class Segmenter:
                 "takes a text and returns character positions, or leave it out to use "
                 "dash_trl.process_rewards.EPISODE_MARKERS."
             )
-        if not 1 <= min_episode_tokens <= max_episode_tokens // 2:
-            raise ValueError(
-                f"min_episode_tokens={min_episode_tokens} and max_episode_tokens={max_episode_tokens} cannot both "
-                "hold: an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2 is "
-                "needed."
-            )
+        if max_episode_tokens < 1:
+            raise ValueError(f"max_episode_tokens={max_episode_tokens}: an episode has 1 token or more.")
         check_escapes("final_answer", final_answer)
         if _BOXED_AS_BOUNDARY.search(final_answer) or re.search(final_answer, ""):
             raise ValueError(
@@ -150,7 +141,6 @@ class Segmenter:
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._longest = max_episode_tokens
-        self._shortest = min_episode_tokens
         self._final_answer = re.compile(final_answer)
         if callable(markers):
             self._markers = markers
@@ -196,11 +186,7 @@ class Segmenter:
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         last_cut = max(cuts, default=0)
         answers = [one for one in self._final_answer.finditer(text) if is_last and one.start() >= last_cut]
-        while len(answers) > 1:
-            before, last = answers[-2:]
-            tokens = token_at(last.start()) - token_at(before.start())
-            if tokens >= self._shortest and _WORD.search(text, before.end(), last.start()):
-                break
+        while len(answers) > 1 and not _WORD.search(text, answers[-2].end(), answers[-1].start()):
             answers.pop()
         end = written
         if answers:
@@ -217,16 +203,11 @@ class Segmenter:
 
     def _boundaries(self, cuts: list[int], sentences: list[int], end: int) -> tuple[int, ...]:
         boundaries = [0]
-        for cut in [*(cut for cut in cuts if cut <= end - self._shortest), end]:
-            if cut < end and cut - boundaries[-1] < self._shortest:
-                continue
+        for cut in [*(cut for cut in cuts if cut < end), end]:
             while cut - boundaries[-1] > self._longest:
                 start = boundaries[-1]
-                # The tokens that are left after the cut must also be at least `min_episode_tokens`.
-                latest = min(start + self._longest, cut - self._shortest)
-                at = bisect_right(sentences, latest) - 1
-                first = bisect_left(sentences, start + self._shortest)
-                boundaries.append(sentences[at] if at >= first else latest)
+                latest = start + self._longest
+                boundaries.append(max((at for at in sentences if start < at <= latest), default=latest))
             boundaries.append(cut)
         return tuple(dict.fromkeys(boundaries))
 

@@ -2,8 +2,7 @@
 
     prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-The continuations of a call are sampled and scored together. The ranks share its prefixes evenly, so all make the same
-number of calls.
+The ranks share the prefixes of a call evenly, so all make the same number of calls.
 """
 
 from collections import defaultdict
@@ -61,10 +60,9 @@ class MonteCarloValue:
         has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
         if trainer._conversations is not None or has_function:
             raise ValueError(
-                "MonteCarloValue with "
-                + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
-                + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored "
-                "without it, so V would be too low wherever a tool helps. Use AnswerLogProbValue()."
+                "MonteCarloValue with tools, an environment or env_mask would finish each prefix in one turn: a "
+                "rollout that calls a tool gets no answer and is scored without it, so V would be too low wherever a "
+                "tool helps. Use AnswerLogProbValue()."
             )
         rank = trainer.ranks.rank
         own = [

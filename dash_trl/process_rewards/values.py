@@ -8,7 +8,7 @@ A missing value is NaN, not 0, because log P = 0 would mean certainty.
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, Protocol
@@ -63,10 +63,8 @@ class ValueRequest:
 class ValueEstimator(Protocol):
     """Computes V for the prefixes of a rank's completions.
 
-    Optional attributes:
-
-    - `needs_answers`: False = `ValueRequest.answers` is not used, so the dataset needs no column with answers.
-    - `needs_rewards`: False = reward functions are not used, so the estimator may be called while they run.
+    With the optional attribute `needs_answers = False`, `ValueRequest.answers` is not used, so the dataset needs no
+    column with answers.
     """
 
     space: str
@@ -92,25 +90,26 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
     expected = [len(request.boundaries) for request in requests]
     try:
         numbers = [[float(value) for value in row] for row in values]
-        found = [*map(len, numbers)]
-        if found == expected:
-            return numbers
-        reason = f"{found} values for requests that have {expected} boundaries"
+        found: Any = [*map(len, numbers)]
     except TypeError as error:
-        reason = str(error)
-    raise ValueError(
-        f"What the value estimator {estimator!r:.100} returned cannot be used: {reason}. Return a list with one list "
-        "of numbers per request, one number per boundary, and math.nan for a value that is not known."
-    )
+        found = error
+    if found != expected:
+        raise ValueError(
+            f"The value estimator {estimator!r:.100} returned another form: {found}, for requests that have {expected} "
+            "boundaries. Return a list with one list of numbers per request, one number per boundary, and math.nan for "
+            "a value that is not known."
+        )
+    return numbers
 
 
+@dataclass(eq=False)
 class AnswerLogProbValue:
     """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i), the policy's log-prob of the known answer.
 
     The "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1. Deviations:
 
     - Force prompt and answer are tokenised together, as the model would write them.
-    - Log-probs below `FLOOR` are raised to it: no difference of two values becomes huge.
+    - Log-probs below `FLOOR` are raised to it.
     - With several accepted answers, V is min(0, logsumexp of their means).
 
     The mean makes long and short answers comparable. But exp(V) is then not P(answer): it is larger if the answer has
@@ -124,28 +123,21 @@ class AnswerLogProbValue:
             that would write "42" also gets a high V for "4".
         space: unit of V: "log" for the mean log-prob, "probability" for its exponential.
         max_tokens_per_pass: token budget of a model pass. A completion takes its tokens (prompt, completion, force
-            prompts, answers), or 32 per scored one if that is more. A larger one gets its own pass.
+            prompts, answers), or 32 per scored one if that is more.
     Raises:
         ValueError: if `space` is unknown, or `force_prompt` has a control character, as "\\b" in a plain string is.
     """
 
-    needs_rewards = False
+    force_prompt: str | None = None
+    _: KW_ONLY
+    closing: str = ""
+    space: str = "log"
+    max_tokens_per_pass: int = 8192
 
-    def __init__(
-        self,
-        force_prompt: str | None = None,
-        *,
-        closing: str = "",
-        space: str = "log",
-        max_tokens_per_pass: int = 8192,
-    ):
-        check_escapes("force_prompt", force_prompt or "")
-        if space not in ("log", "probability"):
-            raise ValueError(f"space={space!r} is unknown: use 'log' or 'probability'.")
-        self.force_prompt = force_prompt
-        self.closing = closing
-        self.space = space
-        self.max_tokens_per_pass = max_tokens_per_pass
+    def __post_init__(self) -> None:
+        check_escapes("force_prompt", self.force_prompt or "")
+        if self.space not in ("log", "probability"):
+            raise ValueError(f"space={self.space!r} is unknown: use 'log' or 'probability'.")
         self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -153,24 +145,15 @@ class AnswerLogProbValue:
         with trainer.accelerator.autocast():
             return self._valued(requests, trees, trainer.model, trainer.ranks.largest)
 
-    def score(
-        self,
-        requests: Sequence[ValueRequest],
-        model: Any,
-        tokenizer: Any,
-        *,
-        passes_on_all_ranks: Callable[[int], int] = int,
-    ) -> list[list[float]]:
+    def score(self, requests: Sequence[ValueRequest], model: Any, tokenizer: Any) -> list[list[float]]:
         """Return the values with any model and tokenizer, without a trainer: one list per request; NaN = missing.
 
         Args:
             requests: the completions and their boundaries.
             model: a transformers model.
             tokenizer: the tokenizer of the model.
-            passes_on_all_ranks: function (number of passes) → the largest of any rank. Others run dummy passes, which
-                ZeRO-3 and FSDP wait for.
         """
-        return self._valued(requests, self._trees(requests, tokenizer), model, passes_on_all_ranks)
+        return self._valued(requests, self._trees(requests, tokenizer), model, int)
 
     @torch.no_grad()
     def _valued(
@@ -180,7 +163,10 @@ class AnswerLogProbValue:
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
-        """Return the values, from one pass per bin of trees, or one per branch if the model cannot do tree passes."""
+        """Return the values, from one pass per bin of trees, or one per branch if the model cannot do tree passes.
+
+        `passes_on_all_ranks` turns a number into the largest of any rank: ranks with fewer passes run dummy passes.
+        """
         model = call.get_base_model() if is_peft_model(call) else call
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs

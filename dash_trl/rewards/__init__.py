@@ -4,17 +4,11 @@ from typing import TYPE_CHECKING
 
 from dash_trl._lazy import lazy
 
-if TYPE_CHECKING:
-    from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
+if TYPE_CHECKING:  # the names below, for type checkers
+    from dash_trl.rewards.answers import ANSWER_BEGINS, final_text, last_boxed, last_hashes, plain_answer
     from dash_trl.rewards.code import CodeReward
-    from dash_trl.rewards.forms import load_reward
-    from dash_trl.rewards.judge import JudgeError, JudgeReward
-    from dash_trl.rewards.math import MathAccuracyReward, completion_text
-    from dash_trl.rewards.runner import RewardRunner
-
-if TYPE_CHECKING:  # imported by other folders of the package, not public
-    from dash_trl.rewards.answers import ANSWER_BEGINS, plain_answer
     from dash_trl.rewards.failures import (
+        BROKEN_AFTER,
         FailureWatch,
         distinct,
         failure_of,
@@ -22,8 +16,20 @@ if TYPE_CHECKING:  # imported by other folders of the package, not public
         unscored,
         watch,
     )
-    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, Score, form_of, read_score
-    from dash_trl.rewards.runner import RewardTeam, is_reward_model, unpack
-    from dash_trl.rewards.runner_reward import RunnerReward
+    from dash_trl.rewards.forms import DEFAULT_NAME, ROW, Score, form_of, load_reward, read_score
+    from dash_trl.rewards.judge import JudgeError, JudgeReward
+    from dash_trl.rewards.math import MathAccuracyReward, completion_text
+    from dash_trl.rewards.runner import RewardRunner, is_reward_model, unpack
+    from dash_trl.rewards.runner_reward import Request, RunnerReward
 
-__getattr__, __dir__, __all__ = lazy(__name__)
+__getattr__, __dir__ = lazy(
+    __name__,
+    answers=["ANSWER_BEGINS", "final_text", "last_boxed", "last_hashes", "plain_answer"],
+    code=["CodeReward"],
+    failures=["BROKEN_AFTER", "FailureWatch", "distinct", "failure_of", "raise_reward_error", "unscored", "watch"],
+    forms=["DEFAULT_NAME", "ROW", "Score", "form_of", "load_reward", "read_score"],
+    judge=["JudgeError", "JudgeReward"],
+    math=["MathAccuracyReward", "completion_text"],
+    runner=["RewardRunner", "is_reward_model", "unpack"],
+    runner_reward=["Request", "RunnerReward"],
+)

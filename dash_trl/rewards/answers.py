@@ -25,17 +25,11 @@ Span = tuple[int, int, str]  # start, end, content
 
 
 def final_text(completion: str) -> str:
-    """Remove the thoughts from a completion, as open models mark them: with `<think>…</think>` and the like.
+    """Return the text of a completion after its last thought, without a thought that is never closed.
 
-    `</think>` alone is enough, because a chat template may open the thought in the prompt. Not recognised are such a
-    thought that never ends, tags that decoding skips as special tokens (Gemma 4, Magistral), and thoughts of Granite
-    3.2.
-
-    Args:
-        completion: the text of a completion.
-
-    Returns:
-        The text after the last thought, without a thought that is never closed.
+    Thoughts are marked as open models do it, `<think>…</think>` and the like. `</think>` alone is enough, because a
+    chat template may open the thought in the prompt. Not recognised are such a thought that never ends, and tags that
+    decoding skips as special tokens (Gemma 4, Magistral).
     """
     return _THOUGHT.split(_END_OF_THOUGHT.split(completion)[-1])[0]
 
@@ -49,11 +43,8 @@ def plain_answer(value: Any) -> str:
     """Return a gold answer as text: 42 for 42.0, since a column with an empty cell has floats; "1, 2" for a list.
 
     Args:
-        value: a text, a number, a list of these, None or NaN (no answer: ""), or a value of verl's column
-            `reward_model`.
-
-    Raises:
-        ValueError: if the value is something else, such as a dict or a date.
+        value: a text, a number, a list of these, None or NaN (""), or a value of verl's column `reward_model`. Others
+            are a ValueError.
     """
     value = ground_truth(value)
     if isinstance(value, (list, tuple)):
@@ -68,7 +59,7 @@ def plain_answer(value: Any) -> str:
 
 
 def find_answer(completion: str) -> str:
-    r"""Find the final answer in a completion, without its thoughts.
+    r"""Find the final answer in the text of a completion, in the spelling of `normalize_answer`; "" if none is sure.
 
     It is the first of the following that the completion has:
 
@@ -84,12 +75,6 @@ def find_answer(completion: str) -> str:
 
     Boxes, formulas or numbers with only "or" or the like between them are a list, so that two answers do not earn the
     reward of the right one. A box that is never closed, without a complete one, is no answer.
-
-    Args:
-        completion: the text of a completion.
-
-    Returns:
-        The answer in the spelling of `normalize_answer`; empty if no answer is sure.
     """
     *before, opened = _TAG.split(final_text(completion))
     text = _END_OF_TAG.split(opened)[0]

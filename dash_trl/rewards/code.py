@@ -4,15 +4,13 @@
 
     completion ──► find_program ──► sandbox: one process for the program, one for its tests ──► 1.0 | 0.0, share passed
 
-A completion is wrong (0.0) if it has no program, or if the program fails a test, does not run, exceeds its limits, or
-sleeps until its wall time is over. If the program is not the cause (a busy machine, tests that cannot be run, no
-sandbox), the reward function raises an exception and the row is unscored.
+A completion without a program, or whose program fails a test or exceeds a limit, is wrong (0.0). If the program is not
+the cause (a busy machine, tests that cannot be run), the reward function raises an exception and the row is unscored.
 """
 
 import re
 import textwrap
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from dash_trl.rewards.answers import final_text
@@ -20,7 +18,7 @@ from dash_trl.rewards.math import completion_text
 from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 
 
-class CodeReward(AbstractContextManager["CodeReward"]):
+class CodeReward:
     """Per-sample reward function: 1.0 if the program in a completion passes all of its unit tests, else 0.0.
 
     The metric `rewards/code/passed` is the share of tests that pass. Many threads may call it at once.
@@ -30,8 +28,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
     Args:
-        sandbox: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a `ProgramSandbox` of your own. Its
-            attribute `count` limits the programs that run at a time. None = a `Sandbox` with the default limits.
+        sandbox: a `Sandbox`, a server (`SandboxFusion`), or a `ProgramSandbox` of your own. None = `Sandbox()`.
     """
 
     __name__ = "code"  # TRL's metrics get this name
@@ -63,8 +60,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
         Raises:
             ValueError: if there are no tests, the numbers of inputs and outputs differ, or no test can score a program.
-            TimeoutError: see `Sandbox.run`.
-            SandboxError: see `Sandbox.run`.
+            TimeoutError, SandboxError: see `Sandbox.run`.
         """
         scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
         if str in (type(inputs), type(outputs)) or len(inputs or ()) != len(outputs or ()):
@@ -84,14 +80,6 @@ class CodeReward(AbstractContextManager["CodeReward"]):
             notes["explanation"] = verdict.reason
         return float(verdict.right), notes
 
-    def close(self) -> None:
-        """End the processes of the sandbox. A later call starts them again."""
-        if close := getattr(self.sandbox, "close", None):
-            close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
 
 # ------------------------------------------------------------------------------------------------ from text to program
 
@@ -106,8 +94,8 @@ _ONE_LINE = re.compile(
 )
 
 
-def find_program(completion: str, entry_point: str | None = None, *, reads: bool = False) -> str | None:
-    """Find the program in a completion; return None if there is none.
+def find_program(completion: str, entry_point: str | None, *, reads: bool) -> str | None:
+    """Find the program in the text of a completion; return None if there is none.
 
     - The program is the last fenced block of Python that defines the entry point, because a block that only calls it
       often follows; else the last one of Python.
@@ -117,7 +105,6 @@ def find_program(completion: str, entry_point: str | None = None, *, reads: bool
     - Thoughts do not count.
 
     Args:
-        completion: the text of a completion.
         entry_point: the function that the tests call. None = any function or class.
         reads: True = look for a block that reads standard input instead.
     """

@@ -1,7 +1,6 @@
 """Distinguishes "this reward function does not apply" from "this reward function failed", which are both NaN for TRL.
 
-Training leaves out the rows on which a function failed (exception, time-out, NaN, ±inf): they do not count as 0, and
-their rewards by other functions are not used either.
+Training leaves out the rows on which a function failed (exception, time-out, NaN, ±inf).
 """
 
 import logging
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_trl.rewards.forms import Score
+
 logger = logging.getLogger(__name__)
 
 # If a function only fails, and gives no score, in this number of batches in a row, the run ends. If it fails in fewer
@@ -20,27 +21,30 @@ logger = logging.getLogger(__name__)
 BROKEN_AFTER = 10
 
 
-Outcome = float | BaseException | None  # of a function for a row; None = the function does not apply
+# Of a function for a row. None, also within a `Score`: it does not apply. NaN, ±inf or an exception: it has failed.
+Outcome = float | Score | BaseException | None
+
+
+def reward_of(outcome: Outcome) -> float | BaseException | None:
+    return outcome.value if isinstance(outcome, Score) else outcome
 
 
 def number(outcome: Outcome) -> float:
     """Return the reward; NaN if the function does not apply or has failed."""
-    return outcome if isinstance(outcome, float) and math.isfinite(outcome) else math.nan
+    reward = reward_of(outcome)
+    return reward if isinstance(reward, float) and math.isfinite(reward) else math.nan
 
 
 def has_failed(outcome: Outcome) -> bool:
-    return outcome is not None and math.isnan(number(outcome))
+    return reward_of(outcome) is not None and math.isnan(number(outcome))
 
 
 def failure_of(outcomes: Sequence[Outcome]) -> tuple[str, BaseException | None]:
-    """Describe the failures among outcomes, to follow "it" in a message; also return the first failure's exception.
-
-    Without a failure, the function failed on another rank.
-    """
+    """Describe the failures among outcomes, to follow "it" in a message; also return the first failure's exception."""
     failures = list(filter(has_failed, outcomes))
     if not failures:
         return "failed on another rank", None
-    first = failures[0]
+    first = reward_of(failures[0])
     error = first if isinstance(first, BaseException) else None
     if error is None:
         why = f"returned {first}"
@@ -68,21 +72,15 @@ class RewardError(ValueError):
 
 
 class WatchedReward:
-    """Calls a reward function of TRL's form, and keeps the outcomes of the last call.
+    """Calls a reward function of TRL's form, and keeps the outcomes of the last call, one per row.
 
-    Args:
-        func: the function.
-        name: its name in TRL's metrics.
-
-    Attributes:
-        outcomes: one per row. A `RewardError` among them ends the run after TRL's method, in which the other ranks
-            would wait for this one.
+    A `RewardError` among them ends the run after TRL's method, in which the other ranks would wait for this one.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
         self.func = func
         self.name = self.__name__ = name
-        self.outcomes: list[Outcome] = []
+        self.outcomes: Sequence[Outcome] = []
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
         """Call the function with a batch of TRL's; return one reward per row, None = not applicable or failed."""
@@ -105,7 +103,7 @@ class WatchedReward:
             ) from error
         return outcomes
 
-    def _keep(self, outcomes: list[Outcome]) -> list[float | None]:
+    def _keep(self, outcomes: Sequence[Outcome]) -> list[float | None]:
         self.outcomes = outcomes
         return [None if math.isnan(reward := number(one)) else reward for one in outcomes]
 
@@ -123,7 +121,7 @@ class WatchedAsyncReward(WatchedReward):
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Number the names that occur again: f, f#2, f#3. TRL would log functions with the same name as one."""
+    """Number the names that occur again (f, f#2), which TRL would log as one."""
     return [f"{one}#{names[: i + 1].count(one)}" if one in names[:i] else one for i, one in enumerate(names)]
 
 
@@ -152,17 +150,13 @@ class FailureWatch:
     A function is broken if it raised an exception on every row of the first batch, or if in `BROKEN_AFTER` batches in a
     row it failed on every row to which it applied. A batch in which it applied to no row does not count.
 
-    Args:
-        funcs: F watched functions or reward models.
-        names: [F], their names in TRL's metrics.
-
     Attributes:
         failed: name → share of the last counted batch on which a function failed, if it has failed in one.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
-        self._funcs = list(funcs)
-        self._names = list(names)
+        self._funcs = funcs
+        self._names = names
         self.failed: dict[str, float] = {}
         self._told: set[str] = set()  # functions whose first failure was logged
         self._first = True
@@ -182,20 +176,19 @@ class FailureWatch:
         Raises:
             RuntimeError: on all ranks, if a function is broken.
         """
-        # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception. Correct for reward models; the columns of
-        # watched functions are replaced below.
-        kinds = (~rewards.isfinite()).long()
-        watched = [i for i, func in enumerate(self._funcs) if isinstance(func, WatchedReward)]
-        if watched:
-            columns = [self._funcs[i].outcomes for i in watched]
-            local = [[has_failed(one) + isinstance(one, BaseException) for one in column] for column in columns]
-            kinds[:, watched] = gather(torch.tensor(local).T.contiguous().to(rewards.device))
-        failed = kinds > 0
-        scores = rewards.isfinite().any(dim=0).tolist()
-        only_raised = (kinds == 2).all(dim=0).tolist()
-        shares = failed.cpu().double().mean(dim=0).tolist()
-        for i, (name, share) in enumerate(zip(self._names, shares, strict=True)):
-            said, error = failure_of(getattr(self._funcs[i], "outcomes", rewards[:, i].tolist()))
+        failed = ~rewards.isfinite()
+        for i, (func, name) in enumerate(zip(self._funcs, self._names, strict=True)):
+            has_score = not failed[:, i].all()
+            # How each row has failed: 0 = not, 1 = NaN or ±inf, 2 = an exception.
+            kinds = failed[:, i].long()
+            outcomes: Sequence[Outcome] = rewards[:, i].tolist()
+            if isinstance(func, WatchedReward):
+                outcomes = func.outcomes
+                own = [has_failed(one) + isinstance(one, BaseException) for one in outcomes]
+                kinds = gather(torch.tensor(own))
+                failed[:, i] = kinds > 0
+            said, error = failure_of(outcomes)
+            share = failed[:, i].cpu().double().mean().item()
             if share and name not in self._told:
                 self._told.add(name)
                 logger.warning(
@@ -208,9 +201,9 @@ class FailureWatch:
                 continue
             if share or name in self.failed:
                 self.failed[name] = share
-            self._in_a_row[i] = 0 if scores[i] else self._in_a_row[i] + (share > 0)
+            self._in_a_row[i] = 0 if has_score else self._in_a_row[i] + (share > 0)
             where = ""
-            if self._first and only_raised[i]:
+            if self._first and (kinds == 2).all():
                 where = "of the first batch"
             elif self._in_a_row[i] == BROKEN_AFTER:
                 where = f"that it applied to in {BROKEN_AFTER} batches in a row"

@@ -15,16 +15,15 @@
 `load_reward` loads a reward of any form from a user's file.
 """
 
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
+# Worker processes import this module, so it must not import torch.
 from dash_trl.rewards.answers import ground_truth
 from dash_trl.rewards.math import completion_text
 
@@ -56,9 +55,8 @@ class Score:
 def read_score(returned: Any) -> Score:
     """Read the return value of a per-sample function.
 
-    - A number (NaN and ±inf unscore the row later), or None if the function does not apply.
-    - A tuple (score, notes) with a dict of notes.
-    - A tuple (score, prompt, explanation) of a judge, optionally with a dict of notes at the end.
+    - A number, or None if the function does not apply.
+    - (score, notes) with a dict of notes; (score, prompt, explanation) of a judge, optionally with notes at the end.
     - A dict with the score as `score`, as in verl; its other items are the notes.
 
     Raises:
@@ -100,15 +98,11 @@ def _note(name: Any, value: Any) -> float | str:
 
 
 def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Call a per-sample function and read its score, which may run user code, too, within the call's time limit.
-
-    Worker processes import this module, so it must not import torch.
-    """
+    """Call a per-sample function and read its score, which may run user code, too, within the call's time limit."""
     return read_score(function(**arguments))
 
 
 async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Score:
-    """Call a per-sample coroutine function like `scored`."""
     return read_score(await function(**arguments))
 
 
@@ -120,25 +114,22 @@ class RewardForm:
         name: the function's name in TRL's metrics.
         function: the function or method that is called.
         batch: True = TRL's form, called with the whole batch; False = called for each completion.
-        asynchronous: whether it is a coroutine function.
         names: arguments that a per-sample function takes. None = all.
         required: the names without a default.
-        post_process: the object's `post_process_scores`.
-        close: the object's `close`.
-        max_concurrency: the object's limit of calls at a time, in this process.
+        post_process, close, max_concurrency: optional members of a stateful object.
     """
 
     name: str
     function: Callable[..., Any]
     batch: bool
     asynchronous: bool
-    names: tuple[str, ...] | None = None
-    required: tuple[str, ...] = ()
-    post_process: Callable[..., Any] | None = None
-    close: Callable[..., Any] | None = None
-    max_concurrency: int | None = None
+    names: tuple[str, ...] | None
+    required: tuple[str, ...]
+    post_process: Callable[..., Any] | None
+    close: Callable[..., Any] | None
+    max_concurrency: int | None
 
-    def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def arguments(self, known: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Select the arguments for one call; `group` has entries for verl's `extra_info`, if that is a dict.
 
         Raises:
@@ -147,7 +138,7 @@ class RewardForm:
         if self.names is None:
             return dict(known)
         in_verl = "solution_str" in self.names
-        row = _as_in_verl(known, group or {}) if in_verl else known
+        row = _as_in_verl(known, group) if in_verl else known
         for name in self.required:
             if name not in row:
                 said = " or 'answer'" if in_verl and name == "ground_truth" else ""
@@ -162,7 +153,7 @@ class RewardForm:
         known = {*columns, *ROW}
         if self.batch:  # TRL does not pass on the columns `prompt` and `completion`
             known = known - {"prompt", "completion"} | {*BATCH}
-        self.arguments(dict.fromkeys(known, ""))
+        self.arguments(dict.fromkeys(known, ""), {})
 
 
 def _as_in_verl(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,26 +206,21 @@ def form_of(function: Any) -> RewardForm:
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     """Load a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
 
-    It will be pickled by value, because worker processes cannot import the file.
-
     Raises:
         ValueError: if there is no such file or name.
     """
-    file = Path(path).expanduser()
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.parent.absolute()))  # as for a script: the file may import modules of its folder
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file}.")
+    sys.path.insert(0, str(file.parent))  # as for a script: the file may import modules of its folder
     try:
-        spec.loader.exec_module(module)
+        # No module of this name stays, so that cloudpickle sends what is defined here to worker processes by value.
+        found = runpy.run_path(str(file), run_name=f"reward_file_{file.stem}")
     finally:
-        sys.path.remove(str(file.parent.absolute()))
-    if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
+        sys.path.remove(str(file.parent))
+    if name not in found:
+        own = [key for key, value in found.items() if getattr(value, "__module__", None) == found["__name__"]]
         raise ValueError(
             f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
         )
-    cloudpickle.register_pickle_by_value(module)
-    return getattr(module, name)
+    return found[name]

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 try:
     import openai
@@ -28,7 +27,7 @@ except ImportError as error:
     ) from error
 
 from dash_trl.rewards.math import completion_text
-from dash_trl.sampling import is_loopback, without_user
+from dash_trl.sampling import BASE_URL, is_here, without_user
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def unmarked(text: str) -> str:
 
 
 def delimited(completion: str) -> str:
-    """Put a completion between two tags that it cannot contain: their code is a hash of the completion."""
+    """Put a completion between two tags that it cannot contain, with a hash of it."""
     completion = unmarked(completion)
     code = hashlib.sha256(completion.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"<completion {code}>\n{completion}\n</completion {code}>"
@@ -127,10 +126,9 @@ class JudgeReward:
     **Refusals.** If the judge refuses, its answer is cut off, or the request is too long, the reward is `on_refusal`.
     Unscored, such rows would teach the policy to avoid bad scores by causing these failures.
 
-    **Prompt injection.** A completion can persuade a judge, and the policy learns whatever raises its reward. The
-    completion stands between tags that it cannot contain, spaces break the markers of chat templates in it, and the
-    judge is told to follow no instruction there. It may do so all the same: read the logged explanations of high
-    scores, and use a rule instead if one can decide.
+    **Prompt injection.** A completion can persuade a judge, although it stands between tags that it cannot contain,
+    spaces break the markers of chat templates in it, and the judge is told to follow no instruction there. Read the
+    logged explanations of high scores, and use a rule instead if one can decide.
 
     Args:
         model: name of the model at the server.
@@ -138,21 +136,18 @@ class JudgeReward:
             the dataset. `{{name}}` is the text `{name}`.
         instructions: the criteria, the beginning of the system message.
         scores: the lowest and the highest score that the judge may give, two whole numbers.
-        base_url: the address of the server, including `/v1`. None = the environment variable `OPENAI_BASE_URL`, else
-            OpenAI's server.
-        api_key: the key. None = the environment variable `OPENAI_API_KEY` for OpenAI's server and for the server of
-            `OPENAI_BASE_URL`; no key for any other server.
+        base_url: the address of the server, including `/v1`. None = `OPENAI_BASE_URL` of the environment, else OpenAI.
+        api_key: the key. None = `OPENAI_API_KEY` of the environment for OpenAI and the server of `OPENAI_BASE_URL`; no
+            key for any other server.
         on_refusal: the reward of a completion that cannot be judged. None = the row is unscored.
         temperature: the sampling temperature. None = none is sent, as OpenAI's reasoning models require.
-        max_retries: how often the client repeats a request after a lost connection, a rate limit or an error of the
-            server, within the runner's `timeout`.
+        max_retries: how often the client repeats a request that fails, within the runner's `timeout`.
         options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`, or
             `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM. `max_completion_tokens`,
             which also counts thoughts, is 1024 unless it or `max_tokens` is given.
 
     Raises:
-        ValueError: if there is no API key; if `base_url` is no address, or has a user, a password or a query; if the
-            template has no `{completion}`; or if `scores` has fewer than two scores.
+        ValueError: if an argument is invalid, or there is no API key.
         TypeError: if `chat.completions.create` does not take one of the options.
     """
 
@@ -173,7 +168,7 @@ class JudgeReward:
         options: Mapping[str, Any] = MappingProxyType({}),
     ):
         named = base_url or os.environ.get("OPENAI_BASE_URL")
-        if named and (not urlsplit(named).hostname or urlsplit(named).query or without_user(named) != named):
+        if named and not BASE_URL.fullmatch(named):
             raise ValueError(
                 f"base_url={without_user(named).partition('?')[0]!r} is not the address of a server, or it has a user, "
                 "a password or a query, which logs would show. Write it like http://127.0.0.1:8000/v1, and pass a key "
@@ -195,20 +190,21 @@ class JudgeReward:
                 f"template={template!r} has no {{completion}}, so the judge would not see the completion: add it "
                 "where the completion belongs."
             )
-        self._grades = range(scores[0], scores[1] + 1)
+        lowest, highest = scores
+        self._grades = range(lowest, highest + 1)
         if len(self._grades) < 2:
             raise ValueError(
                 f"scores={scores!r} must be the lowest and a higher highest score, two whole numbers such as (0, 10)."
             )
         self._on_refusal = on_refusal
         self._refused = False
-        self._system = f"{instructions}\n\n{fill(FRAME, {'lowest': str(scores[0]), 'highest': str(scores[1])})}"
+        self._system = f"{instructions}\n\n{fill(FRAME, {'lowest': str(lowest), 'highest': str(highest)})}"
         schema = Judgement.model_json_schema()
         # An enum, since the structured output of some servers does not support `minimum` and `maximum`.
         schema["properties"]["score"]["enum"] = list(self._grades)
         self._request: dict[str, Any] = {
             "model": model,
-            **({} if temperature is None else {"temperature": temperature}),
+            "temperature": openai.omit if temperature is None else temperature,
             **({} if "max_tokens" in options else {"max_completion_tokens": MAX_ANSWER_TOKENS}),
             **options,
             "response_format": {
@@ -228,14 +224,11 @@ class JudgeReward:
         )
 
     async def __call__(self, /, completion: Any, **columns: Any) -> tuple[float, str, str]:
-        """Ask the judge for the score of one completion.
+        """Return the reward of a completion from 0 to 1, the message to the judge, and the judge's explanation.
 
         Args:
             completion: a string, or a conversation, whose last message of the assistant is judged.
             columns: at least the columns that the template names.
-
-        Returns:
-            The reward from 0 to 1, the message to the judge, and the judge's explanation.
 
         Raises:
             JudgeError: if there is no judgement.
@@ -263,9 +256,9 @@ class JudgeReward:
         """Return the client of the running event loop, to which its connections belong."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            # No proxy for loopback addresses, because a proxy would connect to 127.0.0.1 on its own machine. No
-            # redirects, because they would send the completions to another server.
-            proxied = not is_loopback(urlsplit(self._base_url).hostname or "")
+            # No proxy for this machine, because a proxy would connect to 127.0.0.1 on its own machine. No redirects,
+            # because they would send the completions to another server.
+            proxied = not is_here(self._base_url)
             http = openai.DefaultAsyncHttpxClient(trust_env=proxied, follow_redirects=False)
             client = openai.AsyncOpenAI(
                 api_key=self._api_key, base_url=self._base_url, max_retries=self._max_retries, http_client=http
@@ -293,12 +286,7 @@ class JudgeReward:
 
 
 def read_answer(completion: Any, grades: range) -> Judgement:
-    """Read the judgement in a chat completion. The client does not check its fields, nor do some servers its schema.
-
-    Raises:
-        Unjudgeable: if the judge refused, or its answer was cut off.
-        JudgeError: if it has another form.
-    """
+    """Read the judgement in a chat completion. The client does not check its fields, nor do some servers its schema."""
     try:
         (choice,) = completion.choices
         content = choice.message.content

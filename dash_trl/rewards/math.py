@@ -45,9 +45,6 @@ class UnreadableGold(ValueError):
 def score_answer(completion: str, gold: str) -> float:
     """Score the final answer of one completion: 1.0 if it equals the gold answer, else 0.0. Runs in a worker's main
     thread.
-
-    Raises:
-        UnreadableGold: if the answer has another text than the gold answer, and the gold answer cannot be read.
     """
     bare = gold_text(gold)
     if _NUMBERS.fullmatch(bare):  # a list, so each comma separates
@@ -200,13 +197,17 @@ class MathAccuracyReward:
         self.workers = workers or default_workers()
         self._told: set[type] = set()
 
+    def math_accuracy(self, completion: Any, answer: Any) -> float:
+        """Score one completion. `reward_pipeline` takes this method as the reward function."""
+        (score,) = self([completion], [answer])
+        return score
+
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
         """Score a batch. Any thread may call it.
 
         Args:
             completions: [N] strings or conversations.
             answer: [N] gold answers, in the same order.
-            kwargs: the other columns; not used.
 
         Returns:
             [N]: 1.0, 0.0 or NaN.
@@ -218,17 +219,16 @@ class MathAccuracyReward:
             {"completion": completion_text(completion), "gold": plain_answer(gold)}
             for completion, gold in zip(completions, answer, strict=True)
         ]
-        calls = call_all(_workers(self.score, self.workers).submit, self.score, arguments, timeout=self.timeout)
-        for call in calls:
-            if call.error is not None and type(call.error) not in self._told:  # once per type of exception
-                self._told.add(type(call.error))
+        outcomes = call_all(_workers(self.score, self.workers), self.score, arguments, timeout=self.timeout)
+        for outcome, known in zip(outcomes, arguments, strict=True):
+            if isinstance(outcome, Exception) and type(outcome) not in self._told:  # once per type of exception
+                self._told.add(type(outcome))
                 logger.warning(
                     f"An answer could not be scored, so its reward is NaN and its row is unscored: "
-                    f"{type(call.error).__name__}, {call.error!s:.300} (gold answer {call.arguments['gold']!r:.100}, "
-                    f"the completion ends in {call.arguments['completion'][-100:]!r}). Further failures of this type "
-                    "are not reported."
+                    f"{type(outcome).__name__}, {outcome!s:.300} (gold answer {known['gold']!r:.100}, the completion "
+                    f"ends in {known['completion'][-100:]!r}). Further failures of this type are not reported."
                 )
-        return [call.value if call.error is None else math.nan for call in calls]
+        return [math.nan if isinstance(outcome, Exception) else outcome for outcome in outcomes]
 
     def close(self) -> None:
         """Stop the worker processes, which rewards may share. A call starts them again."""

@@ -6,25 +6,21 @@
        the first call    ──► submit: all rows of all functions ──► backends (threads, an event loop, processes, Ray)
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
-
-Each call ends with a score, or with the exception that explains why there is none.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dash_trl.rewards.failures import has_failed, number, unscored
-from dash_trl.rewards.forms import RewardForm, form_of
-from dash_trl.rewards.runner_reward import RunnerReward, outcome_of
-from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, Request, ThreadCalls, default_workers
+from dash_trl.rewards.forms import form_of
+from dash_trl.rewards.runner_reward import Request, RunnerReward
+from dash_trl.workers import AsyncCalls, Backend, ProcessCalls, RayCalls, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
@@ -48,8 +44,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         ]
 
     Args:
-        functions: one reward function or a list, of any form but TRL's. Reward models (modules, or their names) may be
-            among them.
+        functions: one reward function or a list, of any form but TRL's. Reward models may be among them.
         backend: "thread" and "asyncio" suit functions that wait, for example for a server; "process" suits functions
             that compute, and kills a worker whose call takes too long; "ray" uses a cluster. None = asyncio for
             coroutine functions, threads for others.
@@ -64,8 +59,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         rewards: the reward functions that TRL calls, in the order of `functions`.
 
     Raises:
-        ValueError: if a function has TRL's form or no known form, a setting is invalid, or the backend cannot run a
-            function.
+        ValueError: if a function has no form that the backend runs, or a setting is invalid.
     """
 
     def __init__(
@@ -79,9 +73,18 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         retry_on: type[Exception] | Sequence[type[Exception]] = (),
         retries: int = 2,
     ):
-        functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        functions = functions if isinstance(functions, (list, tuple)) else [functions]
         retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
-        _check(backend, timeout, max_concurrency, rate_limit)
+        if backend not in (None, *BACKENDS):
+            raise ValueError(f"backend={backend!r} does not exist: choose one of {(None, *BACKENDS)}.")
+        limits = {"timeout": timeout, "max_concurrency": max_concurrency, "rate_limit": rate_limit}
+        for name, limit in limits.items():
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit} would let no call finish: it must be greater than 0.")
+        if backend == "ray" and importlib.util.find_spec("ray") is None:
+            raise ValueError(
+                "backend='ray', but Ray is not installed: pip install 'dash_trl[ray]', or use backend='process'."
+            )
         self.backend = backend
         self.timeout = timeout
         self._max_concurrency = max_concurrency
@@ -91,8 +94,18 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
             one if is_reward_model(one) else RunnerReward(form_of(one), self) for one in functions
         ]
         self.own = [one for one in self.rewards if isinstance(one, RunnerReward)]
-        for one in self.own:
-            _check_backend(one.form, backend)
+        for form in (one.form for one in self.own):
+            if form.batch:
+                raise ValueError(
+                    f"'{form.name}' has TRL's form and gets the whole batch, but a RewardRunner scores completions one "
+                    "by one. Pass it beside the runner in reward_funcs, or write it per sample: reward(completion, "
+                    "answer, ...)."
+                )
+            if backend is not None and form.asynchronous != (backend == "asyncio"):
+                raise ValueError(
+                    f"backend={backend!r} cannot run '{form.name}': 'asyncio' runs coroutine functions, the other "
+                    "backends run other functions. Leave backend out, or give the function a runner of its own."
+                )
         self.ranks = 1  # number of processes of the run, which share the limits
         self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
@@ -109,18 +122,14 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
     # ------------------------------------------------------------------------------------------------ a batch
 
     def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
-        """Start all functions on all rows and do not wait. Use it to score completions without a trainer.
+        """Start all functions on all rows, without a trainer; return the request that gets the outcomes.
 
         Args:
             rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the dataset's columns.
             group_size: number of adjacent rows that are completions of one prompt.
-
-        Returns:
-            The request that gets the outcomes, with a method `wait`.
         """
-        request = Request(len(self.own), len(rows), group_size)
-        for index, one in enumerate(self.own):
-            one.start(request, index, 0, rows)
+        request = Request(self.own, len(rows), group_size)
+        request.start(0, rows)
         return request
 
     def backend_of(self, kind: str, limit: int | None = None) -> Backend:
@@ -136,8 +145,10 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         share = min(share, limit or share)
         rate = self._rate_limit and self._rate_limit / self.ranks
         settings = {"rate_limit": rate, **self._retries}
-        if kind in ("thread", "asyncio"):
-            return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, **settings)
+        if kind == "thread":
+            return ThreadCalls(share, **settings)
+        if kind == "asyncio":
+            return AsyncCalls(share, **settings)
         functions = [one.score for one in self.own]
         if kind == "process":
             return ProcessCalls(functions, min(share, default_workers()), **settings)
@@ -149,66 +160,6 @@ def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -
         backends.popitem()[1].close()
     while opened:
         opened.popitem()[0]()
-
-
-class RewardTeam:
-    """Starts all runner functions of a trainer together, even if they belong to several runners.
-
-    A group is complete when every function has scored, or failed on, all of its rows.
-
-    Args:
-        functions: the functions; one that is listed twice is called once.
-        ranks: number of processes of the run.
-    """
-
-    def __init__(self, functions: Sequence[RunnerReward], ranks: int):
-        self._index = {one: index for index, one in enumerate(dict.fromkeys(functions))}
-        self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
-        for one in self._index:
-            one.runner.ranks = ranks
-
-    def begin(self, rows: int, group_size: int) -> Request:
-        """Create a request for a number of rows, of which `group_size` adjacent ones belong to a prompt."""
-        request = Request(len(self._index), rows, group_size)
-        self._begun.add(request)
-        return request
-
-    def cancel(self) -> None:
-        """Cancel all requests of this team that are not complete."""
-        for request in self._begun:
-            request.cancel()
-
-    def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Start all functions on adjacent rows of a request, from the index `first` on, and do not wait."""
-        for one, index in self._index.items():
-            one.start(request, index, first, rows)
-
-    def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
-        """Return the rewards of rows whose groups are complete.
-
-        Args:
-            request: the request of these rows.
-            functions: [F] functions of the team.
-            rows: [R] indices of rows in the request.
-
-        Returns:
-            [R, F] float32. NaN = the function does not apply, or a function failed on the row.
-        """
-        columns = [request.outcomes[self._index[one]] for one in functions]
-        outcomes = [[outcome_of(column[row]) for column in columns] for row in rows]
-        values = torch.tensor([[number(one) for one in row] for row in outcomes])
-        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in outcomes]))
-
-    @contextmanager
-    def answering(self, request: Request) -> Iterator[None]:
-        """Let the functions return the outcomes of a request, and start no calls, within the `with` block."""
-        for one, index in self._index.items():
-            one.known = request, index
-        try:
-            yield
-        finally:
-            for one in self._index:
-                one.known = None
 
 
 def unpack(reward_funcs: Any, **settings: Any) -> Any:
@@ -229,29 +180,3 @@ def unpack(reward_funcs: Any, **settings: Any) -> Any:
 def is_reward_model(function: Any) -> bool:
     """Return whether a reward is a model (a module, or a model's name), which TRL calls on the main thread."""
     return isinstance(function, (nn.Module, str))
-
-
-def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit: float | None) -> None:
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"backend={backend!r} does not exist: choose one of {(None, *BACKENDS)}.")
-    limits = {"timeout": timeout, "max_concurrency": max_concurrency, "rate_limit": rate_limit}
-    for name, limit in limits.items():
-        if limit is not None and not limit > 0:
-            raise ValueError(f"{name}={limit} would let no call finish: it must be greater than 0.")
-    if backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ValueError(
-            "backend='ray', but Ray is not installed: pip install 'dash_trl[ray]', or use backend='process'."
-        )
-
-
-def _check_backend(form: RewardForm, backend: str | None) -> None:
-    if form.batch:
-        raise ValueError(
-            f"'{form.name}' has TRL's form and gets the whole batch, but a RewardRunner scores completions one by one. "
-            "Pass it beside the runner in reward_funcs, or write it per sample: reward(completion, answer, ...)."
-        )
-    if backend is not None and form.asynchronous != (backend == "asyncio"):
-        raise ValueError(
-            f"backend={backend!r} cannot run '{form.name}': 'asyncio' runs coroutine functions, the other backends run "
-            "other functions. Leave backend out, or give the function a runner of its own."
-        )

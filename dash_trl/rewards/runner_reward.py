@@ -1,24 +1,147 @@
-"""`RunnerReward`: a function of a `RewardRunner`, in the form in which TRL calls it on the main thread with a batch."""
+"""`Request`: outcomes of functions for many rows. `RunnerReward`: a function as TRL calls it with a batch."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from dash_trl.rewards.failures import Outcome, WatchedReward, number
+import torch
+from torch import Tensor
+
+from dash_trl.rewards.failures import WatchedReward, has_failed, number, unscored
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
-from dash_trl.workers import Call, Request
+from dash_trl.workers import cancel_all, outcome_of
 
 Result = Score | BaseException  # of a call
 
 
-class RunnerReward(WatchedReward):
-    """A function of a `RewardRunner`, in the form in which TRL calls it: a call waits for the outcomes of the batch.
+class Request:
+    """Collects the outcomes of F functions for N rows, and returns groups of rows as soon as they are complete.
+
+    A group of `group_size` adjacent rows is complete when all functions are done with it; the last may be smaller.
 
     Attributes:
-        score: what the runner calls for one row.
-        known: the request with the outcomes of the next batch, and this function's index in it. None = a call starts
-            this function alone, with the batch as one group.
+        outcomes: for each function, its N outcomes; None = this outcome has not come. A function that is given twice is
+            called once.
+        by_function: the same lists by their functions.
+        cancelled: whether nobody waits for the outcomes any more.
+        uid: an id that no other request of any process has.
+        groups: number of groups.
+    """
+
+    def __init__(self, functions: Sequence[RunnerReward], rows: int, group_size: int):
+        self.by_function: dict[RunnerReward, list[Any]] = {one: [None] * rows for one in functions}
+        self.outcomes = [*self.by_function.values()]
+        self.cancelled = False
+        self.group_size = group_size
+        self.uid = uuid.uuid4()
+        self._rows = range(rows)
+        self.groups = len(self._rows[::group_size])
+        self._functions_left = [len(self.outcomes)] * self.groups
+        self._calls: list[Future[Any]] = []
+        self._lock = threading.Lock()
+        self._complete: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
+        self._error: Exception | None = None
+
+    def start(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Start all functions on adjacent rows, see `RewardRunner.submit`, from the index `first` on; do not wait."""
+        for one in self.by_function:
+            one.start(self, first, rows)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Let the functions return these outcomes, and start no calls, within the `with` block."""
+        for one in self.by_function:
+            one.known = self
+        try:
+            yield
+        finally:
+            for one in self.by_function:
+                one.known = None
+
+    def rewards(self, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
+        """Return the rewards of F functions on R rows whose groups are complete.
+
+        Returns:
+            [R, F] float32. NaN = the function does not apply, or a function failed on the row.
+        """
+        outcomes = [[self.by_function[one][row] for one in functions] for row in rows]
+        values = torch.tensor([[number(one) for one in row] for row in outcomes])
+        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in outcomes]))
+
+    def rows_of(self, group: int) -> range:
+        return self._rows[group * self.group_size : (group + 1) * self.group_size]
+
+    def add(self, call: Future[Any], done: Callable[[Future[Any]], None]) -> None:
+        """Add a call, which `cancel` cancels. `done` gets the ended call, on any thread, and calls `put`."""
+        self._calls.append(call)
+        call.add_done_callback(done)
+
+    def put(self, function: RunnerReward, row: int, outcome: Any) -> bool:
+        """Store a function's outcome, which is not None, for a row. Any thread may call this, once for each row.
+
+        If the function now has all outcomes of the row's group, return True; then the caller must call `complete`.
+        """
+        outcomes = self.by_function[function]
+        with self._lock:
+            outcomes[row] = outcome
+            return all(outcomes[other] is not None for other in self.rows_of(row // self.group_size))
+
+    def complete(self, group: int) -> None:
+        """Record that one more function is done with a group, which is complete after the last function."""
+        with self._lock:
+            self._functions_left[group] -= 1
+            if not self._functions_left[group]:
+                self._complete.put(group)
+
+    def fail(self, error: Exception) -> None:
+        """Record that some rows will never come. Then `next_groups` does not wait. Any thread may call this."""
+        self._complete.put(error)
+
+    def check(self) -> None:
+        """Raise the error of `fail`, after `next_groups` has met it."""
+        if self._error is not None:
+            raise self._error
+
+    def next_groups(self, *, wait: bool = True) -> list[int]:
+        """Return the numbers of complete groups that were not returned before; with `wait=True`, at least one."""
+        found: list[int] = []
+        while self._error is None and (not self._complete.empty() or wait and not found):
+            group = self._complete.get()
+            if isinstance(group, Exception):
+                self._error = group
+            else:
+                found.append(group)
+        return found
+
+    def wait(self) -> None:
+        """Wait until all groups are complete. An interrupt cancels the calls."""
+        try:
+            while any(self._functions_left):
+                self.next_groups()
+                self.check()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        cancel_all(self._calls)
+
+
+class RunnerReward(WatchedReward):
+    """A function of a `RewardRunner`. TRL's call waits for the outcomes of the batch.
+
+    Attributes:
+        known: the request with the outcomes of the next batch. None = a call starts this function alone, with the
+            batch as one group.
     """
 
     def __init__(self, form: RewardForm, runner: Any):
@@ -26,75 +149,69 @@ class RunnerReward(WatchedReward):
         self.form = form
         self.runner = runner
         self.score = partial(scored_async if form.asynchronous else scored, form.function)
-        self.known: tuple[Request, int] | None = None
+        self.known: Request | None = None
         # Names of the text notes so far; each is a column of the table of completions. All columns must have the same
         # length, so after the first batch with a text note, its column is written for every later batch, too.
         self._texts: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------ calls
 
-    def start(self, request: Request, index: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Start the function on rows and do not wait.
-
-        Args:
-            request: the request that gets the outcomes.
-            index: index of this function in the request.
-            first: index of the first row in the request.
-            rows: see `RewardRunner.submit`.
-        """
-        calls: list[Call] = []
+    def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Start the function on rows of a request from the index `first` on."""
         size = request.group_size
-        is_whole = len(request.outcomes[index]) % size == 0  # False = ranks share groups
+        is_whole = len(request.by_function[self]) % size == 0  # False = ranks share groups
+        kind = "asyncio" if self.form.asynchronous else "thread"
+        backend = self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency)
         for row, known in enumerate(rows, first):
             group = {"group_uid": f"{request.uid}-{row // size}", "group_size": size} if is_whole else {}
-            call = Call(self.score, {}, timeout=self.runner.timeout)
             try:
-                call.arguments = self.form.arguments(known, group)
+                arguments = self.form.arguments(known, group)
             except ValueError as error:  # this row lacks a column that the function requires
-                call.finish(error=error)
-            calls.append(request.add(call, partial(self._row_ended, request, index, row)))
-        kind = "asyncio" if self.form.asynchronous else "thread"
-        self.runner.backend_of(self.runner.backend or kind, self.form.max_concurrency).submit(calls)
+                call = Future[Any]()
+                call.set_exception(error)
+            else:
+                call = backend.submit(self.score, arguments, timeout=self.runner.timeout)
+            request.add(call, partial(self._row_ended, request, row))
 
-    def _row_ended(self, request: Request, index: int, row: int, call: Call) -> None:
+    def _row_ended(self, request: Request, row: int, call: Future[Any]) -> None:
         """Store an outcome. The last one of a group finishes the group, after `post_process_scores`."""
-        if request.put(index, row, call.value or call.error):
+        if request.put(self, row, outcome_of(call)):
             group = row // request.group_size
             if self.form.post_process is None or request.cancelled:
                 request.complete(group)
             else:
-                self._post_process(request, index, group)
+                self._post_process(request, group)
 
-    def _post_process(self, request: Request, index: int, group: int) -> None:
+    def _post_process(self, request: Request, group: int) -> None:
         rows = request.rows_of(group)
-        column = request.outcomes[index]
+        column = request.by_function[self]
 
-        def ended(call: Call) -> None:
-            column[rows.start : rows.stop] = call.value or [call.error] * len(rows)
+        def ended(call: Future[Any]) -> None:
+            outcome = outcome_of(call)
+            column[rows.start : rows.stop] = [outcome] * len(rows) if isinstance(outcome, BaseException) else outcome
             request.complete(group)
 
-        arguments = {"function": self.form.post_process, "outcomes": [column[row] for row in rows]}
-        call = Call(post_processed, arguments, timeout=self.runner.timeout)
-        self.runner.backend_of("thread").submit([request.add(call, ended)])
+        arguments = {"function": self.form.post_process, "outcomes": column[rows.start : rows.stop]}
+        call = self.runner.backend_of("thread").submit(post_processed, arguments, timeout=self.runner.timeout)
+        request.add(call, ended)
 
     # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        """Return the rewards of a batch of TRL's, see `WatchedReward`, and log the function's notes."""
-        request, index = self.known or self._begun(batch)
+        request = self.known or self._begun(batch)
         request.wait()
-        outcomes = request.outcomes[index]
+        outcomes = request.by_function[self]
         self._log(outcomes, log_extra, log_metric)
-        return self._keep([outcome_of(one) for one in outcomes])
+        return self._keep(outcomes)
 
-    def _begun(self, batch: Mapping[str, Any]) -> tuple[Request, int]:
-        count = len(batch["completions"])
-        columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
+    def _begun(self, batch: Mapping[str, Any]) -> Request:
+        columns = {name: values for name, values in batch.items() if isinstance(values, list)}
         columns["completion"] = columns.pop("completions")
         columns["prompt"] = columns.pop("prompts")
-        request = Request(1, count, count)
-        self.start(request, 0, 0, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
-        return request, 0
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        request = Request([self], len(rows), len(rows))
+        request.start(0, rows)
+        return request
 
     def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
         """Log the notes: numbers as metrics, strings as columns of the table of completions."""
@@ -109,19 +226,12 @@ class RunnerReward(WatchedReward):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
 
-def outcome_of(outcome: Result) -> Outcome:
-    return outcome.value if isinstance(outcome, Score) else outcome
-
-
 def post_processed(function: Callable[[Any], Any], outcomes: Sequence[Result]) -> list[Result]:
-    """Call `post_process_scores` with the scores of a group, NaN for a row without one; return the G new outcomes.
+    """Call `post_process_scores` with the scores of a group, NaN for a row without one; return the new outcomes.
 
     A row that had no score keeps its outcome if its new score is NaN.
-
-    Raises:
-        ValueError: if the method does not return G scores.
     """
-    scores = [number(outcome_of(one)) for one in outcomes]
+    scores = [number(one) for one in outcomes]
     processed = [float(value) for value in function(scores.copy())]
     if len(processed) != len(scores):
         raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")

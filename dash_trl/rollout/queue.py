@@ -9,8 +9,6 @@ which a window takes more prompts in each further round. Without a queue, Transf
 Letters: G rows that belong together: the rows of a group; without dynamic sampling, the rows of a generation batch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,11 +95,6 @@ class PromptQueue:
             self.place = epoch, number + 1
         return QueuedRows(rows, places)
 
-    @property
-    def epochs(self) -> int:
-        """Number of epochs whose prompts were all handed out."""
-        return self.place[0]
-
     def close(self) -> None:
         """Drop the prompts that were read, and release the dataloader's workers."""
         self._windows, self._to_read_again, self._source = {}, {}, None
@@ -125,14 +118,6 @@ class PromptQueue:
         self.close()
         self.place = tuple(state["place"])
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
-
-    def has_sampled(self, micro_step: int) -> None:
-        """Continue at a micro-step within a checkpoint's window, which is sampled already and needs no prompts.
-
-        This is for `ignore_data_skip=True`: the next window begins with the first prompt of the dataset.
-        """
-        if micro_step % self.window_batches:
-            self._windows[micro_step // self.window_batches] = QueuedRows([], [])
 
     def _read_again(self) -> None:
         windows, self._to_read_again = self._to_read_again, {}

@@ -6,13 +6,11 @@ this does not lead to the first prompt that no optimizer step has used, prompts 
 ends with an error.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -75,7 +73,7 @@ class Shapes:
         prompts: int | None,
         rules: dict[str, str],
         samples_ahead: bool,
-    ) -> Shapes:
+    ) -> Self:
         """Read the shapes from a `DASHConfig` and a run's other settings.
 
         Args:
@@ -150,7 +148,7 @@ class SavedRun:
         torch.save({**vars(self), "shapes": vars(self.shapes), "window": window}, path)
 
     @classmethod
-    def load(cls, path: str) -> SavedRun | None:
+    def load(cls, path: str) -> Self | None:
         """Read a rank's file of a checkpoint; `None` if there is no such file."""
         if not os.path.isfile(path):
             return None
@@ -194,16 +192,13 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
     return saved
 
 
-def why_a_new_window(
-    saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str, ignore_data_skip: bool
-) -> str | None:
+def why_a_new_window(saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str) -> str | None:
     """Return why a resumed run begins a new window; `None` if it continues within the saved window.
 
     Args:
         start: the position up to which Transformers counts the dataset as used.
-        ignore_data_skip: Transformers' option; True = the run begins the epoch again.
     Raises:
-        ValueError: Transformers would not continue at the first unused prompt, and `ignore_data_skip` is False.
+        ValueError: Transformers would not continue at the first unused prompt.
     """
     epoch, batches = start
     fits = batches % now.window_batches == 0
@@ -226,7 +221,7 @@ def why_a_new_window(
         fits &= not (then.queues_prompts or now.queues_prompts)  # a queue's place is valid for its own shapes only
         same_order = (then.prompts, then.shuffle_seed) == (now.prompts, now.shuffle_seed) or used == 0
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
-    if fits or ignore_data_skip:
+    if fits:
         return reason
     raise ValueError(
         f"{reason}. Transformers would continue after micro-batch {batches} of epoch {epoch} ({now.window_batches} "

@@ -5,22 +5,20 @@
     (prompts)     └─ GenerationBatch ─┘               └───────── Part, Part, … ─────────┘
 
 Usually, a window is one part. If rewards are awaited group by group, a part holds groups whose rewards have come, and
-is trained on while the other rewards are awaited. If several optimizer steps use such a window, its log-probs are
-computed as soon as it is sampled.
+is trained on while the other rewards are awaited. In a *streamed* window, other groups are still sampled then. If
+several optimizer steps use a window in parts, its log-probs are computed as soon as it is sampled.
 
 Letters: M rows of a rank in a part, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import Survivors, joined
+from dash_trl.rollout.batch import COMPLETION, RolloutBatch, joined, widened
 
 
 @dataclass
@@ -37,14 +35,17 @@ class Part:
         by_group: True = a pass has all rows of a group, because log-probs were computed before rewards were known. The
             loss mask of a dropped row is 0.
         ends_step: True = the last part that the running optimizer step uses.
+        rescale: with the last part of a streamed window, the factor for the gradients of all its parts, because
+            `num_items_in_batch` is provisional: this number / the window's number of loss tokens.
     """
 
-    rollouts: Survivors
+    rollouts: RolloutBatch
     lengths: Tensor
     width: int
     num_items_in_batch: Tensor
     by_group: bool = False
     ends_step: bool = True
+    rescale: float = 1.0
 
     def used_by(self, steps: range, count: int) -> Tensor:
         """Return which columns of `lengths` some micro-steps use, [M] bool.
@@ -57,32 +58,38 @@ class Part:
         step = torch.arange(columns) // max(-(-columns // count), 1)
         return (step >= steps.start) & (step < steps.stop)
 
-    def where(self, keep: Tensor, rank: int) -> tuple[Tensor, Part]:
+    def where(self, keep: Tensor, rank: int) -> tuple[Tensor, Self]:
         """Return the indices in `rollouts` of this rank's kept rows, and the part with the kept rows only.
 
         Args:
             keep: [R, M] or [M] bool, False = the row is left out; its lengths are then 0.
         """
         keep = keep.expand(self.lengths.shape[:2])
-        survivors = self.lengths[rank, :, 1] > 0
+        survivors = self.lengths[rank, :, COMPLETION] > 0
         rows = keep[rank][survivors].nonzero().squeeze(1)
         return rows, replace(self, rollouts=self.rollouts.rows(rows), lengths=self.lengths * keep.unsqueeze(2))
 
     @classmethod
-    def of_parts(cls, used: int, parts: Sequence[Part]) -> Part:
+    def of_parts(cls, used: int, parts: Sequence[Self]) -> Self:
         """Join parts into one, after `used` rows of 0 in `lengths` for the rows that earlier optimizer steps used."""
-        first = parts[0]
-        lengths = [first.lengths.new_zeros(len(first.lengths), used, 4), *(part.lengths for part in parts)]
-        rollouts = joined([part.rollouts for part in parts])
-        return replace(first, rollouts=rollouts, lengths=torch.cat(lengths, dim=1), ends_step=True)
+        last = parts[-1]  # of a streamed window, only this part knows the widest row and the number of loss tokens
+        lengths = [last.lengths.new_zeros(len(last.lengths), used, 4), *(part.lengths for part in parts)]
+        return cls(
+            # In a streamed window, the rows of the parts differ in width.
+            joined(widened([part.rollouts for part in parts], 0)),
+            torch.cat(lengths, dim=1),
+            last.width,
+            (last.num_items_in_batch / last.rescale).round().long(),
+            last.by_group,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and numbers only, so that `torch.load(weights_only=True)` can read them."""
         return {**vars(self), "rollouts": self.rollouts.tensors()}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Part:
-        return cls(**{**state, "rollouts": Survivors(**state["rollouts"])})
+    def from_state_dict(cls, state: dict[str, Any]) -> Self:
+        return cls(**{**state, "rollouts": RolloutBatch(**state["rollouts"])})
 
 
 class Window:
@@ -99,9 +106,9 @@ class Window:
         whole: the whole window as one part; `None` until `wait` has joined the parts.
     """
 
-    def __init__(self, global_step: int, parts: Iterable[Part] = (), *, whole: Part | None = None):
+    def __init__(self, parts: Iterable[Part] = (), *, whole: Part | None = None):
         self.rows, self.whole = 0, whole
-        self._parts, self._global_step = iter(parts), global_step
+        self._parts = iter(parts)
         self._kept: list[Part] = []
 
     def __iter__(self) -> Iterator[Part]:
@@ -110,15 +117,13 @@ class Window:
             self.rows += part.lengths.shape[1]
             yield part
 
-    def begin_optimizer_step(self, global_step: int) -> None:
-        """Drop the parts of the previous optimizer step, if the optimizer has stepped."""
-        if global_step != self._global_step:
-            self._global_step, self._kept = global_step, []
+    def begin_optimizer_step(self) -> None:
+        """Drop the parts of the previous optimizer step."""
+        self._kept = []
 
-    def wait(self) -> Part:
+    def wait(self) -> None:
         """Wait for the other parts, and join all kept parts to the whole window. `whole` must be `None`."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
         self.whole, self._kept = Part.of_parts(used, self._kept), []
-        return self.whole

@@ -8,15 +8,15 @@ The path of a job::
 
 States of a server::
 
-    healthy ── a request failed, or it was idle ──► suspect ── 3 failures in a row, or it is gone ──► dead
+    healthy ── a request failed, or it was idle ──► unchecked ─ 3 failures in a row, or it is gone ──► dead
        ▲                                               │                                               │
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-An idle server becomes a suspect, because it may have restarted with its start-up weights, and its answers would not
-show that. A server that works on a job has open connections, so it has not restarted. Failed requests are counted
-separately from probes, because an engine that hangs still answers probes.
+An idle server becomes unchecked: it may have restarted with its start-up weights, which its answers would not show. A
+server that works on a job has open connections, so it has not restarted. A probe does not reset the number of failed
+requests, because an engine that hangs still answers probes.
 
-The argument `now` is the current time in seconds, on any clock.
+`now` is the current time in seconds, on any clock.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
-BACK_OFF = 0.5  # seconds before a suspect is probed; the time doubles with the second failure
+BACK_OFF = 0.5  # seconds before an unchecked server is probed; the time doubles with the second failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
 # Limit of sequences in flight on one server, over all ranks: vLLM's largest default batch. More sequences would wait in
 # vLLM's queue; instead, their jobs wait here.
@@ -37,13 +37,10 @@ URGENT = -1  # `Job.order` of jobs that the trainer waits for
 
 
 class State(StrEnum):
-    """State of a server; only a healthy server is given jobs.
-
-    A refitting server is being given the current weights, or waits for the first weight sync.
-    """
+    """State of a server. Only a healthy one gets jobs; a refitting one gets weights, or waits for the first sync."""
 
     HEALTHY = "healthy"
-    SUSPECT = "suspect"
+    UNCHECKED = "unchecked"
     REFITTING = "refitting"
     DEAD = "dead"
 
@@ -53,13 +50,11 @@ class Job:
     """One request that any server can complete. Jobs compare by identity.
 
     Attributes:
-        tokens: tokens that the job adds to a server's load.
-        sequences: sequences that the job samples.
+        tokens: load of a server by the job.
         order: priority; the lowest goes first. Jobs that the trainer waits for have `URGENT`.
-        number: priority among jobs of the same order that have not failed; jobs that have failed go before them.
+        number: priority within an order, after the jobs that have failed.
         tried: URLs of the servers that were given the job. While it waits, it has failed on all of them.
         version: the weight version when a server was last given the job.
-        assigned: set when a server is given the job.
         limit: timeout with which the pool ends the current attempt.
     """
 
@@ -72,6 +67,13 @@ class Job:
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
     limit: asyncio.Timeout = field(init=False)
 
+    def interrupt(self) -> bool:
+        """End the current attempt; return False if it is ending already."""
+        if self.limit.when() is not None:
+            return False
+        self.limit.reschedule(-math.inf)
+        return True
+
 
 @dataclass
 class ServerStatus:
@@ -80,7 +82,7 @@ class ServerStatus:
     Attributes:
         version: weight version that the server held when last checked; None if unknown.
         failures: number of consecutive failed requests.
-        last_answer: when the server last answered a job, or was given a job while idle.
+        last_answer: when the server last answered a job, or got one while idle.
         rest_until: when the server may be probed again.
     """
 
@@ -106,23 +108,19 @@ class Fleet:
     """Servers and unfinished jobs as one process sees them.
 
     Args:
-        urls: distinct URLs. At first all servers count as dead, so that they are probed.
+        urls: distinct URLs. At first all count as dead, so that they are probed.
         ranks: number of processes that share the servers and, equally, the sequences in flight.
-        sequences: limit of sequences in flight on one server, over all ranks.
-        jobs: limit of this process's jobs in flight on all servers.
 
     Attributes:
-        waiting: the jobs that no server works on, in the order in which servers get them.
-        most_sequences: this process's share of `sequences`.
-        most_jobs: each server's share of `jobs`.
+        waiting: the jobs that no server works on, in order of priority.
         version: weight version that the servers have to hold.
     """
 
-    def __init__(self, urls: Iterable[str], ranks: int = 1, *, sequences: int = SEQUENCES_PER_SERVER, jobs: int = JOBS):
+    def __init__(self, urls: Iterable[str], ranks: int = 1):
         self.servers = {url: ServerStatus(url) for url in urls}
         self.waiting: list[Job] = []
-        self.most_sequences = sequences // ranks
-        self.most_jobs = max(1, jobs // len(self.servers))
+        self.most_sequences = SEQUENCES_PER_SERVER // ranks
+        self.most_jobs = JOBS // len(self.servers)
         self.version = 0
 
     # -------------------------------------------------------------------------------------------------- questions
@@ -130,10 +128,7 @@ class Fleet:
     def choose(self, sequences: int, avoid: Collection[str] = ()) -> str | None:
         """Return the URL of the server with room and the fewest outstanding tokens; None if the job has to wait.
 
-        A server without jobs always has room.
-
-        Args:
-            avoid: URLs of servers that are chosen only if no other server holds the current weights.
+        A server without jobs has room. Servers to `avoid` are chosen only if no other holds the current weights.
         """
         current = self.current()
         current = [server for server in current if server.url not in avoid] or current
@@ -148,22 +143,21 @@ class Fleet:
         ]
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
-    def running(self) -> int:
-        return sum(len(server.outstanding) for server in self.servers.values())
+    def jobs(self) -> list[Job]:
+        return [*self.waiting, *(job for server in self.servers.values() for job in server.outstanding)]
 
     def to_probe(self, now: float) -> list[str]:
-        """Return the URLs of the servers that have to be probed now."""
         return [
             server.url
             for server in self.servers.values()
-            if server.state in (State.DEAD, State.SUSPECT) and now >= server.rest_until
+            if server.state in (State.DEAD, State.UNCHECKED) and now >= server.rest_until
         ]
 
     def urls_of(self, state: State) -> list[str]:
         return [server.url for server in self.servers.values() if server.state == state]
 
     def current(self) -> list[ServerStatus]:
-        """Return the servers that held the current weights when last checked. No dead server is among them."""
+        """Return the servers that held the current weights when last checked; a dead one is not among them."""
         return [server for server in self.servers.values() if server.version == self.version]
 
     def describe(self) -> str:
@@ -205,30 +199,23 @@ class Fleet:
         server.failures = 0
 
     def failed(self, url: str, error: str, now: float, *, gone: bool = False) -> None:
-        """Record that a server, which was not dead, failed a request.
-
-        If the connection was refused or dropped (`gone`), it counts as dead at once, because its process may have
-        ended.
-        """
+        """Record that a live server failed a request. If the connection broke (`gone`), it is dead at once."""
         server = self.servers[url]
         server.failures += 1
         if gone or server.failures >= FAILURES_UNTIL_DEAD:
             self.died(url, error, now)
         else:
             server.last_error = error
-            server.state = State.SUSPECT
+            server.state = State.UNCHECKED
             server.rest_until = now + BACK_OFF * server.failures
-            self.suspect_idle(now)
+            self.uncheck_idle(now)
 
     def answered(self, url: str) -> None:
-        """Record that a server has answered a probe. It is refitting until it is known to hold the current weights."""
+        """Record that a server has answered a probe; `refitted` follows."""
         self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
-        """Record that a server holds the weights of a version, unless a request has failed on it meanwhile.
-
-        If the version is no longer current, the server counts as dead and is probed again.
-        """
+        """Record that a server holds a version, unless a request has failed on it meanwhile; an old one: it is dead."""
         server = self.servers[url]
         if server.state != State.REFITTING:
             return
@@ -239,28 +226,25 @@ class Fleet:
             self.died(url, server.last_error, now)
 
     def died(self, url: str, error: str, now: float) -> None:
-        """Record that a server does not answer, or did not load the weights.
-
-        Idle servers, which may get its jobs, become suspects.
-        """
+        """Record that a server does not answer, or did not load the weights. Idle servers may get its jobs."""
         server = self.servers[url]
         server.last_error = error
         server.state = State.DEAD
         server.version = None
         server.failures = 0
         server.rest_until = now + PROBE_EVERY
-        self.suspect_idle(now)
+        self.uncheck_idle(now)
 
     def new_version(self, version: int) -> None:
-        """Record that there are new weights. No server is given a job until it holds them."""
+        """Record that there are new weights. No server gets a job until it holds them."""
         self.version = version
         for server in self.servers.values():
             if server.state != State.DEAD:
                 server.state = State.REFITTING
 
-    def suspect_idle(self, now: float) -> None:
-        """Make idle servers suspects: while a server is idle, no request shows whether it has restarted."""
+    def uncheck_idle(self, now: float) -> None:
+        """Make idle servers unchecked: while a server is idle, no request shows whether it has restarted."""
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:
-                server.state = State.SUSPECT
+                server.state = State.UNCHECKED
                 server.rest_until = now

@@ -5,10 +5,10 @@ The path of a request::
     complete: waits for its turn ──► the server with the fewest outstanding tokens ──► its completions
                   ▲                                 │ failed, hung, died
                   └─────────────────────────────────┘
-    submit: coroutines that await `complete`, once or several times ──► collect: their results, in their order
+    submit: a batch of coroutines that await `complete`, once or several times ──► collect: their results, in order
 
-`health.Fleet` decides which request goes where. While requests are in progress, only the event loop's thread changes
-the fleet and the pool's other state. A queue carries the results of a batch to the thread that collects them.
+`health.Fleet` decides which request goes where. While there are requests, only the event loop's thread changes the
+pool's state.
 """
 
 import asyncio
@@ -18,78 +18,41 @@ import queue
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
 
 from dash_trl.sampling.health import PROBE_EVERY, URGENT, Fleet, Job, State
-from dash_trl.sampling.server import Completion, ServerError, ServerGone
-from dash_trl.sampling.urls import check_urls
-from dash_trl.sampling.vllm import VLLMServer
+from dash_trl.sampling.key import check_urls
+from dash_trl.sampling.vllm import Completion, ServerError, ServerGone, VLLMServer
 from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 6  # failures of one request before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
-START_TOGETHER = 1.0  # seconds; a request waits at most this long for the checks of suspect servers
+START_TOGETHER = 1.0  # seconds; a request waits at most this long for the checks of unchecked servers
 TEST_SECONDS = 60.0  # for the token that a server samples before it is trusted again
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
+
+
+Batch = asyncio.Task[list[Any]]
 
 
 class PoolError(RuntimeError):
     """The servers could not complete the work. The message names each server and its last error."""
 
 
-class Batch:
-    """Coroutines that were submitted together.
-
-    The event loop's thread puts their tasks into `finished`; the thread that submitted the batch reads them.
-
-    Args:
-        seen: function of a task's result that returns the result to keep; the thread that calls `read` calls it.
-
-    Attributes:
-        finished: queue of ended tasks, and of errors that concern all tasks.
-        results: task → result, for the tasks that were read.
-    """
-
-    def __init__(self, seen: Callable[[Any], Any]):
-        self.tasks: list[asyncio.Task[Any]] = []
-        self.finished: queue.SimpleQueue[asyncio.Task[Any] | Future[Any]] = queue.SimpleQueue()
-        self.results: dict[Any, Any] = {}
-        self._seen = seen
-        self._error: Exception | None = None  # the first error; a call with `wait` raises it
-
-    def fail(self, error: Exception) -> None:
-        """End the batch with an error, unless all of its tasks have ended."""
-        if all(task.done() for task in self.tasks):
-            return
-        failed = Future[Any]()
-        failed.set_exception(error)
-        self.finished.put(failed)
-        for task in self.tasks:
+async def _together(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await coroutines; return their results in order, or raise their first error when all have ended."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
             task.cancel()
-
-    def read(self, *, wait: bool = False) -> None:
-        """Read the results that have come since the last call.
-
-        Args:
-            wait: True = wait for all results.
-
-        Raises:
-            Exception: the first error of a task or of `seen`. It is kept for the call with `wait`.
-        """
-        while len(self.results) < len(self.tasks) and self._error is None and (wait or not self.finished.empty()):
-            task = self.finished.get()
-            try:
-                self.results[task] = self._seen(task.result())
-            except Exception as error:
-                self._error = error
-        if wait and self._error is not None:
-            raise self._error
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ServerPool:
@@ -98,12 +61,11 @@ class ServerPool:
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
-        request_timeout: seconds in which a server with requests has to answer one of them, or else counts as dead. The
-            time of a weight sync does not count.
+        request_timeout: seconds, without weight syncs, in which a server with requests has to answer one of them, or
+            else counts as dead.
         ranks: number of processes that share the servers.
 
     Attributes:
-        fleet: state of the servers, and the unfinished requests.
         retried: number of requests so far that had to wait again.
         refit: coroutine function that gives a server the current weights and returns their version, or None before the
             first weight sync. If `refit` is None, servers are used as they are.
@@ -123,6 +85,7 @@ class ServerPool:
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
         self._batches: set[Batch] = set()
         self._watcher: asyncio.Task[None] | None = None
+        self._error: Exception | None = None  # of a check; it ends all jobs
         self._wake = asyncio.Event()
         self._weights_sent = asyncio.Event()  # cleared during a weight sync to all servers
         self._weights_sent.set()
@@ -138,11 +101,7 @@ class ServerPool:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
-        """Wait until every server answers. A server that is missing now is a mistake in the settings.
-
-        Raises:
-            PoolError: if a server does not answer within `server_timeout`.
-        """
+        """Wait until every server answers; raise a `PoolError` after `server_timeout`."""
         deadline = time.monotonic() + self.server_timeout
         while True:
             self.ask_all(self._check, self.fleet.urls_of(State.DEAD))
@@ -150,74 +109,71 @@ class ServerPool:
             if not missing:
                 return
             if time.monotonic() >= deadline:
-                raise PoolError(
-                    self.message(
-                        f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
-                        f"{self.server_timeout:g} s. Start them (`dash_trl serve MODEL --servers "
-                        f"{len(self.urls)}`) or correct vllm_server_urls"
-                    )
+                raise self.error(
+                    f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
+                    f"{self.server_timeout:g} s. Start them (`dash_trl serve MODEL --servers {len(self.urls)}`) or "
+                    "correct vllm_server_urls"
                 )
             time.sleep(PROBE_EVERY)
 
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(
-        self, works: Iterable[Coroutine[Any, Any, Any]], seen: Callable[[Any], Any] = lambda result: result
-    ) -> Batch:
-        """Start coroutines that await `complete`, without waiting for their results; see `Batch` for `seen`."""
-        batch = Batch(seen)
+    def submit(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Batch:
+        """Start coroutines that await `complete`. The first error among them cancels the others."""
 
-        async def start() -> None:
-            self._batches.add(batch)
-            for work in works:
-                task = asyncio.ensure_future(work)
-                task.add_done_callback(batch.finished.put)
-                batch.tasks.append(task)
+        async def start() -> Batch:
+            return asyncio.ensure_future(_together(works))
 
-        self._loop.run(start())
+        batch = self._loop.run(start())
+        self._batches.add(batch)
         return batch
 
     def collect(self, batch: Batch) -> list[Any]:
-        """Wait for a batch, and return the results in the order of its coroutines.
+        """Wait for a batch, and return the results in the order of its coroutines, or raise their first error."""
 
-        Raises:
-            Exception: the errors of `complete` and of the batch's `seen`.
-        """
+        async def wait() -> list[Any]:
+            return await batch
+
         try:
-            batch.read(wait=True)
-        finally:  # cancel what is unfinished after an error or an interrupt
-            self._forget(batch)
-        return [batch.results[task] for task in batch.tasks]
-
-    def _forget(self, batch: Batch) -> None:
-        async def forget() -> None:
-            self._batches.discard(batch)
-            for task in batch.tasks:
-                task.cancel()
-            await asyncio.gather(*batch.tasks, return_exceptions=True)
-
-        self._loop.run(forget())
+            return self._loop.run(wait())
+        finally:
+            self.cancel(batch)  # after an interrupt, it is unfinished
 
     def as_completed(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Iterator[Any]:
-        """Run coroutines and yield their results in order of completion.
+        """Run coroutines and yield their results in order of completion, as long as the caller iterates."""
+        results = queue.SimpleQueue[Any]()
 
-        If the caller stops iterating, the unfinished coroutines are cancelled. The errors of `complete` are raised.
-        """
-        batch = self.submit(works)
+        async def put(work: Coroutine[Any, Any, Any]) -> None:
+            results.put(await work)
+
+        async def put_all() -> None:
+            try:
+                await _together(map(put, works))
+            finally:
+                results.put(results)  # the end
+
+        batch = self.submit([put_all()])
         try:
-            for _ in batch.tasks:
-                yield batch.finished.get().result()
+            while (result := results.get()) is not results:
+                yield result
+            self.collect(batch)
         finally:
-            self._forget(batch)
+            self.cancel(batch)
 
     def run(self, works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Run coroutines and wait for them; see `submit` and `collect`."""
         return self.collect(self.submit(works))
 
-    def cancel(self) -> None:
-        """Cancel all batches and their requests on the servers."""
-        for batch in tuple(self._batches):
-            self._forget(batch)
+    def cancel(self, *batches: Batch) -> None:
+        """Cancel batches, or all, with their requests on the servers, and wait for their end."""
+        batches = batches or tuple(self._batches)
+
+        async def end() -> None:
+            for batch in batches:
+                batch.cancel()
+            await asyncio.gather(*batches, return_exceptions=True)
+
+        self._loop.run(end())
+        self._batches.difference_update(batches)
 
     # --------------------------------------------------------------------------------- requests, on the loop's thread
 
@@ -227,11 +183,8 @@ class ServerPool:
         """Sample `n` continuations of one prompt on any server. This coroutine runs on the pool's event loop.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            n: number of continuations.
             sampling: see `VLLMServer.complete`.
-            order: see `Job`.
-            number: see `Job`.
+            order, number: see `Job`.
 
         Returns:
             The continuations, and the weight versions when the server got the request and when it answered.
@@ -255,18 +208,17 @@ class ServerPool:
                 self.fleet.served(url, time.monotonic())
                 return completions, [job.version, self.fleet.version]
             except (ServerError, TimeoutError) as error:
+                if self._error is not None:
+                    raise self._error from None
                 self._failed(job, error)
             finally:
                 self.fleet.drop(job)
                 self._wake.set()
 
     async def _check_idle(self) -> None:
-        """Check idle servers and wait for the checks, unless weights are being sent.
-
-        Without the wait, the first server that answers its probe would be given all requests.
-        """
+        """Check idle servers, unless weights are being sent, and wait: the first to answer would get all jobs."""
         now = time.monotonic()
-        self.fleet.suspect_idle(now)
+        self.fleet.uncheck_idle(now)
         if self._weights_sent.is_set():
             self._start_checks(now)
             checks = [self._checks[server.url] for server in self.fleet.current() if server.url in self._checks]
@@ -277,12 +229,13 @@ class ServerPool:
         self.fleet.add(job)
         self._wake.set()
         if self._watcher is None or self._watcher.done():
+            self._error = None
             self._watcher = asyncio.ensure_future(self._watch())
         await job.assigned.wait()
         return job.tried[-1]
 
     def _failed(self, job: Job, error: Exception) -> None:
-        """Record that a server failed a job, and raise after `ATTEMPTS` failures, because the job may be the cause."""
+        """Record that a server failed a job; raise after `ATTEMPTS` failures, because the job may be the cause."""
         url = job.tried[-1]
         server = self.fleet.servers[url]
         if server.state != State.DEAD:
@@ -291,20 +244,21 @@ class ServerPool:
         self.retried += 1
         if len(job.tried) >= ATTEMPTS:
             what = f"A request failed {ATTEMPTS} times, most recently on {url}: {server.last_error}"
-            raise PoolError(self.message(what)) from error
+            raise self.error(what) from error
 
     async def _watch(self) -> None:
-        """Check servers and give jobs to them until no job is left. An error in a check ends all batches."""
+        """Check servers and give jobs to them until no job is left. An error in a check ends all jobs."""
         self._usable = time.monotonic()
-        while self.fleet.waiting or self.fleet.running():
+        while self.fleet.jobs():
             self._wake.clear()
             try:
                 if self._weights_sent.is_set():
                     self._look_after_servers(time.monotonic())
                 self.fleet.assign(time.monotonic())
             except Exception as error:
-                for batch in self._batches:
-                    batch.fail(error)
+                self._error = error
+                for job in self.fleet.jobs():
+                    job.interrupt()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK):
                     await self._wake.wait()
@@ -314,52 +268,38 @@ class ServerPool:
         for url, server in self.fleet.servers.items():
             if server.outstanding and server.last_answer < now - self.request_timeout:
                 self.fleet.died(url, f"answered no request for {self.request_timeout:g} s", now)
-            lost = [job for job in server.outstanding if job.limit.when() is None]
-            if server.state == State.DEAD and lost:
+            if server.state == State.DEAD and (lost := [job for job in server.outstanding if job.interrupt()]):
                 logger.warning(f"{len(lost)} requests of {url} go to other servers: {server.last_error}")
-                for job in lost:
-                    job.limit.reschedule(now)
         self._start_checks(now)
-        if self.fleet.current() or self.fleet.running():
+        if self.fleet.current():
             self._usable = now
         elif now - self._usable >= self.server_timeout:
-            raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
+            raise self.error(f"No vLLM server could be used for {self.server_timeout:g} s")
 
     # ----------------------------------------------------------------------------------------------------- weights
 
-    def on_each(
-        self, ask: Callable[..., Awaitable[Any]], *arguments: Any, urls: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        """Call an async function with several servers in parallel.
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+        """Call an async function with several servers in parallel; return URL → return value.
 
         Args:
-            ask: coroutine function that gets a server and `arguments`.
-            arguments: further arguments of `ask`.
             urls: URLs of the servers; None: all.
-
-        Returns:
-            URL → return value of `ask`, or the exception that it raised.
-        """
-        urls = self.urls if urls is None else urls
-
-        async def ask_all() -> list[Any]:
-            return await asyncio.gather(*[ask(self._servers[url], *arguments) for url in urls], return_exceptions=True)
-
-        return dict(zip(urls, self._loop.run(ask_all()), strict=True))
-
-    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
-        """Call an async function as `on_each` does, but raise its exceptions.
 
         Raises:
             PoolError: if a server cannot be reached or failed.
+            Exception: another error of `ask`, when all calls have ended.
         """
-        answers = self.on_each(ask, urls=urls)
-        for url, answer in answers.items():
+        urls = self.urls if urls is None else urls
+
+        async def answers() -> list[Any]:
+            return await asyncio.gather(*[ask(self._servers[url]) for url in urls], return_exceptions=True)
+
+        found = dict(zip(urls, self._loop.run(answers()), strict=True))
+        for url, answer in found.items():
             if isinstance(answer, ServerError):
                 raise PoolError(f"{url}: {answer}") from answer
             if isinstance(answer, BaseException):
                 raise answer
-        return answers
+        return found
 
     def use_adapter(self) -> None:
         """Let all requests use the LoRA adapter that the servers are given."""
@@ -367,13 +307,10 @@ class ServerPool:
             server.uses_adapter = True
 
     def new_version(self, version: int) -> list[str]:
-        """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
+        """Begin a weight sync, which `weights_sent` ends; return the URLs of the servers that have to get the weights.
 
-        The call first waits for checks that are giving servers older weights, because these could arrive after the new
-        weights. No server is probed until the sync ends.
-
-        Returns:
-            URLs of the servers that have to be given the new weights. Dead servers get them when they answer again.
+        Dead servers get them when they answer again. Requests in flight go on with the new weights. Checks that are
+        giving servers older weights end first, because these could come last. No server is probed until the sync ends.
         """
 
         async def begin() -> list[str]:
@@ -388,33 +325,28 @@ class ServerPool:
 
         return self._loop.run(begin())
 
-    def weights_sent(self, version: int, errors: Mapping[str, str | None]) -> None:
-        """End a weight sync and record which servers hold the new weights.
-
-        Args:
-            version: the new weight version.
-            errors: URL → why the server does not have the weights; None if it has them.
-        """
+    def weights_sent(self, errors: Mapping[str, str | None]) -> None:
+        """End a weight sync. `errors`: URL → why the server does not hold the new weights; None if it does."""
 
         async def end() -> None:
             now = self._usable = time.monotonic()
             for url, error in errors.items():
                 if error is None:
-                    self.fleet.refitted(url, version, now)
+                    self.fleet.refitted(url, self.fleet.version, now)
                 else:
-                    logger.warning(f"Server {url} did not load the weights of version {version}: {error}")
+                    logger.warning(f"Server {url} did not load the weights of version {self.fleet.version}: {error}")
                     self.fleet.died(url, error, now)
             for server in self.fleet.servers.values():
                 server.last_answer = now
             # Idle servers are probed again, because they may have restarted since they loaded the weights.
-            self.fleet.suspect_idle(now)
+            self.fleet.uncheck_idle(now)
             self._weights_sent.set()
             self._wake.set()  # jobs may be waiting
 
         self._loop.run(end())
 
     def _start_checks(self, now: float) -> None:
-        """Start the checks of servers that have to be probed. Raise the error of a check that has ended."""
+        """Start the checks that are due. Raise the error of a check that has ended."""
         for url in [url for url, check in self._checks.items() if check.done()]:
             self._checks.pop(url).result()
         for url in self.fleet.to_probe(now):
@@ -423,7 +355,7 @@ class ServerPool:
                 self._checks[url].add_done_callback(lambda _: self._wake.set())
 
     async def _check(self, server: VLLMServer) -> None:
-        """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
+        """Probe an unchecked or dead server, and give it the current weights unless it holds them."""
         url = server.url
         known = self.fleet.servers[url]
         self._refitting.discard(url)
@@ -444,6 +376,6 @@ class ServerPool:
         except ServerError as error:
             self.fleet.died(url, str(error), time.monotonic())
 
-    def message(self, what: str) -> str:
-        """Extend an error message (without a full stop) by the state and the last error of every server."""
-        return f"{what}. The servers as this process sees them:\n{self.fleet.describe()}"
+    def error(self, what: str) -> PoolError:
+        """Return an error with a message (without a full stop) and the state of every server."""
+        return PoolError(f"{what}. The servers as this process sees them:\n{self.fleet.describe()}")

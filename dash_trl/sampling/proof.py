@@ -6,7 +6,7 @@ matrices instead, because a new adapter's B matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,7 @@ class ScaledLayers:
             yield name, tensor * PERTURBATION if name in names else tensor
 
     def outputs(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model computes as if it had the changed weights.
-
-        It changes the outputs of layers, not parameters, so it works with any sharding.
-        """
+        """Context manager in which the outputs of layers are those of the changed weights, with any sharding."""
         # A layer that PEFT adapts contains linear layers: its base layer, A and B. Only the output of the whole is
         # scaled, not theirs.
         adapters = tuple(name + "." for name, module in self.model.named_modules() if is_adapter(module))
@@ -86,12 +83,10 @@ def _shift(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 @contextmanager
 def _hooked(modules: list[nn.Module], hook: Callable[[nn.Module, Any, Tensor], Tensor]) -> Iterator[None]:
     """`with` block in which `hook` replaces the output of each module."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    with ExitStack() as handles:
+        for module in modules:
+            handles.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def is_adapter(module: Any) -> bool:
@@ -117,15 +112,12 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
 
 
 def check_probe(expected: Tensor, served: dict[str, list[float]], dtypes: Iterable[torch.dtype]) -> None:
-    """Check that the servers' log-probs equal the trainer's, up to rounding.
+    """Raise a `WeightMismatch` if servers' log-probs differ from the trainer's by more than rounding.
 
     Args:
         expected: [tokens] the trainer's log-probs.
         served: URL → the server's log-probs.
         dtypes: dtypes in which servers and trainer compute. The coarsest determines the tolerance.
-
-    Raises:
-        WeightMismatch: if a server's log-probs differ.
     """
     tolerance = max(TOLERANCE.get(dtype, max(TOLERANCE.values())) for dtype in dtypes)
     for url, values in served.items():

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
-from dash_trl.sampling.pool import PoolError, ServerPool
+from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
-from dash_trl.sampling.server import ServedModel, model_shape
-from dash_trl.sampling.vllm import VLLMServer
+from dash_trl.sampling.vllm import ServedModel, VLLMServer
+from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +35,6 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
     """Check that the weights of a model fit into the servers' models.
 
     Args:
-        pool: the servers.
         config: the model's config.
         name: the model's name, for error messages.
 
@@ -67,12 +66,11 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> ServedModel:
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather the weights, and the main process sends them. After each stage, before any other collective, the
-    ranks agree on whether it worked, so that a failure on one rank raises the same error on all ranks.
+    All ranks gather the weights, and the main process sends them. The ranks agree after each stage, so that an error on
+    one rank is raised on all.
 
     Attributes:
         pool: this rank's pool, which also gives the weights to a server that comes back later.
-        model: the model that computes log-probs for the comparison.
         vocabulary: number of token ids of the tokenizer.
         gather: function that returns (name on the servers, value) of each parameter. All ranks call it once for each
             weight version.
@@ -112,12 +110,12 @@ class WeightSync:
         perturbed = model_log_probs(self.model, self.probe, self.perturbation.outputs())
         for expected in (perturbed, plain):
             if errors := self._send(perturbed=expected is perturbed):
-                raise PoolError(self.pool.message(f"In the first weight sync {len(errors)} servers failed"))
+                raise self.pool.error(f"In the first weight sync {len(errors)} servers failed")
             self.check(expected)
         self._proven = True
 
     def check(self, expected: Tensor) -> None:
-        """Check by log-probs that all servers compute with the weights; see `check_probe`."""
+        """Check all servers by `check_probe`."""
 
         def check() -> None:
             check_probe(expected, self.pool.ask_all(lambda server: server.log_probs(self.probe)), self.dtypes)
@@ -125,7 +123,7 @@ class WeightSync:
         self.ranks.agree(check, main_only=True)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
-        """Send gathered weights, and return, on all ranks, URL → error of each server that did not load them."""
+        """Send gathered weights; return, on all ranks, URL → error of each server that did not load them."""
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
         errors: dict[str, str | None] = {}
@@ -144,7 +142,7 @@ class WeightSync:
             self._snapshot, errors = self.ranks.agree(send, from_main=True)
         finally:
             missing = "the main process failed, or considers the server dead"
-            self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
+            self.pool.weights_sent({url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
 
     async def _refit(self, server: VLLMServer) -> int | None:
@@ -155,7 +153,6 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     """Make all servers sample from a model, and check each server again after a restart.
 
     Args:
-        pool: the servers.
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
         weight_dir: folder for weights that a server does not hold yet; servers see it under the same path.

@@ -10,7 +10,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -22,14 +21,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.multimodal import is_multimodal
-from dash_trl.sampling.adapter import NAME, AdapterWeights, obstacle
 from dash_trl.sampling.checksum import weights_checksum, weights_version
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
-from dash_trl.sampling.server import ServedModel
 from dash_trl.sampling.sync import WeightSync, check_servers
-from dash_trl.sampling.vllm import VLLMServer
-from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights
+from dash_trl.sampling.vllm import ServedModel, VLLMServer
+from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, obstacle
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
@@ -38,15 +35,11 @@ logger = logging.getLogger(__name__)
 class ExactMerges(VLLMGeneration):
     """TRL's sampler, whose weight syncs leave the base weights of an adapter as they are, to the bit.
 
-    TRL merges the adapter in place and subtracts it after the sync. In bf16, base weights drift with each sync
-    (huggingface/trl#6688).
+    TRL merges the adapter in place and subtracts it again, so weights in bf16 drift (huggingface/trl#6688).
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the merged model; meanwhile there is a copy of the base weights.
-
-        `modules_to_save` have the model's own names; vLLM does not know TRL's copies for the adapter "ref".
-        """
+        """Yield the parameters of the merged model, without TRL's copies of `modules_to_save` for the adapter "ref"."""
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
         try:
@@ -64,17 +57,14 @@ class ServerGeneration(ExactMerges):
     """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers. Every rank has its own pool and prompts.
 
     Args:
-        urls: addresses of the servers.
-        request_timeout: see `ServerPool`.
+        urls, request_timeout: see `ServerPool`.
         weight_dir: folder for the weights; trainer and servers see it under the same path.
         rank_timeout: seconds for which ranks wait for each other.
         end_ids: token ids that end a completion, including `stop_token_ids` of `generation_kwargs`.
         step: function that returns the optimizer step that made the current weights.
-        timed: function that returns a context manager for the time of weight syncs.
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
-        pool: the servers.
         context: the smallest context length of the servers in tokens; None before the first weight sync.
     """
 
@@ -87,36 +77,34 @@ class ServerGeneration(ExactMerges):
         rank_timeout: float = TIMEOUT,
         end_ids: Sequence[int] = (),
         step: Callable[[], int] = lambda: 0,
-        timed: Callable[[], AbstractContextManager[Any]] = nullcontext[Any],
         **others: Any,
     ):
-        self.urls, self.weight_dir, self.end_ids = urls, weight_dir, end_ids
-        self.request_timeout, self.rank_timeout = request_timeout, rank_timeout
-        self.step, self.timed = step, timed
         super().__init__(mode="server", **others)
-
-    def _init_vllm(self) -> None:
-        """Create the pool, in place of TRL's client, which needs CUDA."""
         if self.generation_kwargs.get("seed") is not None:
             raise ValueError(
                 f"generation_kwargs has seed={self.generation_kwargs['seed']}, but timing decides which rows share a "
                 "batch on a server: no seed makes samples reproducible, and requests with the same seed and prompt "
                 "would sample the same rows. Leave it out."
             )
-        first = self.accelerator.process_index % max(1, len(self.urls))  # ranks start with different servers
-        urls = [*self.urls[first:], *self.urls[:first]]
-        self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
+        self.weight_dir = weight_dir
+        self.end_ids = end_ids
+        self.step = step
+        self.ranks = Ranks(self.accelerator, timeout=rank_timeout)
+        first = self.ranks.rank % max(1, len(urls))  # ranks start with different servers
         self.pool = ServerPool(
-            urls,
+            [*urls[first:], *urls[:first]],
             server_timeout=self.server_timeout,
-            request_timeout=self.request_timeout,
+            request_timeout=request_timeout,
             ranks=self.ranks.count,
         )
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
-        self._steps = {0: 0}  # weight version → optimizer step that made these weights
+        self._steps: dict[int, int] = {}  # weight version → optimizer step that made these weights
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
+
+    def _init_vllm(self) -> None:
+        """Make no client of TRL's, because it needs CUDA."""
 
     # ------------------------------------------------------------------------------------------------ sampling
 
@@ -127,17 +115,11 @@ class ServerGeneration(ExactMerges):
         num_generations: int,
         profiler: Any = None,
     ) -> tuple:
-        """Sample completions before all windows, with the interface of TRL's `VLLMGeneration.generate`.
-
-        Args:
-            prompts: token ids of each row's prompt; the rows of a group are adjacent.
-            images: unused.
-            num_generations: largest number of rows in a group.
-            profiler: unused.
+        """Sample completions before all windows, with the interface of TRL's method. `images` are not used.
 
         Returns:
             Four lists with an entry per row: prompt ids, completion ids, the sampler's log-probs (`None` = unknown),
-            and the token ids of these. As TRL expects, each log-prob and each of its token ids is in a list of its own.
+            and the token ids of these. Each log-prob and each of its token ids is in a list of its own.
         """
         works = (self.pool.complete(*request) for request in self.requests(prompts, num_generations))
         rows = [completion for group, _ in self.ranks.agree(self.pool.run, works) for completion in group]
@@ -146,14 +128,13 @@ class ServerGeneration(ExactMerges):
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
     def steps(self, versions: Sequence[int]) -> list[int]:
-        """Return the optimizer steps that made the first and the last of these weight versions; []: the current one."""
-        versions = versions or [self.pool.fleet.version]
-        return [self._steps[versions[0]], self._steps[versions[-1]]]
+        """Return the optimizer steps that made these weight versions."""
+        return [self._steps[version] for version in versions]
 
     def requests(self, prompts: list[list[int]], num_generations: int) -> list[tuple[list[int], int, dict[str, Any]]]:
         """Return the first three arguments of `ServerPool.complete` for each group.
 
-        A group is adjacent rows with equal prompts, at most `num_generations` of them.
+        A group is up to `num_generations` adjacent rows with equal prompts.
         """
         sampling = self.sampling()
         runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
@@ -176,9 +157,6 @@ class ServerGeneration(ExactMerges):
         """Return the sampling parameters of all requests, under vLLM's names."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
-            # Without these, a server takes the penalties of the model's generation_config.
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -196,10 +174,10 @@ class ServerGeneration(ExactMerges):
 
     def sync_weights(self) -> None:
         """Send the model's weights to all servers; see `WeightSync.send`."""
-        with self.timed():
-            if self._sync is None:
-                self._sync = self._new_sync()
-            self._sync.send()
+        if self._sync is None:
+            self._sync = self._new_sync()
+        self._sync.send()
+        self._steps[self.pool.fleet.version] = self.step()
 
     def _new_sync(self) -> WeightSync:
         """Check the servers, and choose how they get weights: an adapter alone if that works, otherwise all weights."""
@@ -218,7 +196,7 @@ class ServerGeneration(ExactMerges):
             self.pool.use_adapter()
             self._base = self._base_version()
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
-            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[NAME], base)
+            weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED], base)
             gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
         return WeightSync(
             self.pool,
@@ -237,10 +215,7 @@ class ServerGeneration(ExactMerges):
         classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_multimodal(model.config) else MODEL_FOR_CAUSAL_LM_MAPPING
         with torch.device("meta"):
             known = classes.get(type(model.config), type(model))(model.config).state_dict()
-        # Weights of adapters are merged. PEFT's copies of modules are sent by the names of the modules, or not at all.
-        apart = (getattr(self.model, "prefix", "original_module"), "original_module", ".modules_to_save.")
-        sent = {self._plain_name(name) for name, _ in self.model.named_parameters() if not any(map(name.count, apart))}
-        if unknown := sorted(sent - known.keys()):
+        if unknown := sorted({name for name, _ in self._gather()} - known.keys()):
             raise ValueError(
                 f"vLLM knows no weights {unknown[:3]}, since a {type(model.config).__name__} has none of these names. "
                 "Sample without servers, or train other modules: PEFT's trainable_token_indices cannot be "
@@ -272,30 +247,26 @@ class ServerGeneration(ExactMerges):
         return served
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; iterate over the adapter's unsharded matrices."""
+        """Iterate over the adapter's unsharded matrices."""
         if self._base != self._base_version():
             raise ValueError(
                 "The weights of the adapter's base model have changed, but the servers get the adapter alone. Start "
                 "them without --enable-lora, so that they get the merged weights."
             )
-        self._steps[self.pool.fleet.version + 1] = self.step()
-        return ((name.replace(f".{NAME}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
+        return ((name.replace(f".{TRAINED}.", "."), value) for name, value in self._whole_parameters(of_adapter=True))
 
     def _base_version(self) -> list[int]:
         return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
     def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield unsharded parameters of the adapter or the base model. This is a collective under ZeRO-3."""
-        own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         for name, parameter in self.model.named_parameters():
-            is_wanted = any(part in name for part in own) if of_adapter else self.model.prefix not in name
-            if is_wanted:
+            if f".{TRAINED}." in name if of_adapter else self.model.prefix not in name:
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the optimizer step of the next weight version; iterate over the unsharded, merged parameters."""
-        self._steps[self.pool.fleet.version + 1] = self.step()
+        """Iterate over the unsharded, merged parameters."""
         # TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its
         # own parameters unsharded.
         for module in self.model.modules():
@@ -310,19 +281,13 @@ class ServerGeneration(ExactMerges):
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """`ServerPool.refit` before the first sync. It tests no token, because a killed run may have left the server
-    paused.
-    """
+    """`ServerPool.refit` before the first sync. No token is tested: a killed run may have left the server paused."""
 
 
 def install(trainer: Any) -> None:
-    """Give a trainer a `ServerGeneration` of the servers in its arguments.
+    """Give a trainer whose `args` are a `DASHConfig` a `ServerGeneration`; if vLLM is colocated, `ExactMerges`.
 
-    The trainer was built with `use_vllm=False`, because TRL's client needs CUDA. If vLLM is colocated, TRL's own
-    sampler becomes `ExactMerges`.
-
-    Args:
-        trainer: a `GRPOTrainer` whose `args` are a `DASHConfig`.
+    With servers, the trainer was built with `use_vllm=False`, because TRL's client needs CUDA.
     """
     args = trainer.args
     if args.vllm_mode == "colocate":
@@ -336,14 +301,12 @@ def install(trainer: Any) -> None:
         rank_timeout=args.ddp_timeout,
         end_ids=trainer.eos_token_ids,
         step=lambda: this.state.global_step,
-        timed=lambda: this.recorder.timed("wait_for_weights", counts=this.model.training),
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer._tokenizer,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
         server_timeout=args.vllm_server_timeout,
-        group_port=args.vllm_group_port,
         repetition_penalty=trainer.repetition_penalty,
         temperature=trainer.temperature,
         top_p=trainer.top_p,

@@ -1,4 +1,8 @@
-"""HTTP client of one vLLM server: it samples, computes log-probs and loads weights, and checks every answer."""
+"""HTTP client of one vLLM server: it samples, computes log-probs and loads weights, and checks every answer.
+
+After a `ServerError`, repeating the request is safe, and another server may succeed. A `ValueError` means that the
+request or the set-up is wrong.
+"""
 
 import json
 import math
@@ -12,36 +16,76 @@ import aiohttp
 import torch
 
 from dash_trl.sampling.checksum import combine_workers
-from dash_trl.sampling.key import key_file, key_header
-from dash_trl.sampling.server import Completion, ServedModel, ServerError, ServerGone
-from dash_trl.sampling.urls import API_KEY
+from dash_trl.sampling.key import API_KEY, key_file, key_header
 from dash_trl.sampling.vllm_plugin import ADAPTER
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
 CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as its engine step ends
+# What a server would otherwise take from its model's `generation_config`.
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 # KV connectors whose cache belongs to one server, and is emptied with its prefix cache (`/reset_prefix_cache`, vLLM
 # 0.31). Without a connector, the name is None.
 EMPTIED = (None, "OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
+class ServerError(RuntimeError):
+    """A server failed a request. The message leaves out the server's address."""
+
+
+class ServerGone(ServerError):
+    """The connection was refused or dropped, so the server's process may have ended."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation of a prompt, with the sampler's log-prob of each token."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A server's description of its model.
+
+    Attributes:
+        context: largest number of tokens of a prompt and its completion.
+        adapter_rank: largest rank of a LoRA adapter; 0 = the server takes none.
+        comparable: False = the trainer cannot compute the checksum of the weights, because they are quantised or KV
+            heads are copied to several workers.
+        log_probs_as_sampled: False = reported log-probs leave out temperature and truncation, such as `top_p`.
+    """
+
+    dtype: torch.dtype
+    shape: dict[str, Any]
+    context: int
+    adapter_rank: int
+    comparable: bool
+    log_probs_as_sampled: bool
+
+
 @dataclass(eq=False)
 class VLLMServer:
-    """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`. All methods raise `ServerError` or
-    `ValueError`.
+    """Client for `vllm serve` with `VLLM_SERVER_DEV_MODE=1`. All methods raise `ServerError` or `ValueError`.
 
     Attributes:
         session: HTTP session of the event loop that awaits these methods.
         timeout: seconds for one answer, unless a method has its own timeout.
         uses_adapter: True = requests use the LoRA adapter that the server was given.
-        given: the version tag that this client set last; None: it has given the server no weights.
     """
 
     url: str
     session: aiohttp.ClientSession
     timeout: float
     uses_adapter: bool = False
-    given: str | None = None
 
     # --------------------------------------------------------------------------------------- sampling and scoring
 
@@ -51,10 +95,10 @@ class VLLMServer:
         """Sample `n` continuations of one prompt.
 
         Args:
-            sampling: parameters of `/v1/completions`, under vLLM's names.
+            sampling: parameters of `/v1/completions`, under vLLM's names. Those that are left out are neutral.
             timeout: seconds; None: the client's own limit.
         """
-        choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
+        choices = await self._choices(prompt_ids, n, {**NEUTRAL, **sampling, "n": n, "logprobs": 0}, timeout)
         with _readable(choices):
             return list(map(_completion, sorted(choices, key=itemgetter("index"))))
 
@@ -86,7 +130,7 @@ class VLLMServer:
         await self._request("GET", "/health", timeout=PROBE_SECONDS)
 
     async def describe(self) -> ServedModel:
-        """Return the server's description of its model. Raise a `ValueError` if the server does not suit training."""
+        """Return the server's description of its model. A `ValueError`: it does not suit training."""
         config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
         workers = await self._rpc("dash_weight_report")
         with _readable((config, workers)):
@@ -116,51 +160,42 @@ class VLLMServer:
             return combine_workers([worker["checksums"] for worker in workers]) if comparable else None
 
     async def weight_tag(self) -> str:
-        """Return the version tag that the server was given last, see `Snapshot`."""
+        """Return the tag of the server's weights, see `Snapshot`."""
         return await self._request("GET", "/weight_info", "weight_version", timeout=PROBE_SECONDS)
 
     async def load_weights(self, path: str, tag: str) -> int | None:
-        """Load a checkpoint in place, and return `weight_checksum`. Requests in flight wait for it.
-
-        Args:
-            path: checkpoint directory, as the server sees it.
-        """
-        async with self._paused():
+        """Load a checkpoint's directory in place; return `weight_checksum`. Requests in flight wait for it."""
+        async with self._update(tag):
             await self._rpc("reload_weights", weights_path=path)
-            await self._end_weight_update(tag)
-            return await self.weight_checksum()
+        return await self.weight_checksum()
 
     async def load_adapter(self, path: str, tag: str) -> int:
         """Load a LoRA adapter (PEFT's format) like `load_weights`; return its checksum as the workers hold it."""
-        async with self._paused():
+        async with self._update(tag):
             workers = await self._rpc("dash_load_adapter", path=path)
-            await self._end_weight_update(tag)
-            with _readable(workers):
-                (checksum,) = {int(worker, 16) for worker in workers}  # each worker holds the whole adapter
-                return checksum
+        with _readable(workers):
+            (checksum,) = {int(worker, 16) for worker in workers}  # each worker holds the whole adapter
+            return checksum
 
     async def resume(self) -> None:
         """Resume sampling, which a weight update has paused."""
         await self._request("POST", "/resume", timeout=CONTROL_SECONDS)
 
     @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """`async with` block in which the server samples nothing; requests in flight wait."""
+    async def _update(self, tag: str) -> AsyncIterator[None]:
+        """`async with` block that loads weights, while requests wait. At its end, the server has the tag."""
         await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS)
         try:
             yield
+            # The prefix cache holds prefixes of the old weights. Without the first option, paused requests hold KV
+            # cache, and the reset fails. The second one empties the cache of `--kv-offloading-size`.
+            options = {"reset_running_requests": "true", "reset_external": "true"}
+            path = "/reset_prefix_cache"
+            if not await self._request("POST", path, "success", params=options, timeout=CONTROL_SECONDS):
+                raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
+            await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
         finally:
             await self.resume()
-
-    async def _end_weight_update(self, tag: str) -> None:
-        """Set the tag, and reset the prefix cache: it holds prefixes of the old weights, also of requests in flight."""
-        # Without the first option, paused requests hold KV cache, and the reset fails. The second one empties the cache
-        # of `--kv-offloading-size`.
-        options = {"reset_running_requests": "true", "reset_external": "true"}
-        if not await self._request("POST", "/reset_prefix_cache", "success", params=options, timeout=CONTROL_SECONDS):
-            raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
-        self.given = tag
-        await self._request("POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS)
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
         return await self._request("POST", "/collective_rpc", "results", json={"method": method, "kwargs": kwargs})

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
-from dash_trl.sampling.server import model_shape
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
 # Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
@@ -89,3 +88,14 @@ class WeightReport:
             # A trainer cannot compute the checksum of quantised weights, or of KV heads copied to several workers.
             "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
         }
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that must be equal if the weights of one model are to fit another.
+
+    "multimodal" is among them, because a multimodal model names its weights differently from its language model alone.
+    A missing field is None.
+    """
+    text = config.get_text_config()
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {"multimodal": text is not config, **{name: getattr(text, name, None) for name in names}}

@@ -3,9 +3,14 @@
 The version that a server reports is only a tag, so every weight sync compares the checksum of the weights that the
 server's workers hold with the trainer's. The workers may still compute with a second copy that was not updated, so the
 first weight sync of a run also checks log-probs (`proof.py`).
+
+If only a LoRA adapter is trained, it may be sent alone: it is small, and no merged weight is rounded. Every request
+then names it, and vLLM adds B·A·x to the outputs of the base model, which must have the trainer's checksum.
 """
 
+import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -14,6 +19,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -22,7 +28,7 @@ from torch import Tensor
 
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.pool import ServerPool
-from dash_trl.sampling.vllm import VLLMServer
+from dash_trl.sampling.vllm import ServerError, VLLMServer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,24 @@ SHARD_BYTES = 4 << 30  # bytes at which a file is written; a weight sync takes a
 # Names the processes among which a process id is unique: this machine and, in a container, its own process ids.
 HERE = f"{socket.gethostname()}-{Path('/proc/self/ns/pid').resolve().name.strip('pid:[]')}"
 NamedTensors = Iterable[tuple[str, Tensor]]
+
+TRAINED = "default"  # name of the adapter that TRL trains
+# Options that an adapter's configuration must not set: vLLM refuses them or computes something else.
+UNSERVED = (
+    "bias",
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "lora_bias",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "arrow_config",
+)
 
 
 class WeightMismatch(RuntimeError):
@@ -51,8 +75,12 @@ class Snapshot:
     checksum: int
     path: str = ""
 
+    def is_of_run(self, tag: str) -> bool:
+        """Return whether the run of this version, on any of its ranks, has sent the version with a tag."""
+        return tag.rpartition("-")[0] == self.tag.rpartition("-")[0]
+
     def verify(self, checksum: int | None, url: str) -> None:
-        """Raise a `WeightMismatch` if a server reports another checksum. None passes, because it cannot be compared."""
+        """Raise a `WeightMismatch` if a server reports another checksum; None cannot be compared."""
         if checksum not in (None, self.checksum):
             raise WeightMismatch(
                 f"{url} was given the weights of version {self.version} (checksum {self.checksum:x}) but holds others "
@@ -63,10 +91,10 @@ class Snapshot:
 
 @dataclass(eq=False)
 class FileWeights:
-    """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
+    """Sends weights by files that every server loads in place.
 
     The end of the process removes the run's folder. After a killed run, the next run in the same directory and on the
-    same machine removes it. The folder's name contains the process id, which protects the files of a live run.
+    same machine removes it; the process id in the folder's name protects the files of a live run.
 
     Attributes:
         directory: folder that trainer and servers see under the same path; several runs may share it.
@@ -83,11 +111,7 @@ class FileWeights:
     def send(
         self, parameters: NamedTensors, version: int, pool: ServerPool, urls: Sequence[str]
     ) -> tuple[Snapshot, dict[str, str | None]]:
-        """Write a new version and let servers load it.
-
-        Args:
-            parameters: name and value of each parameter, unsharded.
-            urls: URLs of the servers that get the weights.
+        """Write a new version of the unsharded parameters and let servers load it.
 
         Returns:
             The version that was sent; URL → error message, or None if the server has the weights.
@@ -97,14 +121,18 @@ class FileWeights:
             ValueError: if a server refused a request.
         """
         snapshot = self.write(parameters, version)
-        results = pool.on_each(self.refit, snapshot, urls=urls)
+
+        async def load(server: VLLMServer) -> str | None:
+            try:
+                await self.refit(server, snapshot)
+            except ServerError as error:
+                return str(error)
+            return None
+
+        errors = pool.ask_all(load, urls)
         for older in self.run.glob("version-*"):
             if str(older) != snapshot.path:
                 shutil.rmtree(older, ignore_errors=True)
-        for result in results.values():
-            if isinstance(result, WeightMismatch | ValueError):  # both end the run
-                raise result
-        errors = {url: str(result) if isinstance(result, BaseException) else None for url, result in results.items()}
         return snapshot, errors
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
@@ -142,15 +170,14 @@ class FileWeights:
         """Let a server load a version unless it holds it already, and return that version.
 
         Comparing the tags is enough, because the tag is set only after loading, and a restart of the server resets it.
-        Warn if another run has given the server weights meanwhile.
         """
-        tag, given = await server.weight_tag(), server.given
-        # After a restart, the tag is "default".
-        if given is not None and tag != "default" and tag.rpartition("-")[0] != given.rpartition("-")[0]:
+        tag = await server.weight_tag()
+        # Before the first version, a server may hold weights of an earlier run. After a restart, the tag is "default".
+        if snapshot.version > 1 and tag != "default" and not snapshot.is_of_run(tag):
             logger.warning(
-                f"{server.url} was given weights by another run (version {tag!r}) after this run's ({given!r}). In the "
-                "meantime it may have sampled rows of this run from the other run's policy. Give each run, and each "
-                "evaluation beside a run, servers of its own (vllm_server_urls)."
+                f"{server.url} was given weights by another run (version {tag!r}) after this run's. In the meantime it "
+                "may have sampled rows of this run from the other run's policy. Give each run, and each evaluation "
+                "beside a run, servers of its own (vllm_server_urls)."
             )
         if tag == snapshot.tag:
             await server.resume()  # if the last `resume` was lost, the server would stay paused
@@ -166,3 +193,70 @@ class FileWeights:
 def _save(shard: dict[str, Tensor], directory: Path) -> None:
     if shard:
         save_file(shard, directory / f"model-{len(list(directory.iterdir())) + 1:05}.safetensors")
+
+
+@dataclass(eq=False)
+class AdapterWeights(FileWeights):
+    """Sends only a LoRA adapter, by file; see `FileWeights`.
+
+    Attributes:
+        base: checksum of the base model's weights, in `dtype`.
+    """
+
+    adapter: Any
+    base: int
+
+    def _fill(self, folder: Path, parameters: NamedTensors) -> int:
+        rank = self.adapter.r
+        scaling = self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)  # of B·A
+        matrices: dict[str, Tensor] = {}
+        checksum = 0
+        for name, tensor in parameters:
+            matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
+            checksum += tensor_checksum(matrix * scaling if ".lora_B." in name else matrix)
+        save_file(matrices, folder / "adapter_model.safetensors")
+        # `adapter.save_pretrained` would also write `target_modules`, which may be a regular expression or a set. vLLM
+        # does not need it: the names of the matrices show which modules the adapter changes.
+        said = {"peft_type": "LORA", "r": rank, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
+        said["use_rslora"] = self.adapter.use_rslora
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        return checksum
+
+    async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
+        if not snapshot.is_of_run(held):  # a first load, a restart, or weights of another run
+            base = await server.weight_checksum()
+            if base not in (None, self.base):
+                raise WeightMismatch(
+                    f"{server.url} holds another base model (checksum {base:x}) than the trainer's ({self.base:x}). "
+                    "Does another run use the same server? Restart the server from the checkpoint from which the "
+                    "training started, in the trainer's dtype."
+                )
+        snapshot.verify(await server.load_adapter(snapshot.path, snapshot.tag), server.url)
+
+
+def obstacle(model: Any, most: int) -> str | None:
+    """Return why this model's adapter cannot be sent alone, as the end of a log message; None if it can.
+
+    Args:
+        most: largest rank that the servers take; 0 = they take no adapter.
+    """
+    if model.active_adapters != [TRAINED]:
+        return f"the active adapters are {model.active_adapters}, and not {TRAINED!r} alone"
+    adapter = model.peft_config[TRAINED]
+    if adapter.peft_type != "LORA":
+        return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
+    if getattr(model.get_base_model(), "hf_quantizer", None):
+        return "the weights of its base model are quantised here"
+    if given := [name for name in UNSERVED if getattr(adapter, name, None) not in (None, "none", False, [], {})]:
+        return f"vLLM does not support an adapter with {', '.join(given)}"
+    parts = (f".lora_A.{TRAINED}.", f".lora_B.{TRAINED}.")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if others := [name for name in trained if not any(map(name.count, parts))]:
+        return f"other parameters are trained, too, such as {others[0]}"
+    if most < adapter.r:
+        room = next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= adapter.r)  # vLLM's choices
+        return (
+            "the servers were started without LoRA support for its rank. To send only the adapter, start them with "
+            f"`dash_trl serve {model.config.name_or_path} --enable-lora --max-lora-rank {room}`"
+        )
+    return None

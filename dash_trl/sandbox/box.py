@@ -14,7 +14,6 @@ the kernel kills them.
 
 import json
 import logging
-import math
 import os
 import platform
 import secrets
@@ -61,7 +60,13 @@ ENVIRONMENT = {
 # and /usr/local/etc/npmrc may contain a key.
 SYSTEM = (
     *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib64", "share", "local/bin", "local/lib")),
-    *("/bin", "/sbin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime"),
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
 )
 TASK_FOLDER = "/tmp/program"  # the program's folder with namespaces; /tmp itself may contain the Python environment
 # If the trainer is root, each run has a user id of this range, because the kernel counts processes by user. They belong
@@ -186,7 +191,7 @@ class Sandbox:
     """Runs untrusted programs against tests, each program in processes of its own. Any thread may call `run`.
 
     Args:
-        cpu_seconds: limit of CPU time for each process of a program. The slowest correct solution of MBPP+ takes 0.3 s.
+        cpu_seconds: limit of CPU time for each process of a program.
         wall_seconds: limit of wall time for a program with all its tests: many times the CPU time, as a busy machine
             lets it wait.
         memory: limit of address space for each process of a program, in bytes.
@@ -196,11 +201,8 @@ class Sandbox:
         isolation: "namespaces": a program has only its own files and processes, and no network. "rlimits", for trusted
             programs: only CPU time, memory, wall time, and the size and number of open files are limited.
 
-    Attributes:
-        kind: the kind of isolation.
-
     Raises:
-        ValueError: if an argument is invalid, or this machine does not allow namespaces.
+        ValueError: if an argument is invalid, or the machine allows no namespaces.
     """
 
     def __init__(
@@ -243,10 +245,9 @@ class Sandbox:
         """Run a program against tests, see `ProgramSandbox.run`.
 
         Raises:
-            UnfitTests: if a script is not valid Python, passes the program a value that cannot be sent, or never calls
-                it.
-            TimeoutError: if the program took longer than `wall_seconds`, perhaps because the machine is busy. If it
-                only slept, it has failed.
+            UnfitTests: if a script is not valid Python, passes a value that cannot be sent, or never calls the program.
+            TimeoutError: if the program took longer than `wall_seconds` on a busy machine. If it only slept, it has
+                failed.
             SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """
         nonce, job = job_of(program, tests, entry_point)
@@ -270,7 +271,7 @@ class Sandbox:
                     ran, waited = map(sum, zip(*seen.values(), strict=True))
                     most = MOST_RUN * self.limits["RLIMIT_CPU"] * len(tests)  # each input is a process of its own
                     if waited < IDLE * self.wall_seconds * 1e9 or ran > most * 1e9:
-                        return Verdict(0, len(tests), f"{reason}: they wait for something or for each other", math.nan)
+                        return Verdict(0, len(tests), f"{reason}: they wait for something or for each other")
                     raise TimeoutError(f"{reason}: the machine is busy")
             finally:
                 _, *orphans = family(process.pid)

@@ -171,7 +171,6 @@ class Solution:
     Attributes:
         objects: the program's objects that the tests have got, by number.
         ended: why the solution has ended, if it has.
-        cpu_seconds: CPU time of the solution, when it has ended.
     """
 
     def __init__(self, process: int, source: Any, sink: Any):
@@ -180,7 +179,6 @@ class Solution:
         self.sink = sink
         self.objects: dict[int, Object] = {}
         self.ended: str | None = None
-        self.cpu_seconds = math.nan
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Send a request for one of the `operations` of `run_solution`, and wait for the result.
@@ -210,11 +208,10 @@ class Solution:
         raise SolutionError(f"{name}: {message}")
 
     def end(self, reason: str) -> None:
-        """End the solution, for a reason unless it has ended by itself, and note its CPU time."""
+        """End the solution, for a reason unless it has ended by itself."""
         if not self.ended:
             os.kill(self.process, signal.SIGKILL)
-            _, status, usage = os.wait4(self.process, 0)
-            self.cpu_seconds = usage.ru_utime + usage.ru_stime
+            _, status = os.waitpid(self.process, 0)
             code = os.waitstatus_to_exitcode(status)
             reasons = {-signal.SIGKILL: reason, -signal.SIGXCPU: "it used more CPU time than allowed"}
             self.ended = f"the program's process ended: {reasons.get(code, f'exit code {code}')}"
@@ -310,8 +307,13 @@ def same_word(found: str, expected: str) -> bool:
 
 # Functions that `compare_shapes` replaces if the tests name them: of numpy, and those with assert_ of numpy.testing.
 COMPARE = (
-    *("allclose", "isclose", "array_equiv"),
-    *("assert_allclose", "assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"),
+    "allclose",
+    "isclose",
+    "array_equiv",
+    "assert_allclose",
+    "assert_array_equal",
+    "assert_almost_equal",
+    "assert_array_almost_equal",
 )
 
 
@@ -330,7 +332,7 @@ def compare_shapes(module: Any, name: str) -> None:
 
 
 def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any]:
-    """Run tests on the program; return the fields of a `Verdict`, and `unfit`, why the tests cannot score any program.
+    """Run tests on the program; return the fields of a `Verdict`, and `unfit`, why no program can be scored.
 
     The output gets the nonce first: if this process ends before that, the program cannot be the cause.
     """
@@ -371,7 +373,6 @@ def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any
         "failed": len(job["tests"]) - passed,
         "reason": text if reason else None,
         "unfit": unfit,
-        "cpu_seconds": solution.cpu_seconds,
     }
 
 

@@ -10,7 +10,7 @@ from dash_trl.sandbox.checker import Test
 
 
 class SandboxError(RuntimeError):
-    """A program could not be confined or its tests could not be run, so there is no verdict about it."""
+    """A program could not be confined or its tests could not be run."""
 
 
 class UnfitTests(ValueError):
@@ -25,13 +25,11 @@ class Verdict:
         passed: number of tests that passed.
         failed: number of tests that failed.
         reason: why the first failed test failed, if any.
-        cpu_seconds: CPU time of the program; NaN if unknown.
     """
 
     passed: int
     failed: int
     reason: str | None
-    cpu_seconds: float
 
     @property
     def right(self) -> bool:
@@ -42,8 +40,7 @@ class Verdict:
 class ProgramSandbox(Protocol):
     """Runs untrusted programs against tests: `Sandbox`, `SandboxFusion`, or your own.
 
-    `CodeReward` calls `run` from several threads. Two members are optional: an attribute `count`, the limit of calls at
-    once, and a method `close`, called at the end.
+    `CodeReward` calls `run` from several threads. Optional: an attribute `count`, the limit of calls at once.
     """
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
@@ -79,7 +76,7 @@ def read_verdict(output: str, nonce: str, count: int) -> Verdict | None:
         return None
     if not lines[-1]:
         reason = "the tests took too much CPU time or memory with what the program gave them"
-        return Verdict(0, count, reason, float("nan"))
+        return Verdict(0, count, reason)
     answer = json.loads(lines[-1])
     if unfit := answer.pop("unfit"):
         raise UnfitTests(f"these tests cannot score a program: {unfit}")

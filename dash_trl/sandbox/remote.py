@@ -9,16 +9,15 @@ Only the server confines the two processes, which have the same user. To forge a
 the job's nonce in the memory of the tests' process.
 """
 
+import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
 
+from dash_trl.sampling import BASE_URL
 from dash_trl.sandbox import checker
 from dash_trl.sandbox.checker import Test
 from dash_trl.sandbox.protocol import SandboxError, UnfitTests, Verdict, job_of, read_verdict
@@ -28,7 +27,7 @@ MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 
 PATIENCE = 60.0  # seconds to wait for the server in addition to the program's time limit
 TRIES = 4  # number of tries; the pauses are 1, 2 and 4 s
 
-CODE = Path(checker.__file__).read_text(encoding="utf-8")
+CODE = inspect.getsource(checker)
 
 
 class SandboxFusion:
@@ -61,8 +60,7 @@ class SandboxFusion:
         options: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+        if not BASE_URL.fullmatch(url):
             raise ValueError(
                 "The URL of a SandboxFusion server must be http://HOST:PORT or https://HOST:PORT, without a user, a "
                 "password or a query, which would appear in logs. Pass a key by headers={'Authorization': ...}."
@@ -74,12 +72,7 @@ class SandboxFusion:
         self.headers = dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Run a program against tests, see `ProgramSandbox.run`. A program that takes too long has failed.
-
-        Raises:
-            UnfitTests: if the tests are wrong, or too large to be sent.
-            SandboxError: if the server cannot be reached, fails, or cannot run the checker.
-        """
+        """Run a program against tests, see `ProgramSandbox.run`. A program that takes too long has failed."""
         nonce, job = job_of(program, tests, entry_point)
         request = {"code": CODE, "language": "python", "run_timeout": self.seconds, **self.options}
         body = json.dumps({**request, "stdin": job}).encode()
@@ -90,7 +83,7 @@ class SandboxFusion:
         except Exception as error:
             raise SandboxError(f"{self.url} gave no result: {type(error).__name__}: {error}") from error
         if result["status"] == "TimeLimitExceeded":
-            return Verdict(0, len(tests), f"more than {self.seconds:g} s", math.nan)
+            return Verdict(0, len(tests), f"more than {self.seconds:g} s")
         verdict = read_verdict(result["stdout"], nonce, len(tests))
         if result["status"] != "Finished" or verdict is None:
             raise SandboxError(f"{self.url} did not run the tests: {json.dumps(result):.1000}")

@@ -17,13 +17,11 @@ from typing import Any
 from dash_trl.tools.turns import Message
 from dash_trl.workers import (
     AsyncCalls,
-    Call,
     EventLoop,
     GivenUp,
     Overdue,
     ProcessCalls,
     ThreadCalls,
-    called,
     default_workers,
 )
 
@@ -82,17 +80,12 @@ class ToolCalls:
             weakref.finalize(self, one.close)
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Run coroutines concurrently and return all results. The first error cancels the others and is raised."""
+        """Run coroutines concurrently and return all results, or raise the first error, without waiting for others."""
 
         async def together() -> list[Any]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one) for one in coroutines]
-            return [task.result() for task in tasks]
+            return await asyncio.gather(*coroutines)
 
-        try:
-            return self._loop.run(together())
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        return self._loop.run(together())
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function or coroutine function with keyword arguments; return its value or raise its exception.
@@ -101,16 +94,8 @@ class ToolCalls:
             Overdue: if the call took longer than `timeout`.
             GivenUp: if the call was given up, because too many earlier calls hang.
         """
-        call = await self._made(function, arguments)
-        if call.error is None:
-            return call.value
-        if isinstance(call.error, Exception):
-            raise call.error
-        raise RuntimeError(repr(call.error)) from call.error  # SystemExit itself would end the loop
-
-    async def _made(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
         backend = self._coroutines if iscoroutinefunction(function) else self._threads
-        return await called(backend, function, arguments, timeout=self.timeout)
+        return await asyncio.wrap_future(backend.submit(function, arguments, timeout=self.timeout))
 
     async def answer(
         self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]
@@ -135,36 +120,41 @@ class ToolCalls:
                     waiting.append((name, tool(**arguments)))
                 elif (apart := getattr(tool, "process_tool", None)) is not None:
                     # Called without a thread, so that the timeout begins when a worker takes the call.
-                    call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
-                    found.append((name, *_outcome(call)))
+                    call = apart.workers.submit(apart.function, arguments, timeout=apart.timeout)
+                    found.append((name, _written(await asyncio.wrap_future(call)), False))
                 else:
-                    found.append((name, *_outcome(await self._made(_calls, {"tool": tool, "arguments": arguments}))))
+                    found.append((name, *await self.call(_calls, {"tool": tool, "arguments": arguments})))
             except HANGS:
                 for _, coroutine in waiting:
                     coroutine.close()
                 raise
             except Exception as error:
                 found.append((name, *_failure(error)))
-        made = await asyncio.gather(*(self._made(_awaits, {"coroutine": one}) for _, one in waiting))
-        found += [(name, *_outcome(call)) for (name, _), call in zip(waiting, made, strict=True)]
+        made = (self.call(_awaits, {"coroutine": one}) for _, one in waiting)
+        for (name, _), outcome in zip(waiting, await asyncio.gather(*made, return_exceptions=True), strict=True):
+            if isinstance(outcome, HANGS):
+                raise outcome
+            found.append((name, *(_failure(outcome) if isinstance(outcome, BaseException) else outcome)))
         messages = [{"role": "tool", "name": name, "content": content} for name, content, _ in found]
         return messages, sum(failed for *_, failed in found)
 
 
-def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return a tool's answer as text here, because `__str__` may take long and has to run within the time limit."""
-    return _written(tool(**arguments))
+# The content of a message, and whether the call failed. Both are found where the tool runs, within its time limit,
+# because `__str__` may take long.
 
 
-async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return _written(await coroutine)
+def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, bool]:
+    try:
+        return _written(tool(**arguments)), False
+    except Exception as error:
+        return _failure(error)
 
 
-def _outcome(call: Call) -> tuple[Any, bool]:
-    """Return the content of a message, and whether the call failed. Raise the errors of `HANGS`."""
-    if isinstance(call.error, HANGS):
-        raise call.error
-    return (_written(call.value), False) if call.error is None else _failure(call.error)
+async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, bool]:
+    try:
+        return _written(await coroutine), False
+    except Exception as error:
+        return _failure(error)
 
 
 def _failure(error: BaseException) -> tuple[str, bool]:

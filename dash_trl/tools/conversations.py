@@ -9,7 +9,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,6 @@ from dash_trl.tools.turns import TurnRules, Turns
 logger = logging.getLogger(__name__)
 
 ASK = object()  # value of `Conversation.reward` until `get_reward` is called
-NOTHING_SAID = {"role": "assistant", "content": ""}  # message of a row that has no turn
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class Conversations:
     rules: Callable[[], TurnRules]
     calls: ToolCalls
     tools: Sequence[Callable[..., Any]]
-    environments: Environments | None
+    environments: Environments
     tokenize: Callable[[Any, Sequence[Any]], list[int]]
     end_id: int
     use_environments: Callable[[list[Any]], None]
@@ -80,12 +79,12 @@ class Conversations:
 
     @property
     def has_tools(self) -> bool:
-        return bool(self.tools) or self.environments is not None and any(self.environments.tools.values())
+        return any([self.tools, *self.environments.tools.values()])
 
-    def lent(self) -> AbstractContextManager[None]:
+    def for_evaluation(self) -> AbstractContextManager[None]:
         """Context manager for evaluations, within which TRL has the idle environments."""
         self._scored = ()
-        return nullcontext() if self.environments is None else self.environments.lent()
+        return self.environments.for_evaluation()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
@@ -106,7 +105,7 @@ class Conversations:
         With environments, the prompt is always tokenized, because the observation of `reset` changes it.
         """
         environments = self.environments
-        if environments is not None:
+        if environments.factories:
             row.name = environments.name_of(row.example)
             row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
@@ -123,11 +122,11 @@ class Conversations:
             row.prompt_ids = self.tokenize(row.prompt, self._listed(row))
         self._set_up(row)
         if row.failure is not None:
-            row.turns.never_began(self.end_id, dict(NOTHING_SAID))
+            row.turns.never_began(self.end_id)
         return row.failure is None
 
     def _listed(self, row: Conversation) -> Sequence[Callable[..., Any]]:
-        return self.tools if self.environments is None else self.environments.tools[row.name]
+        return self.environments.tools.get(row.name, self.tools)
 
     def _set_up(self, row: Conversation) -> None:
         methods = [] if row.environment is None else methods_of(row.environment)
@@ -162,7 +161,7 @@ class Conversations:
     def score(self, rows: Sequence[Conversation]) -> None:
         """Set the rows that reward functions score next, and pass them the environments of these rows."""
         self._scored = rows
-        if self.environments is not None:
+        if self.environments.factories:
             self.use_environments([row.environment for row in rows])
 
     def failed(self, rows: int) -> list[bool]:
@@ -183,7 +182,7 @@ class Conversations:
     def give_back(self, rows: Sequence[Conversation]) -> None:
         """Give the environments of finished rows back to the pool, except those that may still be at work."""
         for row in rows:
-            if self.environments is not None and row.environment is not None and not row.in_use:
+            if row.environment is not None and not row.in_use:
                 self.environments.give_back(row.name, row.environment)
 
     async def _reward(self, instance: Any) -> Any:
@@ -192,8 +191,7 @@ class Conversations:
         except Exception as error:
             logger.warning(f"get_reward of a {type(instance).__name__} failed, so its row is unscored: {error!r}")
             error.__traceback__ = None  # see `_fail`
-            if self.environments is not None:
-                self.environments.retire(instance)
+            self.environments.remove(instance)
             return math.nan
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
@@ -202,8 +200,8 @@ class Conversations:
         error.__traceback__ = None  # a thread that hangs keeps the error; a traceback would keep the trainer in memory
         row.failure, row.reward = f"{what}: {text}", math.nan
         logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
-        if not row.began and self.environments is not None:
-            self.environments.retire(row.environment)
+        if not row.began:
+            self.environments.remove(row.environment)
 
 
 class EnvironmentReward:

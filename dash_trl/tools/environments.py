@@ -18,7 +18,7 @@ NO_PROMPT = [{"role": "user", "content": ""}]  # as in TRL, if the environment's
 
 @dataclass(eq=False)
 class Environments:
-    """A pool of environments by name. If there is a single environment without a name, its name is None.
+    """A pool of environments by name, or an empty one. A single environment without a name has the name None.
 
     Attributes:
         factories: for each name, the function that makes an instance.
@@ -32,7 +32,7 @@ class Environments:
 
     def __post_init__(self) -> None:
         self._lock = Lock()  # rows begin on another thread than evaluations
-        self._is_lent = False
+        self._is_evaluating = False
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
         """Return the name of an example's environment (its column `environment`); None if environments have no names.
@@ -51,25 +51,25 @@ class Environments:
     def lease(self, name: str | None) -> Any:
         """Take an idle instance out of the pool and return it; None if no instance is idle, or TRL uses them."""
         with self._lock:
-            return self.pool[name].pop() if self.pool[name] and not self._is_lent else None
+            return self.pool[name].pop() if self.pool[name] and not self._is_evaluating else None
 
     def give_back(self, name: str | None, instance: Any) -> None:
         self.pool[name].append(instance)
 
-    def retire(self, instance: Any) -> None:
+    def remove(self, instance: Any) -> None:
         """Remove an instance from TRL's idle instances, so that TRL does not use it again."""
         for pool in self.pool.values():
             pool[:] = [one for one in pool if one is not instance]
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def for_evaluation(self) -> Iterator[None]:
         """Context manager for an evaluation, within which TRL has the idle instances."""
         with self._lock:
-            self._is_lent = True
+            self._is_evaluating = True
         try:
             yield
         finally:
-            self._is_lent = False
+            self._is_evaluating = False
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""

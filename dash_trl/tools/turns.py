@@ -3,7 +3,7 @@
     sampled: the policy's turn ──► its tool calls ──► answered: the answers of the tools ──► sampled ──► …
                                         └── no calls, or no room for the answers: the row has ended
 
-This is a pure state machine on token ids: text that the policy sampled is never tokenized again.
+Text that the policy sampled is never tokenized again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,12 +81,12 @@ class Turns:
         self._append(ids, 1, None if log_probs is None else log_probs[: len(ids)])
         return calls if self.rules.most_rounds is None or self.rounds < self.rules.most_rounds else []
 
-    def never_began(self, token: int, message: Message) -> None:
-        """Set a completion of one message and one token, because each row of a batch needs a token.
+    def never_began(self, token: int) -> None:
+        """Set an empty message and a completion of one token, because each row needs a token.
 
         The environment of the row failed before the first turn. The token does not count as sampled by the policy.
         """
-        self.messages = [message]
+        self.messages = [{"role": "assistant", "content": ""}]
         self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:

@@ -20,8 +20,7 @@ OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
-TEST_PROBLEMS = 256
-TRAIN_PROBLEMS = 4096
+SIZES = {"train": 4096, "test": 256}  # numbers of problems
 DRAWS = 30  # if this many draws per problem yield too few problems, all problems of the split count as drawn
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
@@ -65,16 +64,14 @@ def arithmetic_dataset(
         size: number of problems. None = 4,096 for training and 256 for the test.
         seed: seed of the draw.
         operands: how many numbers a problem may have.
-
     Returns:
         A dataset with the columns `prompt` (one user message) and `answer` (a string).
-
     Raises:
         ValueError: if the split does not exist, or has fewer distinct problems than `size`.
     """
-    if split not in ("train", "test"):
+    if split not in SIZES:
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
-    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
+    size = SIZES[split] if size is None else size
     chosen: dict[str, None] = {}  # a set that keeps its order
     for problem in islice(problems_of(split, random.Random(f"{split}{seed}"), operands), DRAWS * size):
         chosen[problem] = None
@@ -94,12 +91,6 @@ def arithmetic_dataset(
 
 
 def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """Reward function of TRL's form: 1.0 if the last "The answer is N" of a completion is right, else 0.0.
-
-    Args:
-        completions: texts, or conversations, of which the last message is used.
-        answer: the right answers.
-        kwargs: the other columns; not used.
-    """
+    """Reward function of TRL's form: 1.0 if the last "The answer is N" of a completion is right, else 0.0."""
     found = [ANSWER.findall(completion_text(completion))[-1:] for completion in completions]
     return [float(last == [str(gold)]) for last, gold in zip(found, answer, strict=True)]

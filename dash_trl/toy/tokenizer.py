@@ -21,8 +21,7 @@ CHAT_TEMPLATE = """\
 def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qwen2Tokenizer:
     """Make Qwen2's byte-level BPE tokenizer with few merges: each word of the task and each digit is one token.
 
-    Everything else must be as in Qwen2, because `AutoTokenizer`, which vLLM uses too, loads the tokenizer of a qwen2
-    model as a `Qwen2Tokenizer` and ignores the saved pre-tokenizer.
+    Everything else must be as in Qwen2: `AutoTokenizer` ignores the saved pre-tokenizer of a qwen2 model.
 
     Args:
         words: texts of the task. Each word becomes one token, together with the space before it.

@@ -39,10 +39,8 @@ class WarmUp:
         clean_share: share of the steps, at the beginning, without slips; learning the sums first halves the time.
         slip_rate: probability that an operation has a wrong result.
         wait_rate: probability of a wrong result that the next line ("Wait, ...") corrects.
-        hidden_size: hidden size of the Qwen2 model. vLLM's attention kernels need `hidden_size / num_heads` = 32, 64,
-            96, …
-        num_layers: number of layers.
-        num_heads: number of attention heads.
+        hidden_size, num_layers, num_heads: shape of the Qwen2 model. vLLM's attention kernels need
+            `hidden_size / num_heads` = 32, 64, 96, …
         seed: seed of the weights and the solutions.
     """
 
@@ -181,7 +179,6 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lesson
 
 
 def toy_model(
-    cache_dir: str | Path | None = None,
     *,
     settings: WarmUp = WarmUp(),
     progress: bool = True,
@@ -189,8 +186,9 @@ def toy_model(
 ) -> str:
     """Return the directory of the toy model and its tokenizer. The first call trains the model and caches it.
 
+    The cache is `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
+
     Args:
-        cache_dir: directory of the cache. None = `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
         settings: settings of the warm-up; each has its own model in the cache.
         progress: whether to show a progress bar.
         lessons: the task that the model learns.
@@ -201,23 +199,20 @@ def toy_model(
         _warm_up(tokenizer, settings, progress, lessons).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return cached_model(lessons.name, asdict(settings), make, cache_dir)
+    return cached_model(lessons.name, asdict(settings), make)
 
 
-def cached_model(
-    name: str, settings: Mapping[str, Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
-) -> str:
+def cached_model(name: str, settings: Mapping[str, Any], make: Callable[[Path], None]) -> str:
     """Return the directory of a model that is made once and then cached.
 
     An interrupted call leaves no incomplete model. Of several processes, one makes the model and the others wait.
 
     Args:
         name: the beginning of the directory's name.
-        settings: settings of the model, as JSON can hold them. Their hash ends the directory's name.
+        settings: values of JSON, whose hash ends the directory's name.
         make: writes the model into a given directory.
-        cache_dir: see `toy_model`.
     """
-    folder = cache_folder() if cache_dir is None else Path(cache_dir)
+    folder = cache_folder()
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
     final = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if final.is_dir():  # the cache may be read-only
@@ -247,10 +242,6 @@ def toy_defaults() -> dict[str, Any]:
         "max_steps": 80,
         "learning_rate": 1.5e-4,
         "lr_scheduler_type": "linear",
-        "temperature": 1.0,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
         "use_cpu": not torch.cuda.is_available(),
         "bf16": False,
         "gradient_checkpointing": False,

@@ -56,16 +56,16 @@ def group_advantages(
     total, advantages = _in_groups(rewards, weights, group_size)
     if multi_objective_aggregation == "normalize_then_sum":
         grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
-        normalised = _centred(grouped, scale=grouped.abs()) / (_std(grouped, dim=1) + STD_FLOOR)
-        total = (normalised * weights).nansum(dim=2).masked_fill(total.squeeze(2).isnan(), torch.nan).flatten()
+        normalised = _centred(grouped, scale=grouped.abs()) / _divisor(grouped)
+        total = (normalised * weights).nansum(dim=2).masked_fill(total.squeeze(2).isnan(), torch.nan).view(1, -1)
         # TRL subtracts the mean over all rows here, which is 0 except for rounding errors. We do not subtract it,
         # because the rounding errors would give the rows of a constant group an advantage other than 0.
-        advantages = total / (_std(total, dim=0) + STD_FLOOR)
+        advantages = total / _divisor(total)
     elif scale_rewards == "group":
-        advantages = advantages / (_std(total, dim=1) + STD_FLOOR)
+        advantages = advantages / _divisor(total)
     elif scale_rewards == "batch":
-        advantages = advantages / (_std(total.flatten(), dim=0) + STD_FLOOR)
-    return advantages.flatten().nan_to_num(nan=0.0).float()
+        advantages = advantages / _divisor(total.view(1, -1, 1))
+    return advantages.flatten().nan_to_num().float()
 
 
 # --------------------------------------------------------------------------------------------- estimators by name
@@ -79,7 +79,7 @@ def rloo(rewards: Tensor) -> Tensor:
     term.
     """
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
-    return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
+    return (_from_mean(rewards) * count / (count - 1)).nan_to_num()
 
 
 def grpo_passk(rewards: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def grpo_passk(rewards: Tensor) -> Tensor:
     best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
     gap = best.values[:, :1] - best.values[:, 1:]
     advantages = torch.zeros_like(rewards).scatter(1, best.indices[:, :1], gap)
-    return (advantages / (_std(rewards, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
+    return (advantages / _divisor(rewards)).nan_to_num()
 
 
 def single_path(rewards: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def single_path(rewards: Tensor) -> Tensor:
 
     The mean is not the group's, so a group of equal rewards can have advantages other than 0.
     """
-    return _from_mean(rewards.view(1, -1)).nan_to_num(nan=0.0).view_as(rewards)
+    return _from_mean(rewards.view(1, -1)).nan_to_num().view_as(rewards)
 
 
 def reinforce_plus_plus(rewards: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def reinforce_plus_plus(rewards: Tensor) -> Tensor:
 
     Deviation: all rows have the same weight; verl weights each row by its number of tokens.
     """
-    return (single_path(rewards) / (_std(rewards.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
+    return (single_path(rewards) / _divisor(rewards.view(1, -1))).nan_to_num()
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor) -> Tensor:
     the mean and σ of c over tokens, and subtracts this mean, so a group of equal rewards has advantages other than 0.
     """
     centred = _from_mean(rewards)
-    return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
+    return (centred / _divisor(centred.view(1, -1))).nan_to_num()
 
 
 ESTIMATORS.update(
@@ -157,8 +157,13 @@ def outcome_advantages(
     """
     outcome = registered(estimator, "outcome", "estimator").outcome
     if outcome is None:
-        options = {"scale_rewards": scale_rewards, "multi_objective_aggregation": multi_objective_aggregation}
-        return group_advantages(rewards, weights, group_size, **options)
+        return group_advantages(
+            rewards,
+            weights,
+            group_size,
+            scale_rewards=scale_rewards,
+            multi_objective_aggregation=multi_objective_aggregation,
+        )
     total, centred = _in_groups(rewards.cpu().double(), weights.cpu().double(), group_size)  # MPS has no float64
     return outcome((total.nanmean(dim=1, keepdim=True) + centred).squeeze(2)).flatten().float()
 
@@ -182,24 +187,24 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
-def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Tensor:
+def checked_advantages(advantages: Tensor, rewards: Tensor, name: str) -> Tensor:
     """Check an estimator's advantages, and return them as float32 [N], with 0 for unscored rows.
 
     Args:
         advantages: the estimator's result.
         rewards: [N, F], the rewards that the estimator got; NaN as in `group_advantages`.
-        culprit: the estimator's name, for the error.
+        name: the estimator's name, for the error.
     Raises:
         ValueError: if `advantages` is no float tensor [N], or if the advantage of a scored row is not finite, because
             it would turn every parameter into NaN.
     """
-    check_tensor(f"What {culprit} returned", advantages, floats=True, N=len(rewards))
+    check_tensor(f"What {name} returned", advantages, floats=True, N=len(rewards))
     unscored = rewards.isnan().all(dim=1).to(advantages.device)
     advantages = advantages.detach().float().masked_fill(unscored, 0.0)
     bad = (~advantages.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise ValueError(
-            f"{culprit} returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are "
+            f"{name} returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are "
             f"{rewards[bad[0]].tolist()} ({len(bad)} such rows). Is the divisor the spread of a constant group, "
             "which is 0? Add a small number to it."
         )
@@ -230,12 +235,12 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
     """
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    constant = high - low <= ROUNDING * scale.nan_to_num(nan=0.0).amax(dim=1, keepdim=True)
+    constant = high - low <= ROUNDING * scale.nan_to_num().amax(dim=1, keepdim=True)
     return torch.where(constant & ~values.isnan(), 0.0, values - values.nanmean(dim=1, keepdim=True))
 
 
-def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Compute the unbiased standard deviation along `dim`, ignoring NaN; fewer than two values give NaN."""
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
-    squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
-    return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()
+def _divisor(values: Tensor) -> Tensor:
+    """Compute each group's unbiased σ + `STD_FLOOR`, ignoring NaN; fewer than two values give NaN."""
+    count = (~values.isnan()).sum(dim=1, keepdim=True)
+    squares = (values - values.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
+    return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt() + STD_FLOOR

@@ -21,14 +21,12 @@ class Estimator:
         outcome: function (rewards [M, G]) → advantages [M, G], for M groups of G rows; NaN = unscored. `DASHConfig`
             needs it.
         credit: function (`Rewards`, `CreditSettings`) → advantages [N, T]. `ProcessRewardCallback` needs it.
-        settings: the fields of `CreditSettings` that `credit` uses. `None`: any.
         per_group: True = a group's advantages depend on no other group. `reward_pipeline` and `max_num_gen_batches`
             need this.
     """
 
     outcome: Callable[[Tensor], Tensor] | None = None
     credit: Callable[[Any, Any], Tensor] | None = None
-    settings: frozenset[str] | None = None
     per_group: bool = False
 
     def __call__(self, rewards: Any, settings: Any) -> Tensor:

@@ -118,7 +118,8 @@ def packing_flaw(
     dtype = computing_dtype(model)
     with torch.no_grad(), evaluating(model, checkpointing=True), short_windows(model):
         flaw = isolation_flaw(
-            *(partial(log_probs, function) for function in (packed, padded)),
+            partial(log_probs, packed),
+            partial(log_probs, padded),
             vocabulary=vocabulary,
             dtype=dtype,
             others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
@@ -140,9 +141,8 @@ def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
         added.append(output.new_zeros(output.shape[-1], requires_grad=True))
         return output + added[-1]
 
-    hook = model.get_input_embeddings().register_forward_hook(add)
-    total = torch.cat([*log_probs()]).sum()
-    hook.remove()
+    with model.get_input_embeddings().register_forward_hook(add):
+        total = torch.cat([*log_probs()]).sum()
     return torch.autograd.grad(total, added[0])[0]
 
 

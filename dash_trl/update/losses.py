@@ -17,8 +17,6 @@ comes from AReaL (arXiv 2505.24298), which does not truncate the first factor (c
 Letters: B rows, T completion tokens, R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,16 +5,18 @@
 A row is a trunk, or a branch after the trunk tokens before it. A mixer is causal, so padding on the right does not
 reach the tokens.
 
-In layers with the gated delta rule, only the convolution and the rule get rows. A branch begins with its trunk's last
-state, so a shared prompt is computed once.
+In layers with the gated delta rule, only the convolution and the rule get rows: the convolution end to end, without
+padding, and the rule in batches of similar lengths. A branch begins with its trunk's last state, so a shared prompt is
+computed once.
 
 Letters: L tokens of the packed row, R rows, W tokens of the longest row, C channels.
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dash_trl.update.trees import TreeShape, copied, sequences
 
+CHUNK = 64  # tokens that the delta rule computes together
+ALIKE = 0.6  # of the longest row in a batch, in chunks; see `_alike`
 
-@dataclass(frozen=True)
+
 class Rows:
-    """The rows of a packed pass, as a padded batch.
+    """The rows (`sequences`) of a packed pass, as a padded batch. A branch begins with the trunk tokens before it.
 
     Attributes:
         tokens: [R, W] int64, each row's tokens as indices in the packed row; 0 for padding.
@@ -34,23 +38,13 @@ class Rows:
         places: [·] int64, positions in the flattened [R, W] that have each token of the packed row once.
     """
 
-    tokens: Tensor
-    padding: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, found: Sequence[tuple[Tensor, Tensor]], device: torch.device, before: int | None = None) -> "Rows":
-        """Build rows from `sequences`. A branch begins with its last `before` trunk tokens (`None`: with all)."""
-        prefixes = [one if before is None else one[max(0, len(one) - before) :] for one, _ in found]
-        tokens = pad_sequence(
-            [torch.cat([prefix, own]) for prefix, (_, own) in zip(prefixes, found, strict=True)],
-            batch_first=True,
-            padding_value=-1,
-        )
-        starts = [row * tokens.shape[1] + len(prefix) for row, prefix in enumerate(prefixes)]
+    def __init__(self, found: Sequence[tuple[Tensor, Tensor]], device: torch.device):
+        tokens = pad_sequence(list(map(torch.cat, found)), batch_first=True, padding_value=-1)
+        starts = [row * tokens.shape[1] + len(prefix) for row, (prefix, _) in enumerate(found)]
         places = [torch.arange(len(own)) + start for start, (_, own) in zip(starts, found, strict=True)]
-        tables = tokens.clamp(min=0), tokens < 0, torch.cat(places)
-        return cls(*(copied(one, device) for one in tables))
+        self.tokens = copied(tokens.clamp(min=0), device)
+        self.padding = copied(tokens < 0, device)
+        self.places = copied(torch.cat(places), device)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Turn [1, L, …] into [R, W, …]. Padding gets the numbers of the packed row's first token."""
@@ -62,23 +56,59 @@ class Rows:
 
 
 @lru_cache(maxsize=8)  # all layers of a pass ask for the same rows
-def _rows(trees: tuple[TreeShape, ...], device: torch.device, before: int | None = None) -> Rows:
-    return Rows.of(sequences(trees), device, before)
+def _rows(trees: tuple[TreeShape, ...], device: torch.device) -> Rows:
+    return Rows(sequences(trees), device)
 
 
 @lru_cache(maxsize=2)
-def _trunks_and_branches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[Rows, Rows, Tensor, Tensor]:
-    """Return trunks, branches without trunk tokens, each branch's trunk, and the order of their tokens."""
-    trunks: list[tuple[Tensor, Tensor]] = []
-    branches: list[tuple[Tensor, Tensor]] = []
-    owners = []
-    for before, own in sequences(trees):
-        if len(before):
-            owners.append(len(trunks) - 1)
-        (branches if len(before) else trunks).append((own[:0], own))
-    order = torch.cat([own for _, own in trunks + branches]).argsort()
-    both = Rows.of(trunks, device), Rows.of(branches, device)
-    return *both, copied(torch.tensor(owners), device), copied(order, device)
+def _end_to_end(trees: tuple[TreeShape, ...], device: torch.device, before: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a packed pass with the last `before` tokens before each row, and the places of each token.
+
+    Index L stands for zeros, before the first token.
+    """
+    found = sequences(trees)
+    zeros = torch.full((before,), sum(map(len, trees)))
+    tokens = [torch.cat([torch.cat([zeros, prefix])[len(prefix) :], own]) for prefix, own in found]
+    starts = accumulate(map(len, tokens), initial=0)
+    places = [torch.arange(start + before, start + len(one)) for start, one in zip(starts, tokens, strict=False)]
+    return copied(torch.cat(tokens), device), copied(torch.cat(places), device)
+
+
+@lru_cache(maxsize=2)
+def _batches(trees: tuple[TreeShape, ...], device: torch.device) -> tuple[list[tuple[Rows, Tensor | None]], Tensor]:
+    """Return batches of rows with similar lengths, and the order of their tokens.
+
+    With a batch of branches come the places of their trunks' last states among the last states of the batches before.
+    """
+    found = sequences(trees)
+    trunks = [row for row, (prefix, _) in enumerate(found) if not len(prefix)]
+    stages: list[Sequence[int]] = [range(len(found))]
+    if {before == tree.trunk for tree in trees for before in tree.attached} == {True}:
+        # Otherwise there are no branches, or those of V(prefix): a trunk has a state for each of its tokens, but only
+        # the last one is kept.
+        stages = [trunks, sorted({*range(len(found))}.difference(trunks))]
+        found = [(prefix[:0], own) for prefix, own in found]
+    batches: list[tuple[Rows, Tensor | None]] = []
+    ran: list[int] = []
+    for stage in stages:
+        for batch in _alike(stage, [-(-(len(prefix) + len(own)) // CHUNK) for prefix, own in found]):
+            owners = None
+            if stage is not stages[0]:
+                owners = copied(torch.tensor([ran.index(trunks[bisect(trunks, row) - 1]) for row in batch]), device)
+            batches.append((Rows([found[row] for row in batch], device), owners))
+            ran += batch
+    return batches, copied(torch.cat([found[row][1] for row in ran]).argsort(), device)
+
+
+def _alike(rows: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield batches in which the shortest row has at least the share `ALIKE` of the longest one."""
+    batch: list[int] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if batch and lengths[row] < ALIKE * lengths[batch[0]]:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
 
 
 def _convolution(
@@ -87,9 +117,9 @@ def _convolution(
     """Convolve [1, C, L] within each row of a packed pass; otherwise call `function`."""
     if trees is None:
         return function(channels, weight, *others, **kwargs)
-    rows = _rows(trees, channels.device, weight.shape[-1] - 1)
-    found = function(rows.unpack(channels.mT).mT, weight, *others, **kwargs)
-    return rows.pack(found.mT).mT.unsqueeze(0)
+    tokens, places = _end_to_end(trees, channels.device, weight.shape[-1] - 1)
+    rows = nn.functional.pad(channels, (0, 1)).index_select(2, tokens)
+    return function(rows, weight, *others, **kwargs).index_select(2, places)
 
 
 def _delta_rule(
@@ -106,21 +136,18 @@ def _delta_rule(
     """Compute the gated delta rule within each tree of a packed pass; otherwise call `function`."""
     if trees is None:
         return function(query, key, value, g=g, beta=beta, **kwargs)
-
-    def run(rows: Rows, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    batches, order = _batches(trees, query.device)
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
+    for rows, owners in batches:
+        first = None if owners is None else torch.cat(states).index_select(0, owners)
         decay, rate = (rows.unpack(one).masked_fill(rows.padding.unsqueeze(-1), 0) for one in (g, beta))
-        states = {"initial_state": state, "output_final_state": True, "cu_seqlens": None}
+        own = {"initial_state": first, "output_final_state": True, "cu_seqlens": None}
         # With 0 for both, padding does not change the state.
-        found, last = function(*map(rows.unpack, (query, key, value)), g=decay, beta=rate, **kwargs | states)
-        return rows.pack(found), last
-
-    if {before == tree.trunk for tree in trees for before in tree.attached} != {True}:
-        # No branches, or those of V(prefix): a trunk has a state for each of its tokens, of which the last one is kept.
-        return run(_rows(trees, query.device), None)[0].unsqueeze(0), None
-    trunks, branches, owners, order = _trunks_and_branches(trees, query.device)
-    of_trunks, states = run(trunks, None)
-    of_branches, _ = run(branches, states.index_select(0, owners))
-    return torch.cat([of_trunks, of_branches]).index_select(0, order).unsqueeze(0), None
+        found, last = function(*map(rows.unpack, (query, key, value)), g=decay, beta=rate, **kwargs | own)
+        outputs.append(rows.pack(found))
+        states.append(last)
+    return torch.cat(outputs).index_select(0, order).unsqueeze(0), None
 
 
 FUNCTIONS: dict[str, Any] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}

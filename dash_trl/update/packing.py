@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dash_trl.rollout import CHECKSUM, COMPLETION, PROMPT
+
 # Most cells per token of the budget in a pass's tables, such as token ids. All rows are as wide as the longest row.
 # At 30 bytes per cell, this is 0.5 kB per token. Qwen2.5-0.5B keeps 86 kB per token for the backward pass, even with
 # gradient checkpointing: 24 layers × 896 numbers × 4 bytes (float32 weights under bf16; bf16 weights: half of it).
@@ -74,7 +76,7 @@ def plan_share(
             padding_free=padding_free,
             min_shared=min_shared,
         )
-        for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
+        for columns in zip(*(lengths[..., column].tolist() for column in (PROMPT, COMPLETION, CHECKSUM)), strict=True)
     ]
     count = max(map(len, packed))
     # A rank with fewer bins runs its dummy rows first. So the last pass of a rank with survivors has survivors.

@@ -12,8 +12,6 @@ Attention costs Σ L_i² instead of B · (max L)², where L_i is the length of r
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,15 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dash_trl.distributed import Ranks
-from dash_trl.rollout import Survivors
+from dash_trl.rollout import RolloutBatch
 from dash_trl.update.isolation import SAMPLE_TOKENS, packing_flaw, padding_effect
 from dash_trl.update.mixers import keep_rows_apart
 from dash_trl.update.trees import (
@@ -37,6 +36,7 @@ from dash_trl.update.trees import (
     TreeShape,
     copied,
     enable_padding_free,
+    first_reason,
     has_dropout,
     no_mask,
     rope_by_width,
@@ -77,7 +77,7 @@ class PackedLayout:
     rows: int
 
     @classmethod
-    def of(cls, attention_mask: Tensor, logits_to_keep: int, same_prompt: Tensor | None = None) -> PackedLayout:
+    def of(cls, attention_mask: Tensor, logits_to_keep: int, same_prompt: Tensor | None = None) -> Self:
         """Build the layout of a padded micro-batch.
 
         Args:
@@ -132,7 +132,7 @@ def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
     real = inputs["prompt_mask"].bool()
     prompts = inputs["prompt_ids"].masked_fill(~real, -1)
     same = (prompts[1:] == prompts[:-1]).all(dim=1) & (real[1:].sum(dim=1) > min_shared)
-    return torch.nn.functional.pad(same, (1, 0))
+    return pad(same, (1, 0))
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -169,12 +169,8 @@ def _scored(model: Any, sources: Tensor) -> Iterator[None]:
         output.last_hidden_state = output.last_hidden_state.index_select(1, sources)
 
     backbone = next(one for one in model.modules() if isinstance(one, PreTrainedModel)).base_model
-    hook = backbone.register_forward_hook(select)
-    try:
-        with patch("trl.trainer.utils._use_triton", _every_position):
-            yield
-    finally:
-        hook.remove()
+    with backbone.register_forward_hook(select), patch("trl.trainer.utils._use_triton", _every_position):
+        yield
 
 
 def _every_position(device: torch.device) -> bool:
@@ -233,8 +229,7 @@ class ModelPasses:
             earlier samples would run without it.
         continuous_batching: True = generation replaces the model's attention by a paged variant.
         noisy_embeddings: True = NEFTune adds noise to the embeddings.
-        compiled: True = torch.compile compiles the model. With SDPA, it needs a graph for each number of rows, and
-            gives up after 8. With FlashAttention, one graph is enough.
+        compiled: True = torch.compile compiles the model.
         share_prompts: see `DASHConfig`.
         router_losses: True = the loss includes the MoE auxiliary loss, which would count a shared prompt once instead
             of once per row.
@@ -262,19 +257,17 @@ class ModelPasses:
             "NEFTune's noise depends on the width of a pass": noisy_embeddings,
             "continuous batching brings its own attention": continuous_batching,
             "an aLoRA adapter is active from its last invocation in a row on": invoked_adapter,
-            "torch.compile would trace packed SDPA anew for each number of rows (leave it off)": compiled
-            and not self.flash,
         }
         against_sharing = {
             "share_prompts=False": share_prompts is False,
             "the router's loss counts every token of every row": router_losses,
             "the model has dropout, which differs from row to row": any(map(has_dropout, models)),
         }
-        reasons = chain((why for why, holds in against_packing.items() if holds), map(enable_padding_free, models))
-        self.padded_because: str | None = next(filter(None, reasons), None)
+        obstacles = filter(None, map(enable_padding_free, models))
+        self.padded_because = first_reason(against_packing) or next(obstacles, None)
         for model in models if self.padded_because is None else ():
             keep_rows_apart(model)
-        self.alone_because: str | None = next((why for why, holds in against_sharing.items() if holds), None)
+        self.alone_because = first_reason(against_sharing)
         self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled
         self._name = type(models[0]).__name__
@@ -323,15 +316,27 @@ class ModelPasses:
         self._hook = forget_plain_passes(wrapped)
         if not self.full_width:
             placed = self._placed(padded) if self._takes_positions else padded
-            trial: dict[str, Any] = {"vocabulary": vocabulary, "pad_token_id": pad_token_id, "device": device}
-            functions = [(partial(padded, model), partial(placed, model), model) for model in models]
-            effect = ranks.largest(max(padding_effect(*one, **trial) for one in functions))
+            effects = [
+                padding_effect(
+                    partial(padded, model),
+                    partial(placed, model),
+                    model,
+                    vocabulary=vocabulary,
+                    pad_token_id=pad_token_id,
+                    device=device,
+                )
+                for model in models
+            ]
+            effect = ranks.largest(max(effects))
             self._places = effect == 1
             if effect == 2:
                 self.full_width = True
                 self.padded_because = "padding before a prompt changes its results"
-        if self.padding_free and not self.flash and device.type in VARLEN_DTYPES:
-            self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
+        if self.padding_free and not self.flash:
+            if device.type in VARLEN_DTYPES:
+                self.padded_because = next(filter(None, (varlen_flaw(model, device) for model in models)), None)
+            elif self.compiled:
+                self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows on a CPU"
         if self.padding_free:
             # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
             # model's own code. It is not unwrapped, because accelerate's unwrapping would remove DDP's `no_sync`.
@@ -370,8 +375,8 @@ class ModelPasses:
                 "is the same, but it takes longer."
             )
 
-    def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
-        """Build the inputs of a pass on the CPU (see `Survivors.micro_batch`), with its `PackedLayout` as `layout`."""
+    def inputs(self, survivors: RolloutBatch, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
+        """Build a pass's inputs on the CPU (see `RolloutBatch.micro_batch`), with its `PackedLayout` as `layout`."""
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trimmed=not self.full_width)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
@@ -430,7 +435,6 @@ class ModelPasses:
         real = layout.rows  # the rows after the first `real` are dummy rows without tokens
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (
-            None if values is None else torch.cat([values, values.new_zeros(len(input_ids) - real, values.shape[1])])
-            for values in per_token
+            None if values is None else pad(values, (0, 0, 0, len(input_ids) - real)) for values in per_token
         )
         return logps, entropies, aux_loss

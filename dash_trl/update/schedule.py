@@ -13,10 +13,11 @@ Letters: R ranks, B rows of a rank in a window, M rows of a rank in a part.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from dash_trl.rollout import Part
+from dash_trl.rollout import COMPLETION, LOSS, Part
 from dash_trl.update.packing import MicroBatch
 
 
@@ -62,59 +63,48 @@ class Pass:
 
 
 class Schedule:
-    """Plans the passes of each micro-step. Arguments that are not listed are TRL's options.
+    """Plans the passes of each micro-step.
 
     Args:
-        accumulation: `gradient_accumulation_steps`.
-        rows_per_step: `per_device_train_batch_size`, a rank's rows in a micro-step.
+        args: the `DASHConfig`.
         pack: function that takes a part and returns its micro-batches; see `plan_share`.
     Attributes:
-        generate_every: number of micro-steps from one window to the next.
         optimizer_step: the micro-steps of the running optimizer step.
         ran_model: True = a pass of this optimizer step has been planned.
         shares: first micro-step → share of this optimizer step, also without survivors.
     """
 
-    def __init__(
-        self,
-        *,
-        steps_per_generation: int,
-        num_iterations: int,
-        accumulation: int,
-        rows_per_step: int,
-        pack: Callable[[Part], list[MicroBatch]],
-    ):
-        self.steps_per_generation = steps_per_generation
-        self.generate_every = steps_per_generation * num_iterations
-        self.accumulation = accumulation
-        self.rows_per_step = rows_per_step
-        self.pack = pack
+    def __init__(self, args: Any, pack: Callable[[Part], list[MicroBatch]]):
+        self._args = args
+        self._pack = pack
         self.optimizer_step = range(0)
         self.ran_model = False
         self.shares: dict[int, Share] = {}
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
 
-    def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> None:
-        """Begin an optimizer step with `micro_steps` micro-steps, of which `first` is the first.
+    def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> bool:
+        """Begin an optimizer step of `micro_steps` micro-steps, from `first` on.
 
-        If `global_step` has not changed since the last call (at the end of a stream), Transformers has not stepped the
-        optimizer, and gradients keep accumulating.
+        Return whether the optimizer has stepped since the last call. If not (at the end of a stream), gradients keep
+        accumulating.
 
         Raises:
             ValueError: if the previous optimizer step has micro-steps left. (At the end of the last epoch, there is no
                 later call, and these micro-steps do not run, as in TRL.)
         """
-        if global_step == self._global_step and first < self.optimizer_step.stop:
+        has_stepped = global_step != self._global_step
+        if not has_stepped and first < self.optimizer_step.stop:
             raise ValueError(
                 f"A callback ended the epoch after micro-step {first} of the run, within an optimizer step, so rows of "
                 "this step would never be trained on. Set control.should_epoch_stop in on_step_end only."
             )
-        if global_step != self._global_step:
+        if has_stepped:
             self._global_step, self._completed = global_step, first
             self.ran_model = False
             self.shares = {}
         self.optimizer_step = range(first, first + micro_steps)
+        return has_stepped
 
     def completed(self, micro_step: int, global_step: int) -> int:
         """Return the number of micro-steps of all completed optimizer steps, at which a resumed run continues."""
@@ -126,29 +116,32 @@ class Schedule:
 
     def window_due(self, micro_step: int) -> bool:
         """Whether a new window begins at this micro-step, and has not been sampled."""
-        return micro_step % self.generate_every == 0 and self._sampled_at != micro_step
+        return micro_step % self._args.window_batches == 0 and self._sampled_at != micro_step
 
     def window_sampled(self, micro_step: int) -> None:
         self._sampled_at = micro_step
 
     def has_whole_share(self, micro_step: int) -> bool:
         """Whether the optimizer step runs a full share of the window. At the end of a stream, it runs fewer rows."""
-        return len(self.micro_steps_of_share(micro_step)) == min(self.accumulation, self.steps_per_generation)
+        return len(self.micro_steps_of_share(micro_step)) == min(
+            self._args.gradient_accumulation_steps, self._args.steps_per_generation
+        )
 
     def micro_steps_of_share(self, micro_step: int) -> range:
         """Return the micro-steps of this optimizer step that use the window of a micro-step; their rows are a share."""
-        begin = micro_step - micro_step % self.steps_per_generation
+        begin = micro_step - micro_step % self._args.steps_per_generation
         step = self.optimizer_step
-        return range(max(begin, step.start), min(begin + self.steps_per_generation, step.stop))
+        return range(max(begin, step.start), min(begin + self._args.steps_per_generation, step.stop))
 
     def ends_window(self, micro_step: int) -> bool:
         """Whether this is the last micro-step of an iteration over the window in use (see `num_iterations`)."""
-        return (micro_step + 1) % self.steps_per_generation == 0
+        return (micro_step + 1) % self._args.steps_per_generation == 0
 
     def shares_of_window(self, micro_step: int) -> list[range]:
         """Return the micro-steps of each share of a new window, counted from the window's first, `micro_step`."""
-        ends = range(self.optimizer_step.stop - micro_step, self.steps_per_generation, self.accumulation)
-        return [range(*one) for one in pairwise([0, *ends, self.steps_per_generation])]
+        window, step = self._args.steps_per_generation, self._args.gradient_accumulation_steps
+        ends = range(self.optimizer_step.stop - micro_step, window, step)
+        return [range(*one) for one in pairwise([0, *ends, window])]
 
     def plan(self, micro_step: int, part: Part) -> list[Pass]:
         """Plan the passes over a share or a part of it, which run in the last micro-step of the share, `micro_step`."""
@@ -158,20 +151,20 @@ class Schedule:
             first=steps.start,
             micro_steps=len(steps),
             passes=len(steps) * ranks,
-            all_rows=len(steps) * ranks * self.rows_per_step,
-            all_tokens=part.num_items_in_batch.item() * len(steps) / self.steps_per_generation,
-            kept_rows=int((lengths[..., 1] > 0).sum()),
-            kept_tokens=int(lengths[..., 2].sum()),
+            all_rows=len(steps) * ranks * self._args.per_device_train_batch_size,
+            all_tokens=part.num_items_in_batch.item() * len(steps) / self._args.steps_per_generation,
+            kept_rows=int((lengths[..., COMPLETION] > 0).sum()),
+            kept_tokens=int(lengths[..., LOSS].sum()),
         )
-        micro_batches = self.pack(part)
+        micro_batches = self._pack(part)
         if self.ran_model and part.ends_step and steps.stop == self.optimizer_step.stop:
             # DDP synchronises gradients, and DeepSpeed steps the optimizer, in the last pass of the optimizer step.
             micro_batches = micro_batches or [MicroBatch(((),) * ranks)]
         if part.ends_step:
-            self.shares[steps.start] = share
+            self.shares[steps.start] = replace(share, all_tokens=share.all_tokens / part.rescale)
         self.ran_model |= bool(micro_batches)
         passes = []
         for one in micro_batches:
-            tokens = (int(own[list(rows), 2].sum()) for own, rows in zip(lengths, one.rows, strict=True))
+            tokens = (int(own[list(rows), LOSS].sum()) for own, rows in zip(lengths, one.rows, strict=True))
             passes.append(Pass(one, share, tuple(tokens)))
         return passes

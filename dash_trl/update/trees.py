@@ -12,9 +12,7 @@ trunks and branches one after the other.
 Letters: H heads, L tokens of the packed row, D head size.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -74,7 +72,7 @@ def tree_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    trees: tuple[TreeShape, ...] | None = None,
+    trees: tuple[TreeShape, ...] = (),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute SDPA within each tree of a packed row. Without trees, call transformers' own function for SDPA.
@@ -85,20 +83,21 @@ def tree_attention(
         key: [1, ·, L, D]; it may have fewer heads than `query` (GQA).
         value: [1, ·, L, D], with the heads of `key`.
         attention_mask: with trees, `None` or the mask of `no_mask`.
-        trees: the trees; their tokens add up to L. `None` outside packed passes.
+        trees: the trees; their tokens add up to L. Empty outside packed passes.
         kwargs: as in transformers' function. With `varlen_arguments`, `varlen_attn` computes all trees.
     Returns:
         [1, L, H, D], and `None` in place of attention weights.
     Raises:
         ValueError: if there are trees and a model's own mask (Doge), which would be ignored.
     """
-    if trees is None:
+    by_varlen = "cu_seq_lens_q" in kwargs  # does not read `trees`: torch.compile needs no graph for each number of them
+    if not by_varlen and not trees:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     refuse_own_mask(module, attention_mask)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # it converts the inputs of SDPA, but not those of other kernels, and masks
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
-    if "cu_seq_lens_q" in kwargs:
+    if by_varlen:
         return _by_varlen(query, key, value, **kwargs), None
     lengths = [len(tree) for tree in trees]
     parts = zip(trees, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
@@ -170,6 +169,7 @@ def _of_tree(
             mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
             if sliding_window is not None:
                 mask = mask.triu(keys - length - sliding_window + 1)
+            mask = mask[None, None]  # transformers 5.23 and newer take no other
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
 
     lengths = [tree.trunk, *tree.branches]
@@ -307,6 +307,11 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
             _draws(part) for one in model.modules() if hasattr(one, "is_causal") for part in (one, *one.children())
         ),
     }
+    return first_reason(reasons)
+
+
+def first_reason(reasons: Mapping[str, Any]) -> str | None:
+    """Return the first reason that holds, or `None`."""
     return next((why for why, holds in reasons.items() if holds), None)
 
 

@@ -32,14 +32,12 @@ from loky.backend.process import LokyProcess
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager
 
-from dash_trl.workers.calls import Call
-from dash_trl.workers.loops import Backend, is_cancelled, unless_lost, value_of
+from dash_trl.workers.backends import CALLS_AHEAD, Backend, Call
 
 # Limit of a worker's address space in bytes. Without a limit, a call that computes 10^{10^{10}} could use up the
 # machine's memory before its timeout.
 MEMORY = 4 << 30
 DEFAULT_MAX_WORKERS = 8  # per rank; more workers do not speed up a batch of a few hundred rows
-CALLS_AHEAD = 16  # calls in the pool for each worker, so that a worker does not wait for its next call
 TEXT_CHARS, TRACEBACK_CHARS = 1_000, 8_000  # longest message of an error, longest traceback
 _PR_SET_PDEATHSIG = 1  # number for Linux's prctl
 
@@ -112,7 +110,7 @@ def _end(reference: "weakref.ref[ProcessPool]") -> None:
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
     """Pickle functions for other processes, or raise a `ValueError` if one cannot be pickled."""
     try:
-        return cloudpickle.dumps(list(functions))  # type: ignore[no-any-return]
+        return cloudpickle.dumps(functions)  # type: ignore[no-any-return]
     except Exception as error:
         names = ", ".join(getattr(one, "__qualname__", type(one).__name__) for one in functions)
         raise ValueError(
@@ -133,7 +131,6 @@ class ProcessCalls(Backend):
             from the main script, a notebook or a file that was loaded by its path.
         count: number of workers.
         prepare: importable function that runs first in each worker, for example to do slow imports.
-        settings: see `Backend`.
 
     Raises:
         ValueError: if a function cannot be sent to another process.
@@ -148,7 +145,8 @@ class ProcessCalls(Backend):
         **settings: Any,
     ):
         super().__init__(CALLS_AHEAD * count, **settings)
-        self.functions, self._workers = list(functions), count
+        self.functions = functions
+        self._workers = count
         self._started_with = pack(functions), prepare
 
     def _open(self) -> None:
@@ -168,16 +166,12 @@ class ProcessCalls(Backend):
         if not self._pool.active:  # it is broken
             await self._stop()
             self._open()
-        future = self._pool.schedule(
-            _call,
-            (cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments))),),
-            timeout=call.timeout,
-        )
+        packed = cloudpickle.dumps((self.functions.index(call.function), dict(call.arguments)))
+        future = self._pool.schedule(_call, (packed,), timeout=call.timeout)
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         try:
-            # The worker may make other calls first.
-            outcome = await unless_lost(asyncio.wrap_future(future), (1 + CALLS_AHEAD) * call.timeout)
+            answer = await asyncio.wrap_future(future)
         except TimeoutError:
             raise TimeoutError(f"took more than {call.timeout:g} s") from None
         except ProcessExpired as error:
@@ -185,12 +179,15 @@ class ProcessCalls(Backend):
                 f"killed by {signal.Signals(-code).name}" if (code := error.exitcode) < 0 else f"exit code {code}"
             ) from None
         except (BrokenProcessPool, asyncio.CancelledError):
-            if is_cancelled():  # nobody waits for the call
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # nobody waits for the call
                 raise
             for one in self._futures.copy():  # pebble forgets the calls that are still in its queue
                 one.cancel()
             raise WorkerDied("the workers do not start, or one was killed while it waited; see the log") from None
-        return value_of(pickle.loads(outcome))
+        value, failure = pickle.loads(answer)
+        if failure is not None:
+            raise failure
+        return value
 
 
 # ------------------------------------------------------------------------------------------------ inside a worker
@@ -199,7 +196,6 @@ _functions: list[Callable[..., Any]] = []
 
 
 def _begin(packed: bytes, prepare: Callable[[], object] | None, parent: int) -> None:
-    """Prepare a worker: its process group, its end with its parent, its memory limit, and its functions."""
     global _functions
     os.setpgid(0, 0)
     if sys.platform == "linux":  # elsewhere, a worker ends with its parent when it has made its call

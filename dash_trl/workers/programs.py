@@ -15,7 +15,7 @@ class Command:
 
     Args:
         arguments: the command line.
-        environment: variables that are added to this process's environment.
+        environment: variables besides those of this process.
         log: file to which stdout and stderr are appended.
     """
 
@@ -23,14 +23,14 @@ class Command:
         self,
         arguments: Sequence[str],
         *,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         log: str | Path,
     ):
         self.log = Path(log)
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                list(arguments),
-                env={**os.environ, **(environment or {})},
+                arguments,
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -43,10 +43,9 @@ class Command:
 
     def stop(self, *, seconds: float = STOP_SECONDS) -> None:
         """Stop the program and its children: send SIGTERM, wait at most `seconds`, then send SIGKILL."""
-        if seconds:
-            self.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
+        self.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
         self._signal(signal.SIGKILL)
         self.process.wait()
 

@@ -13,8 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp, call_all
-from dash_trl.workers.loops import Backend, unless_lost, value_of
+from dash_trl.workers.backends import Backend, Call, call_all
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -38,7 +37,8 @@ class RayCalls(Backend):
         _connect()
         import ray
 
-        self._ray, self._functions = ray, list(functions)
+        self._ray = ray
+        self._functions = functions
         self._task = ray.remote(max_retries=RETRIES)(_make)
         self._packed = [ray.put(packed)]  # in a list, because Ray would fetch an argument for each task
 
@@ -46,13 +46,15 @@ class RayCalls(Backend):
         number = self._functions.index(call.function)
         task = self._task.remote(self._packed, number, dict(call.arguments), call.timeout)
         try:
-            outcome = await unless_lost(task, call.timeout)
-        except (asyncio.CancelledError, GivenUp):
+            outcome = await task
+        except asyncio.CancelledError:
             self._ray.cancel(task, force=True)
             raise
         except Exception as lost:
             raise WorkerDied(f"Ray lost its task: {type(lost).__name__}: {getattr(lost, 'cause', lost)}") from None
-        return value_of(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 def _connect() -> None:
@@ -88,10 +90,8 @@ def _workers(packed: Any) -> ProcessCalls:
     return ProcessCalls(pickle.loads(ray.get(packed)), 1)
 
 
-def _make(
-    packed: list[Any], number: int, arguments: dict[str, Any], timeout: float
-) -> tuple[Any, BaseException | None]:
-    """Make a call in a Ray task; return its value and error. `packed` has Ray's reference to the packed functions."""
+def _make(packed: list[Any], number: int, arguments: dict[str, Any], timeout: float) -> Any:
+    """Make a call in a Ray task; return its value or error. `packed` has Ray's reference to the packed functions."""
     workers = _workers(packed[0])
-    (call,) = call_all(workers.submit, workers.functions[number], [arguments], timeout=timeout)
-    return call.value, call.error
+    (outcome,) = call_all(workers, workers.functions[number], [arguments], timeout=timeout)
+    return outcome

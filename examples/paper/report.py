@@ -23,6 +23,7 @@ MOST_SEEDS = len(T_QUANTILES) + 1
 PHASES = ("generate", "reward", "logprobs", "train")  # the phases of a step, in order
 COLORS = ("tab:blue", "tab:orange", "tab:green")
 MARK = "*"
+MARKED_ABOVE = 0.01  # numbers are marked if more than this share of the rewards failed
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
     ]
     percent = [[100 * value for value in one] for one in found]
     cell = Cell(*percent[0]) if len(percent) == 1 else over_seeds([value for value, _, _ in percent])
-    return replace(cell, marked=any(one["marked"] for one in figures))
+    return replace(cell, marked=any(one["failed"] > MARKED_ABOVE for one in figures))
 
 
 def seconds_of(metrics: Path) -> float:

@@ -1,0 +1,101 @@
+"""Rollouts, rewards and callbacks of runs that are resumed, cut or delayed, for several files of tests."""
+
+import random
+import threading
+
+import torch
+from transformers import TrainerCallback
+
+from dash_trl import DASHCallback, DASHTrainer
+from tests.tiny import noting, prompts, run
+
+# Other shapes than the default ones of `tiny.run`
+WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+
+
+class SeededRollouts:
+    """Completions that depend on torch's random state, as sampling does: a resumed run has to restore it."""
+
+    def __call__(self, prompts, trainer):
+        ids = [torch.randint(4, 260, (int(torch.randint(1, 20, ())),)).tolist() for _ in prompts]
+        return {
+            "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+            "completion_ids": ids,
+            "logprobs": None,
+        }
+
+
+class SaveEarly(DASHCallback):
+    """As `enable_jit_checkpoint` saves, before the optimizer steps: checkpoint 5 is from within step 6."""
+
+    per_group = True
+
+    def __init__(self, at=5):
+        self.at = at
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.optimizer.param_groups[0]["d_hat"] = 1.0  # as Prodigy's steps add settings
+        if state.global_step == self.at:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+class EndsTheEpoch(TrainerCallback):
+    """After the first optimizer step of the run."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1
+
+
+def same(whole, resumed):
+    """Parameters, and what was logged on the way."""
+    rewards = [[log["reward"] for log in one.state.log_history if "reward" in log] for one in (whole, resumed)]
+    assert rewards[0] == rewards[1] and whole.state.epoch == resumed.state.epoch
+    assert whole._step == resumed._step and whole.state.global_step == resumed.state.global_step
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def recorded(model, output, resume=None, **settings):
+    """The prompts of each round of a run, and the trainer."""
+    watch = noting("on_rollouts_sampled", lambda rollouts: [row["prompt"] for row in rollouts.examples[::4]])
+    defaults = {"rollouts": SeededRollouts(), "optimizer": "adamw_torch", "dataset": prompts(64), **settings}
+    callbacks = [watch, *defaults.pop("callbacks", [])]
+    return watch.noted, run(DASHTrainer, model, output, resume=resume, callbacks=callbacks, **defaults)
+
+
+def odd(completion, completion_ids):
+    return float(sum(completion_ids) % 2)
+
+
+class Delayed:
+    """Half of the groups have signal; their scores come in another order with each seed."""
+
+    __name__ = "delayed"
+
+    def __init__(self, seed: int = 0, fails: bool = False):
+        self.random, self.fails = random.Random(seed), fails
+
+    def compute_score(self, completion_ids, prompt):
+        threading.Event().wait(self.random.random() / 20)
+        if self.fails and sum(completion_ids) % 7 == 3:
+            raise ConnectionError("away")
+        if prompt.startswith("1"):
+            return 1.0
+        return float(sum(completion_ids) % 2), {"length": len(completion_ids), "end": str(completion_ids[-1])}
+
+
+def grad_scaler(trainer):
+    """Loss scaling as with fp16, which accelerate offers on GPUs only."""
+    accelerator = trainer.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
+
+
+class SavesBetween(TrainerCallback):
+    """Saves a checkpoint after the second micro-step. Then all rewards are awaited."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.trainer._step == 2:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
