@@ -283,7 +283,7 @@ class DASHConfig(GRPOConfig):
 
     @property
     def names_servers(self) -> bool:
-        """Whether vLLM servers sample, without a `rollout_func`."""
+        """Whether vLLM servers sample, unless there is a `rollout_func`."""
         return self.use_vllm and self.vllm_mode == "server"
 
     @property

@@ -154,11 +154,15 @@ def reference_of(model: Any) -> AbstractContextManager[None]:
 
 
 def without_casts(trainer: Any) -> AbstractContextManager[None]:
-    """Context manager in which an adapter gets its inputs as they are. Autocast casts them, with the same result.
+    """Context manager in which a plain LoRA adapter gets its inputs as they are. Autocast casts them, to the same bits.
 
-    PEFT would cast them to the dtype of the adapter first, which costs a kernel and memory in each layer.
+    PEFT would cast them to the dtype of the adapter first, which costs a kernel and memory in each layer. Other
+    adapters and LoRA's variants, such as DoRA, compute with the inputs before autocast casts them.
     """
     if not (trainer.accelerator.native_amp and is_peft_model(trainer.model)):
+        return nullcontext()
+    are_lora = all(one.peft_type == "LORA" for one in trainer.model.peft_config.values())
+    if not are_lora or any(getattr(one, "lora_variant", None) for one in trainer.model.modules()):
         return nullcontext()
     from peft.helpers import disable_input_dtype_casting
 

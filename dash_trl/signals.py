@@ -4,6 +4,7 @@ An error of this package, too, is one line: it says what to do. `dash_trl train`
 its imports take seconds: `python signals.py SCRIPT FLAGS`.
 """
 
+import dis
 import os
 import runpy
 import signal
@@ -11,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 
@@ -27,12 +29,25 @@ def set_handlers(*handlers: Any) -> list[Any]:
 
 
 def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error (as `sys.excepthook`): without its traceback if this package has found a user's mistake."""
-    *_, last = traceback.extract_tb(trace)
-    if issubclass(kind, ValueError) and last.filename.startswith(os.path.dirname(__file__)):
+    """Print an error (as `sys.excepthook`): without its traceback if this package has found a user's mistake.
+
+    Such an error is raised by a statement of this package, and no line of the user's own code has caused it.
+    """
+    *_, last = _entries(trace)
+    package, code = os.path.dirname(__file__), last.tb_frame.f_code
+    raised = code.co_filename.startswith(package) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    cause = traceback.extract_tb(error.__cause__ and error.__cause__.__traceback__)
+    known = all(one.filename.startswith((package, sys.prefix, sys.base_prefix, "<")) for one in cause)
+    if issubclass(kind, ValueError) and raised and known:
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from dash_trl.rewards import watch
 from dash_trl.sampling import model_log_probs
 from tests.by_prompt import ByPrompt, expected_windows
 from tests.contract import SCENARIOS, check_contract
+from tests.fake_server import Varied, Watch, factory
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_families import config_of
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
@@ -163,6 +164,7 @@ class Late:
         return self.reward(prompts=[prompt], completion_ids=[completion_ids])[0]
 
 
+server = factory(Varied)
 ALWAYS = range(1000)  # numbers of the calls whose rewards have no signal: all
 ON_RANK_1 = ALWAYS if RANK == 1 else ()
 
@@ -234,6 +236,20 @@ def test_the_update_with_tools_is_trls(train, turns):
 @ON_DDP
 def test_everything_that_trl_logs_of_tools(models, output):
     check_tools_contract(models["tools"][0], output / "environments", "environments")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_update_is_that_of_streamed_groups(train, models, server, loss_type):
+    """Each rank gets its groups in another order."""
+    fake, watches = server(), (Watch(), Watch())
+    fake.before = lambda number: time.sleep(random.Random(f"{RANK} {number}").random() / 20)
+    settings = {"vllm_server_urls": gather_object([fake.url]), "vllm_importance_sampling_correction": False}
+    settings |= {"loss_type": loss_type, "max_steps": 2, "prepare": lambda trainer: fake.serve(models["tiny"][0])}
+    settings["reward"] = RewardRunner(Late(()))
+    plain = train(callbacks=[watches[0]], **settings)
+    train(callbacks=[watches[1]], expected=whole(plain), reward_pipeline=True, **settings)
+    waits_for_all = DEEPSPEED and loss_type == "dapo"  # its number of tokens
+    assert len(watches[0].windows) == 2 and (len(watches[1].windows) == 2) == waits_for_all
 
 
 class FailsOnRank1:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling import ServerGeneration, tensor_checksum
-from tests.tiny import ON_GPU, log_probs, run
+from tests.tiny import EOS, ON_GPU, log_probs, run
 
 NAN = float("nan")
 # fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
@@ -321,6 +321,29 @@ class Dated(Fake):
         send(200, json.dumps({"choices": choices}).encode())
         if rollout:
             self.answered.append(tuple(request["prompt"]))
+
+
+class Varied(Dated):
+    """A server whose completions differ in a group. It calls `before` before it answers the n-th rollout."""
+
+    before: Any = staticmethod(lambda number: None)
+
+    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+        prompt, rollout = tuple(request["prompt"]), request["max_tokens"] > 1
+        if rollout:
+            with self.lock:
+                self.requests.append(request)
+                number = len(self.requests)
+            self.before(number)
+            if fault := super(Dated, self).next_fault(prompt[0]):
+                return send(int(fault), b'{"error": "told to"}')
+        of_prompt = 31 * sum(prompt)
+        rows = [
+            [20 + (of_prompt + 7 * row + i * row) % 230 for i in range(2 + (of_prompt + row) % 5)]
+            + [EOS] * (row % 3 > 0)
+            for row in range(request["n"])
+        ]
+        self.send_rows(send, request, rows, rollout)
 
 
 class Watch(DASHCallback):

@@ -6,6 +6,7 @@
     changed     the same with one other setting, or the run says that it is another one
     evaluated   evaluations and checkpoints in between change nothing
     pipeline    rewards that are awaited group by group change nothing
+    streamed    groups that are trained on while servers sample the others change nothing
     ahead       a run that samples one window ahead trains on the same prompts, also when it is resumed
 
 A case is vacuous if its runs have nothing to compare, for instance because no row had signal. The test suite runs a
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -48,6 +50,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
+from tests.fake_server import Varied, loaded
 from tests.test_families import DELTA
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
@@ -146,7 +149,7 @@ OPTIONS: dict = dict(
     context=(512, 16),
     attention=("sdpa", "eager"),
     dtype=(torch.float32,),
-    lora=(False, True),
+    lora=(None, "lora", "dora"),
     attention_dropout=(0.0, 0.3),
     neftune_noise_alpha=(None, 5.0),
     # rewards and advantages
@@ -264,7 +267,9 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
     rollouts = Rollouts(noise=0.2 if own["corrected"] or own["loss_type"] in OFF_POLICY else None)
     rollouts.masked, rollouts.steps = own["masked"], set()
     rewards = RewardRunner([*own["functions"]], max_concurrency=256 if slow in own["functions"] else 1)
-    adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=own["attention_dropout"])
+    adapter = LoraConfig(
+        target_modules=["q_proj"], lora_dropout=own["attention_dropout"], use_dora=own["lora"] == "dora"
+    )
     between, data = Between(own, rollouts), problems(own["prompts"])
     known = {*(GRPOConfig if kind is GRPOTrainer else DASHConfig).__dataclass_fields__, "resume", "in_process"}
 
@@ -272,6 +277,9 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
         trainer.start, between.trainer = parameters(trainer.model), trainer
         if own["corrected"]:
             corrects(trainer)
+        if "server" in own:
+            loaded.cache_clear()  # other cases have other models in this folder
+            own["server"].serve(model)
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -291,7 +299,7 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
                 loaded=model,
                 model_init_kwargs={"dtype": own["dtype"], "attn_implementation": own["attention"]},
                 peft_config=adapter if own["lora"] else None,
-                rollouts=None if "in_process" in own else rollouts,
+                rollouts=None if {"in_process", "server"} & {*own} else rollouts,
                 reward=rewards.rewards if kind is GRPOTrainer else rewards,
                 dataset=data.to_iterable_dataset() if own["stream"] else data,
                 eval_dataset=problems(3 * RANKS),
@@ -391,6 +399,8 @@ def trl(case: dict, folder: Path) -> str:
     stream=(False,),  # where a callback ends an epoch within a window, later steps of a stream are shorter than planned
 )
 def law(case: dict, folder: Path) -> str:
+    if case["lora"] == "dora":  # its magnitudes round what the reference computes without it
+        case["beta"] = 0.0
     found: list[float] = []
 
     class Noting(DASHTrainer):
@@ -481,14 +491,40 @@ class Watch(DASHCallback):
     functions=[(*one, slow) for one in FUNCTIONS],
     stream=(False,),
 )
-def pipeline(case: dict, folder: Path) -> str:
-    watch = Watch()
+def pipeline(case: dict, folder: Path, **others: Any) -> str:
+    watches = Watch(), Watch()
     together, by_group = (
-        trained(DASHTrainer, case, folder, callbacks=[watch], reward_pipeline=piped) for piped in (False, True)
+        trained(DASHTrainer, case, folder, callbacks=[watch], reward_pipeline=piped, **others)
+        for piped, watch in enumerate(watches)
     )
     vacuous = same_update(together, by_group, tolerance(case))
     same_figures(together, by_group, 1e-3)
-    return vacuous or ("" if watch.parts > len(watch.windows) else "all came at once")
+    return vacuous or ("" if watches[1].parts > watches[0].parts else "all came at once")
+
+
+@kind(
+    "streamed",
+    **ANY_ORDER | {"learning_rate": (0.1,)},
+    reward_pipeline=(True,),
+    steps_per_generation=(2, 1, 3, 6),
+    gradient_accumulation_steps=(6,),
+    max_num_gen_batches=(1,),
+    family=OPTIONS["family"][:2],
+    lora=(None,),
+    off_policy_mask_threshold=(None,),  # the server's log-probs are made up
+    vllm_importance_sampling_correction=(True, False),
+    corrected=(False,),
+    masked=(False,),
+    stream=(False,),
+)
+def streamed(case: dict, folder: Path) -> str:
+    server = Varied()
+    server.log_prob = -5.5
+    server.before = lambda number: slow("")  # groups are not sampled in order
+    try:
+        return pipeline(case, folder, server=server, vllm_server_urls=gather_object([server.url]))
+    finally:
+        server.stop()
 
 
 @kind(

@@ -15,6 +15,7 @@ from train_math import MathArguments
 from trl import ModelConfig
 
 from dash_trl import DASHConfig, command, signals
+from dash_trl.rewards import watch
 from dash_trl.versions import bounds
 from tests.launching import ROOT
 from tests.tiny import refused
@@ -70,7 +71,16 @@ def test_a_failed_launch_ends_with_the_script_s_own_error(capfd, flag, value, sa
 
 
 def test_only_errors_of_this_package_have_no_traceback(capsys, monkeypatch):
-    for work, said in ((command.accelerate_config, "ValueError: accelerate_config='zero4' is"), (int, "Traceback")):
+    """Not those that Python raises within it, nor those that the user's own code has caused."""
+
+    def scored(name):
+        reward = watch(lambda completions: (int(one) for one in completions), "broken")
+        reward(completions=[name])
+        raise reward.outcomes[0]
+
+    within = eval(compile("lambda name: int(name)", command.__file__, "eval"))
+    works = {command.accelerate_config: "ValueError: accelerate_config='zero4' is", within: "Traceback"}
+    for work, said in (works | {int: "Traceback", scored: "Traceback"}).items():
         with pytest.raises(ValueError) as found:
             work("zero4")
         signals.say(found.type, found.value, found.tb)

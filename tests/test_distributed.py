@@ -23,7 +23,7 @@ CHOSEN = {
     "ddp": "not smoke",
     "zero2": "test_the_update_is or silent_and_spoiled or own_schedule or entropy_bonus",
     "zero3": "not (window or dapo or iterations or credit_of or dynamic)",
-    "fsdp2": "trls and (dapo or grpo or iterations or pipeline or untied or multimodal) or from_the_middle",
+    "fsdp2": "trls and (dapo or grpo or iterations or pipeline or untied or multimodal) or streamed or from_the_middle",
 }
 
 

@@ -6,11 +6,12 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 
 import math
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
@@ -47,6 +48,7 @@ def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[flo
     return steps, *trainers
 
 
+ALL = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 WITH_POLICY_LOSS = {"entropy_coef": 1e-9}  # TRL logs it if the coefficient is not 0
 
 
@@ -312,7 +314,15 @@ def test_adapters(tiny_model, tmp_path, options):
     assert steps[2][1] > 1e-3 and steps[2][0] <= TOLERANCE
 
 
-def test_an_adapter_gets_its_inputs_uncast(tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("adapter", "gets"),
+    [
+        (LoraConfig(**ALL, init_lora_weights="gaussian"), {torch.bfloat16}),
+        (LoraConfig(**ALL, init_lora_weights="gaussian", use_dora=True), {torch.float32}),
+        (IA3Config(**ALL, feedforward_modules=[]), set()),
+    ],
+)
+def test_an_adapter_gets_its_inputs_uncast(adapter, gets, tiny_model, tmp_path, monkeypatch):
     """Weights and autocast in bf16, an adapter in float32: the update is the one with PEFT's casts, to the bit."""
     dtypes: set[torch.dtype] = set()
 
@@ -322,18 +332,18 @@ def test_an_adapter_gets_its_inputs_uncast(tiny_model, tmp_path, monkeypatch):
                 dtypes.add(inputs[0].dtype)
 
         def prepare(trainer):
-            name = "base_model.model.model.layers.0.mlp.down_proj.lora_A.default"
-            trainer.model.get_submodule(name).register_forward_pre_hook(note)
+            for name, module in trainer.model.named_modules():
+                if name.endswith("lora_A.default"):
+                    module.register_forward_pre_hook(note)
 
         torch.manual_seed(0)
-        peft_config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights="gaussian", target_modules="all-linear")
         more = {"loaded": load(tiny_model).bfloat16(), "bf16": True, "gradient_checkpointing": True}
-        trainer = run(DASHTrainer, tiny_model, tmp_path, prepare=prepare, peft_config=peft_config, **more)
+        trainer = run(DASHTrainer, tiny_model, tmp_path, prepare=prepare, peft_config=deepcopy(adapter), **more)
         return parameters(trainer.model)
 
     found = trained()
-    assert dtypes == {torch.bfloat16}
+    assert dtypes == gets
     monkeypatch.setattr("peft.helpers.disable_input_dtype_casting", nullcontext)
     cast = trained()
-    assert torch.float32 in dtypes
+    assert (torch.float32 in dtypes) == bool(gets)
     assert all(torch.equal(value, cast[name]) for name, value in found.items())

@@ -294,6 +294,7 @@ def test_mistakes():
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
         ({"template": "{prompt}"}, r"has no \{completion\}"),
         ({"scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
+        ({"scores": (0, 5, 10)}, r"scores=\(0, 5, 10\) must be"),
         ({"scores": (0.0, 1.0)}, "'float' object"),
         ({"options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ):

@@ -1,6 +1,7 @@
 """Rewards begin with the group that the servers finish first, on fake servers; what they are does not change."""
 
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -9,36 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, RewardRunner
 from tests.doubles import SavesBetween
-from tests.fake_server import GROUPS, STEP, Dated, Watch, asynchronous, factory, is_idle, settle
+from tests.fake_server import GROUPS, STEP, Varied, Watch, asynchronous, factory, is_idle, settle
 from tests.tiny import assert_same_update, parameters, prompts, refusal, refused
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
 
 
-class Server(Dated):
-    """A server with different completions in a group; calls `before` before it answers the n-th rollout."""
-
-    before: Any = staticmethod(lambda number: None)
-
-    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
-        prompt, rollout = tuple(request["prompt"]), request["max_tokens"] > 1
-        if rollout:
-            with self.lock:
-                self.requests.append(request)
-                number = len(self.requests)
-            self.before(number)
-            if fault := super(Dated, self).next_fault(prompt[0]):
-                return send(int(fault), b'{"error": "told to"}')
-        of_prompt = 31 * sum(prompt)
-        rows = [
-            [20 + (of_prompt + 7 * row + i * row) % 230 for i in range(2 + (of_prompt + row) % 5)]
-            for row in range(request["n"])
-        ]
-        self.send_rows(send, request, rows, rollout)
-
-
-server = factory(Server)
+server = factory(Varied)
 
 
 class Reward:
@@ -120,6 +99,14 @@ def test_passes_run_before_the_last_group_is_sampled(tiny_model, tmp_path, serve
 def test_a_group_that_is_never_sampled_ends_the_run(tiny_model, tmp_path, server):
     fake = server(fault="400", spared=GROUPS - 1)
     assert "told to" in refusal(trained, tiny_model, tmp_path, [fake], reward_pipeline=True)
+
+
+def test_rewards_that_cannot_begin_end_the_run(tiny_model, tmp_path, server):
+    lock = Lock()
+    runner = RewardRunner(lambda completion: float(lock.locked()), backend="process")
+    settings = {"reward": runner, "reward_pipeline": True, "max_steps": 1, **STEP}
+    said = refusal(asynchronous, tiny_model, tmp_path, [server()], 0, **settings)
+    assert "cannot be sent to another process" in said
 
 
 def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path, server):

@@ -98,7 +98,8 @@ class Collector:
         if groups_of_step is None:
             return Window(whole=self._together(prompts, new, shares))
         source: GenerationBatch | OnServers
-        if streamed and self.rewards.start_early and isinstance(self.sampler, OnServers):
+        if streamed:
+            assert isinstance(self.sampler, OnServers)
             self._ranks.agree(self.sampler.begin, prompts, new)
             source = self.sampler
         else:
@@ -239,7 +240,7 @@ class Collector:
         num_items = items
         for rows, rewards, ends_step in self.rewards.scored_groups(request, groups_of_step):
             if isinstance(source, OnServers):
-                sampled = source.arrived(prompts, rows.tolist())
+                sampled = self._ranks.agree(source.arrived, prompts, rows.tolist())
                 rollouts = self._rollouts(prompts, rows, sampled)
                 failed = sampled.failed
                 self.host.dispatch("on_rollouts_sampled", rollouts)

@@ -204,7 +204,8 @@ class OnServers(Sampler):
             for one in new:  # all at once, so that the servers stay busy while the last rows of `prompts` are sampled
                 order = URGENT if one is prompts else one.number
                 self._arrived[one.number] = {}
-                self._submitted[one.number] = self._pool.submit(self._works(one, order))
+                failed = [self._rewards.of_prompts(one).fail] if self._rewards.start_early else []
+                self._submitted[one.number] = self._pool.submit(self._works(one, order), *failed)
 
     def finish(self, prompts: Prompts) -> Sampled:
         """Wait for all rows of a generation batch that `begin` has begun, and return them."""
@@ -235,12 +236,7 @@ class OnServers(Sampler):
 
     async def _note(self, prompts: Prompts, first: int, work: Coroutine[Any, Any, Sampled]) -> None:
         """Keep the rows that a coroutine samples, and start their rewards."""
-        try:
-            sampled = await work
-        except Exception as error:
-            if self._rewards.start_early:
-                self._rewards.of_prompts(prompts).fail(error)
-            raise
+        sampled = await work
         self._arrived[prompts.number][first] = sampled
         self._rewards.start(prompts, first, sampled)
 

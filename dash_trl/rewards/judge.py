@@ -190,12 +190,12 @@ class JudgeReward:
                 f"template={template!r} has no {{completion}}, so the judge would not see the completion: add it "
                 "where the completion belongs."
             )
-        lowest, highest = scores
-        self._grades = range(lowest, highest + 1)
-        if len(self._grades) < 2:
+        if len(scores) != 2 or scores[0] >= scores[1]:
             raise ValueError(
                 f"scores={scores!r} must be the lowest and a higher highest score, two whole numbers such as (0, 10)."
             )
+        lowest, highest = scores
+        self._grades = range(lowest, highest + 1)
         self._on_refusal = on_refusal
         self._refused = False
         self._system = f"{instructions}\n\n{fill(FRAME, {'lowest': str(lowest), 'highest': str(highest)})}"

@@ -47,8 +47,8 @@ class Request:
         self._functions_left = [len(self.outcomes)] * self.groups
         self._calls: list[Future[Any]] = []
         self._lock = threading.Lock()
-        self._complete: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
-        self._error: Exception | None = None
+        self._complete: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._error: BaseException | None = None
 
     def start(self, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Start all functions on adjacent rows, see `RewardRunner.submit`, from the index `first` on; do not wait."""
@@ -101,7 +101,7 @@ class Request:
             if not self._functions_left[group]:
                 self._complete.put(group)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Record that some rows will never come. Then `next_groups` does not wait. Any thread may call this."""
         self._complete.put(error)
 
@@ -115,7 +115,7 @@ class Request:
         found: list[int] = []
         while self._error is None and (not self._complete.empty() or wait and not found):
             group = self._complete.get()
-            if isinstance(group, Exception):
+            if isinstance(group, BaseException):
                 self._error = group
             else:
                 found.append(group)

@@ -200,8 +200,7 @@ class RolloutBatch:
         for name, value in self.tensors().items():
             if name in NO_INPUTS:
                 continue
-            # TRL's VESPO multiplies the ratios of all columns, without a mask.
-            filler = pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
+            filler = _filler(name, pad_token_id)
             value = _of_width(name, value[chosen], like=self, prompt=prompt, completion=completion, filler=filler)
             dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
             inputs[name] = torch.cat([value, dummies])
@@ -231,13 +230,18 @@ def widened(batches: Sequence[RolloutBatch], pad_token_id: int) -> list[RolloutB
                 like=rollouts,
                 prompt=prompt,
                 completion=completion,
-                filler=pad_token_id if name.endswith("_ids") else 0,
+                filler=_filler(name, pad_token_id),
             )
             for name, value in rollouts.tensors().items()
         }
         return replace(rollouts, **values)
 
     return [wide(one) for one in batches]
+
+
+def _filler(name: str, pad_token_id: int) -> int:
+    """Return the value of padding in a field. TRL's VESPO multiplies the ratios of all columns, without a mask."""
+    return pad_token_id if name.endswith("_ids") else int(name == "importance_sampling_ratio")
 
 
 def _of_width(name: str, value: Tensor, *, like: RolloutBatch, prompt: int, completion: int, filler: int) -> Tensor:

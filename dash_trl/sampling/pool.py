@@ -118,11 +118,24 @@ class ServerPool:
 
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Batch:
-        """Start coroutines that await `complete`. The first error among them cancels the others."""
+    def submit(
+        self,
+        works: Iterable[Coroutine[Any, Any, Any]],
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> Batch:
+        """Start coroutines that await `complete`. The first error among them cancels the others.
+
+        The event loop's thread passes this error to `failed`.
+        """
+
+        def ended(batch: Batch) -> None:
+            if not batch.cancelled() and (error := batch.exception()) is not None:
+                failed(error)
 
         async def start() -> Batch:
-            return asyncio.ensure_future(_together(works))
+            batch = asyncio.ensure_future(_together(works))
+            batch.add_done_callback(ended)
+            return batch
 
         batch = self._loop.run(start())
         self._batches.add(batch)
