@@ -42,12 +42,19 @@ def test_the_host_waits_for_values_only(cases):
     assert waits == {"0.5B, V(prefix)": ["aten._local_scalar_dense.default"]}
 
 
+def test_each_parameter_gets_a_gradient(cases):
+    without = {name for name, case in cases.items() if case["gradients"] < 1}
+    assert without == {"old", "0.5B, old", "0.5B, V(prefix)"}
+
+
 def test_launches_and_memory(cases):
     """As many kernels for 8 groups as for 1. Beyond weights, no pass has its logits (7 GB for 23k tokens) at once."""
     assert cases["1 groups"]["launches"] == cases["8 groups"]["launches"] <= 406
     gigabytes = {name: case["peak"] / 1e9 for name, case in cases.items() if "0.5B" in name}
     for name, most in {"4 groups": 3.28, "8 groups": 5.14, "old": 1.75, "V(prefix)": 1.02}.items():
         assert gigabytes[f"0.5B, {name}"] <= most, gigabytes
+    with_casts, plain = (cases[f"0.5B, LoRA, 8 groups{more}"]["launches"] for more in (", casts", ""))
+    assert with_casts - plain >= 24 * 7 * 3, "PEFT casts in each adapter: forward, again, and backward"
 
 
 def test_a_pass_of_the_default_budget_takes_no_more_memory_than_trls(cases):

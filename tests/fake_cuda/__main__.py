@@ -10,7 +10,7 @@ import ctypes
 import json
 import sys
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,9 @@ def counted(trainer: Any, work: Any, *arguments: Any) -> dict[str, Any]:
     except READS as error:
         device.waits.append(str(error))
     torch.clear_autocast_cache()
-    return {name: getattr(device, name) for name in ("launches", "waits", "varlen", "peak")}
+    figures = {name: getattr(device, name) for name in ("launches", "waits", "varlen", "peak")}
+    trained = [one for one in trainer.model.parameters() if one.requires_grad]
+    return figures | {"gradients": sum(one.grad is not None for one in trained) / len(trained)}
 
 
 def step(trainer: Any, inputs: dict[str, Any]) -> None:
@@ -148,8 +150,8 @@ def step(trainer: Any, inputs: dict[str, Any]) -> None:
         Trainer.training_step(trainer, trainer.model, inputs, None)
 
 
-def log_probs(trainer: Any, inputs: dict[str, Any], backward: bool = True) -> None:
-    with torch.set_grad_enabled(backward):
+def log_probs(trainer: Any, inputs: dict[str, Any], backward: bool = True, casts: bool = False) -> None:
+    with nullcontext() if casts else seams.without_casts(trainer), torch.set_grad_enabled(backward):
         found, *_ = trainer.run_pass({name: to_device(value, CUDA) for name, value in inputs.items()})
     torch.clear_autocast_cache()
     if backward:
@@ -189,6 +191,10 @@ def main(folder: Path) -> dict[str, Any]:
     for groups in (4, 8):
         cases[f"0.5B, {groups} groups"] = counted(trainer, log_probs, groups_of_8(trainer._passes, groups, 512, 300))
     cases["0.5B, old"] = counted(trainer, log_probs, groups_of_8(trainer._passes, 8, 512, 300), False)
+    for casts in (True, False):
+        place(trainer, AutoConfig.for_model("qwen2", **QWEN), lora=True, checkpointing=True)
+        batch = groups_of_8(trainer._passes, 8, 512, 300)
+        cases["0.5B, LoRA, 8 groups" + ", casts" * casts] = counted(trainer, log_probs, batch, True, casts)
     cases["0.5B, V(prefix)"] = counted(trainer, values, 512, 4000)
     for prompt, completion in ((4000, 100), (4000, 1000), (512, 100)):
         rows = torch.tensor([[[prompt, completion, completion, row // 8] for row in range(64)]])
