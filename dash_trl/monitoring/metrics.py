@@ -106,7 +106,7 @@ def sampler_metrics(
     delta = (old_per_token_logps - sampling_per_token_logps).abs()[mask]
     delta = delta[~delta.isnan()]
     local = torch.full((len(OF_SAMPLER),), torch.nan)
-    if delta.numel() and ratio.numel():
+    if delta.numel():
         local = torch.stack([reduce(delta if "logp" in name else ratio) for name, reduce in OF_SAMPLER.items()])
     ranks = gather(local).view(-1, len(OF_SAMPLER))
     ranks = ranks[~ranks.isnan().any(dim=1)]
@@ -214,10 +214,11 @@ def packing_metrics(
     for micro_batch in micro_batches:
         for rank, rows in enumerate(micro_batch.rows):
             of_pass = lengths[rank, list(rows)]
-            tokens = int(of_pass[:, [PROMPT, COMPLETION]].sum())
+            texts = of_pass[:, [PROMPT, COMPLETION]]
+            tokens = int(texts.sum())
             size = tokens
             if not padding_free and rows:
-                size = len(rows) * (width or int(of_pass[:, [PROMPT, COMPLETION]].amax(dim=0).sum()))
+                size = len(rows) * (width or int(texts.amax(dim=0).sum()))
             if min_shared is not None:
                 shared = Counter(map(tuple, of_pass[:, [PROMPT, CHECKSUM]].tolist()))
                 twice = sum((count - 1) * (prompt - 1) for (prompt, _), count in shared.items() if prompt > min_shared)

@@ -207,18 +207,14 @@ for _credit in (grpo_process, deepseek_process, gae, vineppo, grpo, reinforce):
 
 def _combined(rewards: Rewards, weight: float) -> Tensor:
     """Return [N, T]: weight·r_t, plus the outcome on the last token of each row."""
-    return weight * rewards.process + rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
+    is_last = rewards.mask & ~torch.nn.functional.pad(rewards.mask, (0, 1))[:, 1:]
+    return weight * rewards.process + rewards.outcome.nan_to_num().unsqueeze(1) * is_last
 
 
 def _td_errors(rewards: Rewards) -> Tensor:
     """Return δ_t = r_t + V_{t+1} − V_t, [N, T], where r is the outcome on the last token; V is 0 after it."""
     after = torch.nn.functional.pad(rewards.values, (0, 1))[:, 1:]
     return _combined(rewards, 0.0) + after - rewards.values
-
-
-def _last_token(rewards: Rewards) -> Tensor:
-    """Return [N, T] bool, True = the last token of a row."""
-    return rewards.mask & ~torch.nn.functional.pad(rewards.mask, (0, 1))[:, 1:]
 
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:

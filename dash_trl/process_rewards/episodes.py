@@ -10,7 +10,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -142,11 +141,7 @@ class Segmenter:
         self._special = set(tokenizer.all_special_ids)
         self._longest = max_episode_tokens
         self._final_answer = re.compile(final_answer)
-        if callable(markers):
-            self._markers = markers
-        else:
-            words = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
-            self._markers = partial(_starts, re.compile(rf"(?<!\w)(?:{words})"))
+        self._markers = markers if callable(markers) else _starts(markers)
 
     def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
         """Return the episodes of one completion.
@@ -220,8 +215,11 @@ def _turns(own: Sequence[int]) -> list[slice]:
     return turns
 
 
-def _starts(pattern: re.Pattern[str], text: str) -> list[int]:
-    return [match.start() for match in pattern.finditer(text)]
+def _starts(markers: Sequence[str]) -> Callable[[str], Iterable[int]]:
+    """Return a function that finds where in a text a marker begins a word."""
+    words = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<!\w)(?:{words})")
+    return lambda text: [match.start() for match in pattern.finditer(text)]
 
 
 def line_starts(text: str) -> list[int]:

@@ -99,9 +99,8 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             first = len(ids)
             ids += branch.tokens
             positions += range(branch.attach, branch.attach + len(branch.tokens))
-            for i in range(branch.scored, len(branch.tokens)):
-                predictors.append(first + i - 1 if i else start + branch.attach - 1)
-                targets.append(branch.tokens[i])
+            predictors += [start + branch.attach - 1, *range(first, len(ids) - 1)][branch.scored :]
+            targets += branch.tokens[branch.scored :]
         lengths = tuple(len(branch.tokens) for branch in tree.branches)
         shapes.append(TreeShape(trunk, lengths, tuple(branch.attach for branch in tree.branches)))
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
@@ -150,17 +149,12 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
     """Return what `tree_log_probs` does, from one pass per branch, for models without tree passes."""
     device = next(model.parameters()).device
-    results = []
-    for tree in trees:
-        branches = []
-        for branch in tree.branches:
-            forget_longest(model)
-            ids = [*tree.trunk[: branch.attach], *branch.tokens]
-            count = len(branch.tokens) - branch.scored
-            logits = model(
-                input_ids=torch.tensor([ids], device=device), logits_to_keep=count + 1, use_cache=False
-            ).logits
-            targets = torch.tensor(ids[-count:], device=device)
-            branches.append(_log_probs(logits[0, -count - 1 : -1], targets).tolist())
-        results.append(branches)
-    return results
+
+    def log_probs(trunk: tuple[int, ...], branch: Branch) -> list[float]:
+        forget_longest(model)
+        ids = torch.tensor([trunk[: branch.attach] + branch.tokens], device=device)
+        count = len(branch.tokens) - branch.scored
+        logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits
+        return _log_probs(logits[0, -count - 1 : -1], ids[0, -count:]).tolist()
+
+    return [[log_probs(tree.trunk, branch) for branch in tree.branches] for tree in trees]

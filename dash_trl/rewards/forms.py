@@ -114,8 +114,7 @@ class RewardForm:
         name: the function's name in TRL's metrics.
         function: the function or method that is called.
         batch: True = TRL's form, called with the whole batch; False = called for each completion.
-        names: arguments that a per-sample function takes. None = all.
-        required: the names without a default.
+        names: arguments that a per-sample function takes → whether one has no default. None = all.
         post_process, close, max_concurrency: optional members of a stateful object.
     """
 
@@ -123,8 +122,7 @@ class RewardForm:
     function: Callable[..., Any]
     batch: bool
     asynchronous: bool
-    names: tuple[str, ...] | None
-    required: tuple[str, ...]
+    names: Mapping[str, bool] | None
     post_process: Callable[..., Any] | None
     close: Callable[..., Any] | None
     max_concurrency: int | None
@@ -139,8 +137,8 @@ class RewardForm:
             return dict(known)
         in_verl = "solution_str" in self.names
         row = _as_in_verl(known, group) if in_verl else known
-        for name in self.required:
-            if name not in row:
+        for name, is_required in self.names.items():
+            if is_required and name not in row:
                 said = " or 'answer'" if in_verl and name == "ground_truth" else ""
                 raise ValueError(
                     f"The reward function '{self.name}' asks for {name!r}{said}, but it can get only {sorted(known)}. "
@@ -180,7 +178,8 @@ def form_of(function: Any) -> RewardForm:
     if not callable(function):
         raise ValueError(f"{function!r:.100} is not a reward function. {FORMS}")
     parameters = inspect.signature(function).parameters.values()
-    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    own = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    named = {one.name: one.default is one.empty for one in own}
     rest = any(one.kind == one.VAR_KEYWORD for one in parameters)
     whole = "completions" in named or "prompts" in named
     # TRL passes `completion_ids`, too, but always beside arguments that only a function with **columns can take.
@@ -195,8 +194,7 @@ def form_of(function: Any) -> RewardForm:
         function=function,
         batch=batch,
         asynchronous=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
-        names=None if rest and not batch and "solution_str" not in named else tuple(named),
-        required=tuple(one.name for one in named.values() if one.default is one.empty),
+        names=None if rest and not batch and "solution_str" not in named else named,
         post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
         max_concurrency=getattr(owner, "max_concurrency", None),

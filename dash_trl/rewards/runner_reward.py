@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.rewards.failures import WatchedReward, has_failed, number, unscored
+from dash_trl.rewards.failures import WatchedReward, has_failed, number
 from dash_trl.rewards.forms import RewardForm, Score, scored, scored_async
 from dash_trl.workers import cancel_all, outcome_of
 
@@ -73,8 +73,9 @@ class Request:
             [R, F] float32. NaN = the function does not apply, or a function failed on the row.
         """
         outcomes = [[self.by_function[one][row] for one in functions] for row in rows]
-        values = torch.tensor([[number(one) for one in row] for row in outcomes])
-        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in outcomes]))
+        return torch.tensor(
+            [[math.nan] * len(row) if any(map(has_failed, row)) else [*map(number, row)] for row in outcomes]
+        )
 
     def rows_of(self, group: int) -> range:
         return self._rows[group * self.group_size : (group + 1) * self.group_size]

@@ -150,12 +150,11 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lesson
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(settings.seed)
         model = Qwen2ForCausalLM(config).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
         ramp = max(1, settings.steps // 10)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / ramp, (settings.steps - step) / settings.steps)
