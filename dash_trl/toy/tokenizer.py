@@ -1,13 +1,10 @@
 """The tokenizer of the toy model: Qwen2's with a vocabulary for this task, and a chat template."""
 
-import json
 from collections.abc import Sequence
 
-from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 END_OF_TURN = "<|im_end|>"
-PADDING = "<|endoftext|>"
 START_OF_TURN = "<|im_start|>"
 
 # Qwen2.5's ChatML without the system prompt, which would double the length of the prompts.
@@ -26,22 +23,12 @@ def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qw
     Args:
         words: texts of the task. Each word becomes one token, together with the space before it.
     """
-    backend = Qwen2Tokenizer().backend_tokenizer
-    trainer = trainers.BpeTrainer(
+    blank = Qwen2Tokenizer(extra_special_tokens=[START_OF_TURN], padding_side="left", chat_template=CHAT_TEMPLATE)
+    tokenizer = blank.train_new_from_iterator(
+        [[*words, "user", "assistant"]],
         vocab_size=512,  # upper limit; the few words need less
-        special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        new_special_tokens=[END_OF_TURN],
         show_progress=False,
     )
-    backend.train_from_iterator([*words, "user", "assistant"], trainer)
-    learned = json.loads(backend.to_str())["model"]
-    return Qwen2Tokenizer(
-        vocab=learned["vocab"],
-        merges=[tuple(merge) for merge in learned["merges"]],
-        eos_token=END_OF_TURN,
-        pad_token=PADDING,
-        extra_special_tokens=[START_OF_TURN],
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer.eos_token = END_OF_TURN
+    return tokenizer
