@@ -1,13 +1,13 @@
 """`DASHCallback`: a `TrainerCallback` with events that can change rollouts, rewards and advantages."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.config import DASHConfig
+from dash_trl.rewards import distinct
 from dash_trl.rollout import RolloutBatch
 
 ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
@@ -134,21 +134,17 @@ def call_event(
         )
 
 
-def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallback]]:
-    """Yield (name, callback). The first callback of a class `Name` is `Name`, the second one `Name-2`, …"""
-    count: Counter[str] = Counter()
-    for callback in callbacks:
-        name = type(callback).__name__
-        count[name] += 1
-        yield name if count[name] == 1 else f"{name}-{count[name]}", callback
+def _named(callbacks: Sequence[DASHCallback]) -> Iterable[tuple[str, DASHCallback]]:
+    """Return (name, callback) for each. The first callback of a class `Name` is `Name`, the second one `Name#2`, …"""
+    return zip(distinct([type(callback).__name__ for callback in callbacks]), callbacks, strict=True)
 
 
-def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
+def states_of(callbacks: Sequence[DASHCallback]) -> dict[str, Any]:
     """Return the states of callbacks for a checkpoint, not copied: name of the callback → its state, if it has one."""
     return {name: state for name, callback in _named(callbacks) if (state := callback.state_dict()) is not None}
 
 
-def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:
+def restore_states(callbacks: Sequence[DASHCallback], states: dict[str, Any]) -> list[str]:
     """Pass states of `states_of` to the callbacks, in the same order. Return the names of those that miss theirs."""
     missing = []
     for name, callback in _named(callbacks):

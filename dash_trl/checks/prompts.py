@@ -1,6 +1,6 @@
 """Checks datasets, the prompts in them, and the results of a `rollout_func`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -68,8 +68,11 @@ def plain_prompt(prompt: Any, place: str) -> Any:
     Raises:
         ValueError: if the prompt is neither a text nor a conversation of texts, or is empty; `place` names it.
     """
-    plain: Any = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
-    if not plain or not isinstance(plain, str | list) or isinstance(plain, list) and None in plain:
+    try:
+        plain: Any = list(map(_plain_message, prompt)) if isinstance(prompt, list) else prompt
+    except (AttributeError, KeyError, TypeError):
+        plain = None
+    if not plain or not isinstance(plain, str | list):
         raise ValueError(
             f"{place} has the prompt {prompt!r}, which is neither a text nor a conversation. Write it as a text or as "
             "[{'role': 'user', 'content': '…'}], where the content may also be a list of "
@@ -84,22 +87,20 @@ def plain_prompt(prompt: Any, place: str) -> Any:
     return plain
 
 
-def _plain_message(message: Any) -> dict[str, Any] | None:
-    """Return a message whose content is a text; None if it has other content. A tool call needs no content.
+def _plain_message(message: Any) -> dict[str, Any]:
+    """Return a message whose content is a text; an error if it has other content. A tool call needs no content.
 
     `datasets` gives each message the keys of all messages. Some chat templates fail on keys without a value, or write
     "null" into a tool call, so these keys are left out (https://github.com/huggingface/trl/pull/5376).
     """
-    if not isinstance(message, Mapping) or message.get("role") is None:
-        return None
-    content = "" if message.get("content") is None and message.get("tool_calls") else message.get("content")
-    if isinstance(content, list):
-        texts: list[Any] = [
-            part.get("type") == "text" and part.get("text") for part in content if isinstance(part, Mapping)
-        ]
-        right = len(texts) == len(content) > 0 and all(isinstance(text, str) for text in texts)
-        content = "".join(texts) if right else None
-    return remove_none_values({**message, "content": content}) if isinstance(content, str) else None
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    elif isinstance(content, list) and {part["type"] for part in content} == {"text"}:
+        content = "".join(part["text"] for part in content)
+    if message["role"] is None or not isinstance(content, str):
+        raise TypeError
+    return remove_none_values({**message, "content": content})
 
 
 def check_prompt_ids(
