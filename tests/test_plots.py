@@ -34,5 +34,5 @@ def test_pass_at_k_of_several_models(tmp_path, monkeypatch):
         "nothing": {"pass_at": {"1": [None, None, None]}, "failed": 1.0},
     }
     assert plot_pass_at_k(models, tmp_path / "a.png", title="math").read_bytes().startswith(b"\x89PNG")
-    assert drawn == {"good": ([1, 16], [50.0, 90.0]), "failing (5.0% unscored)": ([1], [20.0])}
+    assert drawn == {"good": ([1, 16], (0.5, 0.9)), "failing (5.0% unscored)": ([1], (0.2,))}
     plot_pass_at_k({"nothing": models["nothing"]}, tmp_path / "b.png")

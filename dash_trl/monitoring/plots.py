@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dash_trl.monitoring.recorder import PHASES
 
@@ -89,13 +89,12 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
         own, value, low, high = zip(*points, strict=True)
         ks.update(own)
         label = f"{name} ({figures['failed']:.1%} unscored)" if figures["failed"] else name
-        (line,) = axis.plot(own, [100 * one for one in value], marker="o", markersize=3, label=label)
-        axis.fill_between(
-            own, [100 * one for one in low], [100 * one for one in high], color=line.get_color(), alpha=0.15, lw=0
-        )
+        (line,) = axis.plot(own, value, marker="o", markersize=3, label=label)
+        axis.fill_between(own, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(ks), labels=map(str, sorted(ks)))
-    axis.set(xlabel="k", title=f"pass@k (%){title and f', {title}'}")
+    axis.set(xlabel="k", title=f"pass@k{title and f', {title}'}")
     axis.spines[["top", "right"]].set_visible(False)
     if ks:
         axis.legend(loc="lower right", frameon=False)

@@ -150,14 +150,12 @@ class Segmenter:
             token_ids: its token ids without padding; they may end with special tokens.
             own: per token, 1 = the policy wrote it, 0 = a tool or an environment. None = all 1.
         """
-        turns = _turns([1] * len(token_ids) if own is None else own)
+        *turns, last = _turns([1] * len(token_ids) if own is None else own)
         boundaries = []
         for turn in turns:
-            is_last = turn == turns[-1]
-            found = self._of_turn(token_ids[turn], is_last=is_last)
-            if not is_last and len(found) > 1:
-                found = found[:-1]  # the episode goes on to the next turn
-            boundaries += [turn.start + at for at in found]
+            found = self._of_turn(token_ids[turn], is_last=False)
+            boundaries += [turn.start + at for at in found[:-1] or found]  # the episode goes on to the next turn
+        boundaries += [last.start + at for at in self._of_turn(token_ids[last], is_last=True)]
         # b_0 = 0, even if the text of an environment comes before the policy's first turn.
         return Episodes((0, *boundaries[1:]), len(token_ids))
 

@@ -6,7 +6,7 @@ The ranks share the prefixes of a call evenly, so all make the same number of ca
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -70,9 +70,9 @@ class MonteCarloValue:
             for row, request in enumerate(requests)
             for boundary in request.boundaries
         ]
-        calls = self._calls([one for of_rank in trainer.ranks.gather_object(own) for one in of_rank], trainer)
+        prefixes = [one for of_rank in trainer.ranks.gather_object(own) for one in of_rank]
         means = {}
-        for call, mine in calls:
+        for call, mine in self._calls(prefixes, trainer):
             rows = [prefix for prefix in mine for _ in range(self.num_rollouts)]
             completions = [
                 [*row.request.completion_ids[: row.boundary], *ids[: row.room]]
@@ -84,8 +84,8 @@ class MonteCarloValue:
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
 
-    def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
-        """Cut all ranks' prefixes into calls; return the prefixes of each call, and those that this rank continues.
+    def _calls(self, prefixes: list[_Prefix], trainer: Any) -> Iterator[tuple[list[_Prefix], list[_Prefix]]]:
+        """Cut all ranks' prefixes into calls; yield the prefixes of each call, and those that this rank continues.
 
         Prefixes with a similar `room` share a call, which takes as long as its longest row; without room, none is
         sampled.
@@ -93,13 +93,11 @@ class MonteCarloValue:
         ranks = trainer.ranks.count
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
         prefixes = sorted(prefixes, key=attrgetter("room"), reverse=True)
-        calls = []
         for part in ([one for one in prefixes if one.room], [one for one in prefixes if not one.room]):
             for start in range(0, len(part), size):
                 call = part[start : start + size]
                 call += call[-1:] * (-len(call) % ranks)
-                calls.append((call, call[trainer.ranks.own(len(call) // ranks)]))
-        return calls
+                yield call, call[trainer.ranks.own(len(call) // ranks)]
 
     def _continuations(self, rows: list[_Prefix], longest: int, trainer: Any) -> list[list[int]]:
         """Return the token ids of one continuation of each row, which may be longer than the row's `room`."""
