@@ -157,4 +157,4 @@ def restore_states(callbacks: Sequence[DASHCallback], states: dict[str, Any]) ->
 
 def misspelt(name: str, events: Iterable[str]) -> str | None:
     """Return the event whose name equals or closely resembles `name`, or `None`."""
-    return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)
+    return next(iter(get_close_matches(name, events, n=1, cutoff=MISSPELT)), None)

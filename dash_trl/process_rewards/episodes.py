@@ -74,18 +74,18 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
         )
     byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    added = set(tokenizer.get_added_vocab())
-    table = {}
-    for token, index in tokenizer.get_vocab().items():
+    added = tokenizer.get_added_vocab()
+
+    def text_of(token: str) -> bytes:
         if token in added:
-            table[index] = token.encode()
-        elif byte_level:
-            table[index] = bytes(byte_of[character] for character in token)
-        elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
-            table[index] = bytes.fromhex(found[1])
-        else:
-            table[index] = token.replace("▁", " ").encode()
-    return table
+            return token.encode()
+        if byte_level:
+            return bytes(byte_of[character] for character in token)
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(found[1])
+        return token.replace("▁", " ").encode()
+
+    return {index: text_of(token) for token, index in tokenizer.get_vocab().items()}
 
 
 class Segmenter:

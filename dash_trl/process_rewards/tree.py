@@ -52,8 +52,10 @@ class Tree:
     trunk: tuple[int, ...]
     branches: tuple[Branch, ...]
 
-    def __len__(self) -> int:
-        return len(self.trunk) + sum(len(branch.tokens) for branch in self.branches)
+    @property
+    def shape(self) -> TreeShape:
+        lengths = tuple(len(branch.tokens) for branch in self.branches)
+        return TreeShape(len(self.trunk), lengths, tuple(branch.attach for branch in self.branches))
 
     @property
     def scored(self) -> int:
@@ -86,30 +88,27 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     """
     ids: list[int] = []
     positions: list[int] = []
-    shapes = []
+    shapes = tuple(tree.shape for tree in trees)
     predictors: list[int] = []  # positions in the packed sequence whose logits predict a scored token
     targets: list[int] = []
     device = next(base_model.parameters()).device
     for tree in trees:
         start = len(ids)
-        trunk = len(tree.trunk)
         ids += tree.trunk
-        positions += range(trunk)
+        positions += range(len(tree.trunk))
         for branch in tree.branches:
             first = len(ids)
             ids += branch.tokens
             positions += range(branch.attach, branch.attach + len(branch.tokens))
             predictors += [start + branch.attach - 1, *range(first, len(ids) - 1)][branch.scored :]
             targets += branch.tokens[branch.scored :]
-        lengths = tuple(len(branch.tokens) for branch in tree.branches)
-        shapes.append(TreeShape(trunk, lengths, tuple(branch.attach for branch in tree.branches)))
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
     with _tree_attention(base_model):
         logits = model(
             input_ids=to_device(torch.tensor([ids]), device),
             position_ids=to_device(torch.tensor([positions]), device),
             logits_to_keep=to_device(torch.tensor(predictors), device),
-            trees=tuple(shapes),
+            trees=shapes,
             use_cache=False,
             **kernel,
         ).logits[0]

@@ -173,7 +173,7 @@ class AnswerLogProbValue:
         with evaluating(call):
             together = self._takes_trees(model, call, passes_on_all_ranks)
             if together:
-                sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
+                sizes = {i: max(len(trees[i].shape), LOGITS_TOKENS * trees[i].scored) for i in asked}
                 passes = [[(i, trees[i]) for i in one] for one in fitted_bins(asked, sizes, self.max_tokens_per_pass)]
             else:
                 passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]
