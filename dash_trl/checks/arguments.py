@@ -63,8 +63,7 @@ def check_arguments(
     for name, dataset in datasets.items():
         check_dataset(dataset, name, own_rollouts, environments=environments, conversations=tools)
     check_batch(train_dataset, args)
-    check_correction(args)
-    check_generation_kwargs(args)
+    check_sampling(args)
     check_model(model, args, others.get("peft_config"))
     check_rewards(rewards, args, datasets, own_rollouts)
 
@@ -228,11 +227,15 @@ def check_rounding(model: Any, args: DASHConfig, *, has_copies: bool) -> None:
         )
 
 
-def check_correction(args: DASHConfig) -> None:
-    """Warn if options such as `top_p` change vLLM's distribution, and the loss has a ratio to vLLM's log-probs.
+def check_sampling(args: DASHConfig) -> None:
+    """Check the sampling options, and warn if some change vLLM's distribution while the loss has a ratio to it.
+
+    The temperature must be that of the loss. vLLM's `stop` would end completions that then count as truncated. vLLM
+    would ignore some options, or cut prompts.
 
     Raises:
-        ValueError: if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token.
+        ValueError: if the correction has one ratio per sequence, but `loss_type="vespo"` needs one per token; or if an
+            option in `generation_kwargs` cannot be used.
     """
     mode = args.vllm_importance_sampling_mode
     corrects = args.vllm_importance_sampling_correction
@@ -242,8 +245,9 @@ def check_correction(args: DASHConfig) -> None:
             f"loss_type='vespo' with vllm_importance_sampling_mode={mode!r}: VESPO needs a ratio for each "
             "token, and this mode gives one for each sequence. Use 'token_truncate' or 'token_mask'."
         )
-    options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
-    truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
+    options = args.generation_kwargs or {}
+    used = {name: options.get(name, getattr(args, name)) for name in UNTRUNCATED}
+    truncated = {name: value for name, value in used.items() if value not in UNTRUNCATED[name]}
     if truncated and args.use_vllm and (corrects or args.loss_type in OFF_POLICY_LOSSES):
         logger.warning(
             f"{truncated}: these options change vLLM's distribution and its log-probs, but not the policy's. So the "
@@ -252,15 +256,6 @@ def check_correction(args: DASHConfig) -> None:
             "0.98 per token gives 0.00004 for 500 tokens. Leave these options out, or set "
             "vllm_importance_sampling_correction=False with a loss of TRL (docs/concepts/staleness.md)."
         )
-
-
-def check_generation_kwargs(args: DASHConfig) -> None:
-    """Raise a `ValueError` if an option in `generation_kwargs` cannot be used.
-
-    The temperature must be that of the loss. vLLM's `stop` would end completions that then count as truncated. vLLM
-    would ignore some options, or cut prompts.
-    """
-    options = args.generation_kwargs or {}
     if options.get("temperature", args.temperature) != args.temperature:
         raise ValueError(
             f"generation_kwargs has temperature={options['temperature']}, but the loss uses temperature="

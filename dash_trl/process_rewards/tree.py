@@ -4,8 +4,7 @@ The log-probs are those of one pass per branch, but the trunk is computed once. 
 to their prefix (`dash_trl.update.trees`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,17 +66,6 @@ def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
 
-@contextmanager
-def _tree_attention(model: Any) -> Iterator[None]:
-    AttentionInterface.register(TREE_ATTENTION, tree_attention)
-    before = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(TREE_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
     """Return log P of the scored tokens, [tree][branch][token], from one pass over the packed trees, at temperature 1.
 
@@ -103,7 +91,10 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             predictors += [start + branch.attach - 1, *range(first, len(ids) - 1)][branch.scored :]
             targets += branch.tokens[branch.scored :]
     kernel = {} if varlen_flaw(base_model, device) else varlen_arguments(shapes, device)
-    with _tree_attention(base_model):
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    before = base_model.config.get_text_config()._attn_implementation
+    base_model.set_attn_implementation(TREE_ATTENTION)
+    try:
         logits = model(
             input_ids=to_device(torch.tensor([ids]), device),
             position_ids=to_device(torch.tensor([positions]), device),
@@ -112,6 +103,8 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             use_cache=False,
             **kernel,
         ).logits[0]
+    finally:
+        base_model.set_attn_implementation(before)
     # In parts, because a float32 copy and a log-softmax of all logits at once would need much memory.
     wanted = to_device(torch.tensor(targets), device).split(LOGITS_AT_ONCE)
     parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)

@@ -199,20 +199,18 @@ class RunnerReward(WatchedReward):
     # --------------------------------------------------------------------------------------------- for TRL
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        request = self.known or self._begun(batch)
+        request = self.known
+        if request is None:
+            columns = {name: values for name, values in batch.items() if isinstance(values, list)}
+            columns["completion"] = columns.pop("completions")
+            columns["prompt"] = columns.pop("prompts")
+            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            request = Request([self], len(rows), len(rows))
+            request.start(0, rows)
         request.wait()
         outcomes = request.by_function[self]
         self._log(outcomes, log_extra, log_metric)
         return self._keep(outcomes)
-
-    def _begun(self, batch: Mapping[str, Any]) -> Request:
-        columns = {name: values for name, values in batch.items() if isinstance(values, list)}
-        columns["completion"] = columns.pop("completions")
-        columns["prompt"] = columns.pop("prompts")
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        request = Request([self], len(rows), len(rows))
-        request.start(0, rows)
-        return request
 
     def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
         """Log the notes: numbers as metrics, strings as columns of the table of completions."""
