@@ -144,7 +144,7 @@ def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]
 
     def log_probs(trunk: tuple[int, ...], branch: Branch) -> list[float]:
         forget_longest(model)
-        ids = torch.tensor([trunk[: branch.attach] + branch.tokens], device=device)
+        ids = torch.tensor([[*trunk[: branch.attach], *branch.tokens]], device=device)
         count = len(branch.tokens) - branch.scored
         logits = model(input_ids=ids, logits_to_keep=count + 1, use_cache=False).logits
         return _log_probs(logits[0, -count - 1 : -1], ids[0, -count:]).tolist()
