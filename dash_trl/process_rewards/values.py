@@ -141,7 +141,7 @@ class AnswerLogProbValue:
         self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        trees = trainer.ranks.agree(lambda: [self._tree(one, trainer._tokenizer) for one in requests])
+        trees = trainer.ranks.agree(self._trees, requests, trainer._tokenizer)
         with trainer.accelerator.autocast():
             return self._valued(requests, trees, trainer.model, trainer.ranks.largest)
 
@@ -153,7 +153,7 @@ class AnswerLogProbValue:
             model: a transformers model.
             tokenizer: the tokenizer of the model.
         """
-        return self._valued(requests, [self._tree(one, tokenizer) for one in requests], model, int)
+        return self._valued(requests, self._trees(requests, tokenizer), model, int)
 
     @torch.no_grad()
     def _valued(
@@ -184,6 +184,9 @@ class AnswerLogProbValue:
                 for (i, _), log_probs in zip(rows, found, strict=False):
                     branches[i] += log_probs
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
+
+    def _trees(self, requests: Iterable[ValueRequest], tokenizer: Any) -> list[Tree]:
+        return [self._tree(request, tokenizer) for request in requests]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
         """Return prompt and completion up to the last boundary as the trunk, with a branch per boundary and answer.
