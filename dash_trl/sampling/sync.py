@@ -13,6 +13,7 @@ An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dash_trl.distributed import Ranks
 from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import PROBE_TOKENS, ScaledLayers, check_probe, model_log_probs
-from dash_trl.sampling.vllm import ServedModel, VLLMServer
+from dash_trl.sampling.vllm import ServedModel, ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import FileWeights, NamedTensors, Snapshot
 
@@ -92,8 +93,6 @@ class WeightSync:
         most = min(self.model.config.get_text_config().vocab_size, self.vocabulary)  # type: ignore[union-attr, operator]
         self.probe = [(7919 * (i + 1)) % most for i in range(PROBE_TOKENS)]  # spread over the vocabulary
         self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
-        self._snapshot: Snapshot | None = None  # the current version
-        self.pool.refit = self._refit
 
     def send(self) -> None:
         """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
@@ -129,24 +128,30 @@ class WeightSync:
         errors: dict[str, str | None] = {}
         waiting: list[str] = []
 
-        def send() -> Any:
+        def write() -> Any:
             try:
                 if self.ranks.rank == 0:
-                    return self.weights.send(parameters, version, self.pool, waiting)
+                    return self.weights.write(parameters, version)
             finally:  # gathering is a collective: every rank has to take part to the end, even after an error
                 for _ in parameters:
                     pass
 
+        async def load(server: VLLMServer) -> str | None:
+            try:
+                await refit(server)
+            except ServerError as error:
+                return str(error)
+            return None
+
         try:
             waiting = self.ranks.agree(self.pool.new_version, version)
-            self._snapshot, errors = self.ranks.agree(send, from_main=True)
+            refit = partial(self.weights.refit, self.ranks.agree(write, from_main=True))
+            self.pool.refit = refit
+            errors = self.ranks.agree(self.pool.ask_all, load, waiting, main_only=True)
         finally:
             missing = "the main process failed, or considers the server dead"
             self.pool.weights_sent({url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
-
-    async def _refit(self, server: VLLMServer) -> int | None:
-        return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
-from dash_trl.sampling.pool import ServerPool
-from dash_trl.sampling.vllm import ServerError, VLLMServer
+from dash_trl.sampling.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
 
@@ -108,40 +107,17 @@ class FileWeights:
     def __post_init__(self) -> None:
         self.run = Path(self.directory).absolute() / f"{HERE}-{os.getpid()}-{secrets.token_hex(4)}"
 
-    def send(
-        self, parameters: NamedTensors, version: int, pool: ServerPool, urls: Sequence[str]
-    ) -> tuple[Snapshot, dict[str, str | None]]:
-        """Write a new version of the unsharded parameters and let servers load it.
-
-        Returns:
-            The version that was sent; URL → error message, or None if the server has the weights.
-
-        Raises:
-            WeightMismatch: if a server holds other weights.
-            ValueError: if a server refused a request.
-        """
-        snapshot = self.write(parameters, version)
-
-        async def load(server: VLLMServer) -> str | None:
-            try:
-                await self.refit(server, snapshot)
-            except ServerError as error:
-                return str(error)
-            return None
-
-        errors = pool.ask_all(load, urls)
-        for older in self.run.glob("version-*"):
-            if str(older) != snapshot.path:
-                shutil.rmtree(older, ignore_errors=True)
-        return snapshot, errors
-
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
-        """Write the folder of a new version; see `send`."""
+        """Write the folder of a new version of the unsharded parameters, and remove those of older versions."""
         if not self.run.exists():  # not in the constructor, which all ranks run
             self._begin()
+        older = list(self.run.iterdir())
         folder = self.run / f"version-{version}"
         folder.mkdir()
-        return Snapshot(version, f"{self.run.name}-{version}", self._fill(folder, parameters) % MODULUS, str(folder))
+        checksum = self._fill(folder, parameters) % MODULUS
+        for other in older:
+            shutil.rmtree(other, ignore_errors=True)
+        return Snapshot(version, f"{self.run.name}-{version}", checksum, str(folder))
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         """Write a version's files, and return the checksum that servers have to report."""
@@ -166,7 +142,7 @@ class FileWeights:
         self.run.mkdir(parents=True)
         weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
 
-    async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int:
+    async def refit(self, snapshot: Snapshot, server: VLLMServer) -> int:
         """Let a server load a version unless it holds it already, and return that version.
 
         Comparing the tags is enough, because the tag is set only after loading, and a restart of the server resets it.
