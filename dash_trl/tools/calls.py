@@ -9,7 +9,7 @@ The kind of a tool decides where its calls run::
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from inspect import iscoroutinefunction
 from typing import Any
@@ -22,7 +22,9 @@ from dash_trl.workers import (
     Overdue,
     ProcessCalls,
     ThreadCalls,
+    Work,
     default_workers,
+    together,
 )
 
 HANGS = Overdue, GivenUp  # the errors of a call in this process that hangs, or is given up because earlier calls hang
@@ -79,13 +81,9 @@ class ToolCalls:
         for one in (self._loop, self._threads, self._coroutines):
             weakref.finalize(self, one.close)
 
-    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Run coroutines concurrently and return all results, or raise the first error, without waiting for others."""
-
-        async def together() -> list[Any]:
-            return await asyncio.gather(*coroutines)
-
-        return self._loop.run(together())
+    def run(self, coroutines: Sequence[Work]) -> list[Any]:
+        """Run coroutines by `together`. Calls on threads continue after an error, but nobody waits for them."""
+        return self._loop.run(together(coroutines))
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function or coroutine function with keyword arguments; return its value or raise its exception.
@@ -106,7 +104,7 @@ class ToolCalls:
         `call`.
         """
         found: list[tuple[str, Any, bool]] = []  # name, content of the message, True = the call failed
-        waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+        waiting: list[tuple[str, Work]] = []
         for one in calls:
             name = one.get("name", "unknown")
             try:
@@ -150,7 +148,7 @@ def _calls(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any,
         return _failure(error)
 
 
-async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, bool]:
+async def _awaits(coroutine: Work) -> tuple[Any, bool]:
     try:
         return _written(await coroutine), False
     except Exception as error:

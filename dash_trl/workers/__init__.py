@@ -10,9 +10,11 @@ from dash_trl.workers.backends import (
     GivenUp,
     Overdue,
     ThreadCalls,
+    Work,
     call_all,
     cancel_all,
     outcome_of,
+    together,
 )
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, default_workers
 from dash_trl.workers.programs import Command

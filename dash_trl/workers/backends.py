@@ -8,7 +8,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Reversible, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Reversible, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ CALLS_AHEAD = 16  # calls in a pool for each worker process, so that a worker do
 LOST_SECONDS = 1200.0  # after the timeouts of all calls ahead, a call counts as lost, for example in a full cluster
 LONGEST_PAUSE = 30.0  # seconds; limit of the random pause before a retry (up to 1 s at first, then up to 2 s, 4 s, ...)
 MOST_HANGING = 256  # while this many calls hang, further calls end with `GivenUp`: each of them would hold a thread
+
+
+Work = Coroutine[Any, Any, Any]  # for an `EventLoop`
 
 
 class Overdue(TimeoutError):
@@ -48,6 +51,17 @@ def outcome_of(call: Future[Any]) -> Any:
 def cancel_all(calls: Reversible[Future[Any]]) -> None:
     for call in reversed(calls):  # the last first: a call that ends would make room for a later one
         call.cancel()
+
+
+async def together(works: Iterable[Work]) -> list[Any]:
+    """Run coroutines concurrently; return their results in order, or cancel all and raise their first error."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_time(outcome: Awaitable[Any], seconds: float, error: Exception) -> Any:
@@ -88,7 +102,7 @@ class EventLoop:
         self._loop.run_forever()
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, coroutine: Work) -> Any:
         """Run a coroutine, wait for its end and return its value. An interrupt of the wait cancels the coroutine."""
         future = self.start(coroutine)
         try:
@@ -97,13 +111,11 @@ class EventLoop:
             future.cancel()
             raise
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def start(self, coroutine: Work) -> Future[Any]:
         """Run a coroutine without waiting for it; return its future, which cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def close(
-        self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None, *, seconds: float = CLOSE_SECONDS
-    ) -> None:
+    def close(self, last: Callable[[], Work] | None = None, *, seconds: float = CLOSE_SECONDS) -> None:
         """Cancel all coroutines, run `last`, and end the thread. If a coroutine blocks the loop, this happens later.
 
         `last` closes objects of the loop, such as an HTTP session. `seconds` is the longest wait.

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dash_trl.workers.backends import Backend, Call, call_all
+from dash_trl.workers.backends import Backend, Call, outcome_of
 from dash_trl.workers.processes import ProcessCalls, WorkerDied, pack
 
 CONNECT_SECONDS = 30.0  # limit for the test whether a cluster answers at `RAY_ADDRESS`
@@ -93,5 +93,4 @@ def _workers(packed: Any) -> ProcessCalls:
 def _make(packed: list[Any], number: int, arguments: dict[str, Any], timeout: float) -> Any:
     """Make a call in a Ray task; return its value or error. `packed` has Ray's reference to the packed functions."""
     workers = _workers(packed[0])
-    (outcome,) = call_all(workers, workers.functions[number], [arguments], timeout=timeout)
-    return outcome
+    return outcome_of(workers.submit(workers.functions[number], arguments, timeout=timeout))
