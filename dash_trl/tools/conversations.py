@@ -171,13 +171,12 @@ class Conversations:
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
-    def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Return the reward of each environment; NaN = a call failed. Call `get_reward` where no reward is known."""
+    def rewards(self, instances: Sequence[Any]) -> dict[int, Any]:
+        """Return `id` of each environment → reward; NaN = a call failed. Call `get_reward` where none is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.calls.run([self._reward(one) for one in missing])
-        found |= zip(map(id, missing), values, strict=True)
-        return [found[id(one)] for one in instances]
+        return found | dict(zip(map(id, missing), values, strict=True))
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
         """Give the environments of finished rows back to the pool, except those that may still be at work."""
@@ -215,5 +214,5 @@ class EnvironmentReward:
         self.__name__ = kind.__name__
 
     def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
-        values = iter(self._conversations.rewards([one for one in environments if type(one) is self.kind]))
-        return [next(values) if type(one) is self.kind else None for one in environments]
+        rewards = self._conversations.rewards([one for one in environments if type(one) is self.kind])
+        return [rewards[id(one)] if type(one) is self.kind else None for one in environments]

@@ -73,8 +73,9 @@ class Environments:
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""
-        several = None not in self.factories
-        return {name: value for name, value in example.items() if not (several and name == "environment")}
+        if None in self.factories:
+            return dict(example)
+        return {name: value for name, value in example.items() if name != "environment"}
 
 
 def methods_of(instance: Any) -> list[Callable[..., Any]]:
