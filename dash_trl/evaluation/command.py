@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
-from dash_trl.evaluation.figures import comparison, differences, figures_of, table
+from dash_trl.evaluation.figures import Rows, comparison, differences, figures_of, table
 from dash_trl.evaluation.reward import PATIENCE, Reward, scored_samples
 from dash_trl.evaluation.samplers import (
     BATCH_SIZE,
@@ -237,9 +237,8 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             figures = {"model": checkpoint.name, **figures_of(samples, ks)}
             if not results:
                 first = samples
-                first_label = label
             else:
-                figures["difference"] = {"from": first_label, **differences(samples, first, ks)}
+                figures["difference"] = {"from": names[0], **differences(samples, first, ks)}
             results[label] = figures
             settings = json.dumps({**figures, "settings": asdict(arguments)}, indent=2)
             (folder / f"{label}.json").write_text(f"{settings}\n")
@@ -268,7 +267,7 @@ def labels(models: Sequence[str]) -> list[str]:
 
 def _sample(
     label: str, checkpoint: Checkpoint, problems: Dataset, reward: Reward, arguments: EvaluationArguments
-) -> list[list[dict[str, Any]]]:
+) -> Rows:
     """Sample and score problems, write each to the file as soon as it is done, and return the samples of each."""
     folder = Path(arguments.output_dir)
     samples: dict[int, list[dict[str, Any]]] = {}

@@ -87,7 +87,7 @@ class Checkpoint:
             from peft import PeftModel  # imported here, since most runs have no adapter
 
             model = PeftModel.from_pretrained(model, self.name).merge_and_unload()
-        return model.to(device).eval()
+        return model.to(device)
 
 
 class Sampler(ABC):
