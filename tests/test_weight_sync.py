@@ -188,7 +188,9 @@ IDS = [(7919 * i) % 300 for i in range(1, 33)]
 
 def computed(model, perturbation) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], set[str]]:
     """Log-probs as if the weights were changed, and as they are; the changed weights, and which of them changed."""
-    expected, plain = model_log_probs(model, IDS, perturbation.outputs()), model_log_probs(model, IDS)
+    plain = model_log_probs(model, IDS)
+    with perturbation.outputs():
+        expected = model_log_probs(model, IDS)
     sent = {name: value.detach().clone() for name, value in perturbation.parameters(model.named_parameters())}
     return (
         expected,
@@ -252,7 +254,9 @@ def test_which_adapters_a_server_can_be_given():
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights():
     model = qwen2()
-    plain, expected = model_log_probs(model, IDS), model_log_probs(model, IDS, ScaledLayers(model).outputs())
+    plain = model_log_probs(model, IDS)
+    with ScaledLayers(model).outputs():
+        expected = model_log_probs(model, IDS)
     servers, exact, mixed = {"http://a": expected.tolist()}, {torch.float32}, {torch.float32, torch.bfloat16}
     check_probe(expected, servers, exact)
     check_probe(expected, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding

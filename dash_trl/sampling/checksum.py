@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # h(x) = x (A x + B) mod 2^64 with A even and B odd is a permutation of the 64-bit integers with h(0) = 0.
 A, B = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15
@@ -45,9 +46,9 @@ def weights_version(parameters: Iterable[Tensor]) -> list[int]:
     for one in parameters:
         share = getattr(one, "ds_tensor", one).detach()  # under ZeRO-3, the parameter itself is empty
         share = share.to_local() if hasattr(share, "to_local") else share
-        raw = share.flatten().clone().view(torch.uint8)  # a copy, since it begins at a multiple of 8 bytes
-        end = len(raw) // 8 * 8
-        sums += [raw[:end].view(torch.int64).sum(), raw[end:].sum()]
+        raw = share.flatten().view(torch.uint8)
+        padded = pad(raw, (0, -len(raw) % 8))  # a copy, which begins at a multiple of 8 bytes
+        sums.append(padded.view(torch.int64).sum())
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist()
 
 

@@ -160,9 +160,6 @@ class Fleet:
         """Return the servers that held the current weights when last checked; a dead one is not among them."""
         return [server for server in self.servers.values() if server.version == self.version]
 
-    def describe(self) -> str:
-        return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
-
     # ------------------------------------------------------------------------------------------------------- jobs
 
     def add(self, job: Job) -> None:

@@ -63,15 +63,11 @@ def without_user(url: str) -> str:
 def is_here(url: str) -> bool:
     """Return whether a URL leads to this machine. 0.0.0.0 and `::` do: a client connects to its own machine by them."""
     host = urlsplit(url).hostname or ""
-    return host in ("0.0.0.0", "::") or is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host, given by name or IP address."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False  # a host name
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 def key_file() -> Path:

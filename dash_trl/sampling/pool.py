@@ -17,7 +17,7 @@ import math
 import queue
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,7 @@ import aiohttp
 from dash_trl.sampling.health import PROBE_EVERY, URGENT, Fleet, Job, State
 from dash_trl.sampling.key import check_urls
 from dash_trl.sampling.vllm import Completion, ServerError, ServerGone, VLLMServer
-from dash_trl.workers import EventLoop
+from dash_trl.workers import EventLoop, Work, together
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +42,6 @@ Batch = asyncio.Task[list[Any]]
 
 class PoolError(RuntimeError):
     """The servers could not complete the work. The message names each server and its last error."""
-
-
-async def _together(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await coroutines; return their results in order, or raise their first error when all have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ServerPool:
@@ -120,7 +109,7 @@ class ServerPool:
 
     def submit(
         self,
-        works: Iterable[Coroutine[Any, Any, Any]],
+        works: Iterable[Work],
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> Batch:
         """Start coroutines that await `complete`. The first error among them cancels the others.
@@ -133,7 +122,7 @@ class ServerPool:
                 failed(error)
 
         async def start() -> Batch:
-            batch = asyncio.ensure_future(_together(works))
+            batch = asyncio.ensure_future(together(works))
             batch.add_done_callback(ended)
             return batch
 
@@ -143,25 +132,22 @@ class ServerPool:
 
     def collect(self, batch: Batch) -> list[Any]:
         """Wait for a batch, and return the results in the order of its coroutines, or raise their first error."""
-
-        async def wait() -> list[Any]:
-            return await batch
-
         try:
-            return self._loop.run(wait())
+            self._loop.run(asyncio.wait([batch]))
+            return batch.result()
         finally:
             self.cancel(batch)  # after an interrupt, it is unfinished
 
-    def as_completed(self, works: Iterable[Coroutine[Any, Any, Any]]) -> Iterator[Any]:
+    def as_completed(self, works: Iterable[Work]) -> Iterator[Any]:
         """Run coroutines and yield their results in order of completion, as long as the caller iterates."""
         results = queue.SimpleQueue[Any]()
 
-        async def put(work: Coroutine[Any, Any, Any]) -> None:
+        async def put(work: Work) -> None:
             results.put(await work)
 
         async def put_all() -> None:
             try:
-                await _together(map(put, works))
+                await together(map(put, works))
             finally:
                 results.put(results)  # the end
 
@@ -173,7 +159,7 @@ class ServerPool:
         finally:
             self.cancel(batch)
 
-    def run(self, works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    def run(self, works: Iterable[Work]) -> list[Any]:
         return self.collect(self.submit(works))
 
     def cancel(self, *batches: Batch) -> None:
@@ -212,7 +198,7 @@ class ServerPool:
             try:
                 async with asyncio.timeout(None) as job.limit:  # `_look_after_servers` ends it
                     url = await self._assigned(job)
-                    completions = await self._servers[url].complete(prompt_ids, n, sampling, timeout=math.inf)
+                    completions = await self._servers[url].complete(prompt_ids, n, sampling, timeout=0)
                     # A server that fails a weight sync may sample with wrong weights, and is dead at its end.
                     await self._weights_sent.wait()
                 server = self.fleet.servers[url]
@@ -391,4 +377,5 @@ class ServerPool:
 
     def error(self, what: str) -> PoolError:
         """Return an error with a message (without a full stop) and the state of every server."""
-        return PoolError(f"{what}. The servers as this process sees them:\n{self.fleet.describe()}")
+        states = (f"\n  {one.url} is {one.state}; last error: {one.last_error}" for one in self.fleet.servers.values())
+        return PoolError(f"{what}. The servers as this process sees them:{''.join(states)}")

@@ -6,7 +6,7 @@ matrices instead, because a new adapter's B matrices are zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,18 +95,17 @@ def is_adapter(module: Any) -> bool:
 
 
 @torch.no_grad()
-def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextManager[None] | None = None) -> Tensor:
+def model_log_probs(model: nn.Module, ids: list[int]) -> Tensor:
     """Compute log P(ids[t] | ids[:t]) with the trainer's model. This is a collective under ZeRO-3 and FSDP.
 
     Args:
         ids: token ids of one sequence.
-        changed: context manager in which the model computes, such as `ScaledLayers.outputs`.
 
     Returns:
         [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.
     """
     row = torch.tensor([ids], device=next(model.parameters()).device)
-    with evaluating(model), changed or nullcontext():
+    with evaluating(model):
         logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
 

@@ -106,20 +106,17 @@ class WeightSync:
             return
         self.ranks.agree(self.pool.wait_until_ready)
         plain = model_log_probs(self.model, self.probe)
-        perturbed = model_log_probs(self.model, self.probe, self.perturbation.outputs())
+        with self.perturbation.outputs():
+            perturbed = model_log_probs(self.model, self.probe)
         for expected in (perturbed, plain):
             if errors := self._send(perturbed=expected is perturbed):
                 raise self.pool.error(f"In the first weight sync {len(errors)} servers failed")
-            self.check(expected)
+            self.ranks.agree(self.check, expected, main_only=True)
         self._proven = True
 
     def check(self, expected: Tensor) -> None:
         """Check all servers by `check_probe`."""
-
-        def check() -> None:
-            check_probe(expected, self.pool.ask_all(lambda server: server.log_probs(self.probe)), self.dtypes)
-
-        self.ranks.agree(check, main_only=True)
+        check_probe(expected, self.pool.ask_all(lambda server: server.log_probs(self.probe)), self.dtypes)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
         """Send gathered weights; return, on all ranks, URL → error of each server that did not load them."""
@@ -170,7 +167,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     gather = model.named_parameters
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, gather, ScaledLayers(model))
     held = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    if any(one != held.checksum for one in pool.ask_all(VLLMServer.weight_checksum).values()):
+    if {*pool.ask_all(VLLMServer.weight_checksum).values()} != {held.checksum}:
         sync.send()
         return
 

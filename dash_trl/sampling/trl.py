@@ -7,6 +7,7 @@ Overview::
 """
 
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from dash_trl.sampling.pool import ServerPool
 from dash_trl.sampling.proof import ScaledLayers, ShiftedAdapter, is_adapter
 from dash_trl.sampling.sync import WeightSync, check_servers
 from dash_trl.sampling.vllm import ServedModel, VLLMServer
-from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, obstacle
+from dash_trl.sampling.weights import TRAINED, WEIGHT_DIR, AdapterWeights, FileWeights, NamedTensors, obstacle
 from dash_trl.update import NO_LOG_PROB
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class ExactMerges(VLLMGeneration):
     TRL merges the adapter in place and subtracts it again, so weights in bf16 drift (huggingface/trl#6688).
     """
 
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iter_named_params(self) -> NamedTensors:
         """Yield the parameters of the merged model, without TRL's copies of `modules_to_save` for the adapter "ref"."""
         layers = [layer for layer in self.model.modules() if is_adapter(layer)]
         kept = [(weight, weight.detach().clone()) for layer in layers for weight in layer.get_base_layer().parameters()]
@@ -131,27 +132,21 @@ class ServerGeneration(ExactMerges):
         """Return the optimizer steps that made these weight versions."""
         return [self._steps[version] for version in versions]
 
-    def requests(self, prompts: list[list[int]], num_generations: int) -> list[tuple[list[int], int, dict[str, Any]]]:
-        """Return the first three arguments of `ServerPool.complete` for each group.
+    def requests(
+        self, prompts: list[list[int]], num_generations: int
+    ) -> Iterator[tuple[list[int], int, dict[str, Any]]]:
+        """Yield the first three arguments of `ServerPool.complete` for each group.
 
         A group is up to `num_generations` adjacent rows with equal prompts.
         """
-        sampling = self.sampling()
-        runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
-        return [
-            (
-                ids,
-                min(num_generations, count - done),
-                sampling | {"max_tokens": self._limit(ids, sampling["max_tokens"])},
-            )
-            for ids, count in runs
-            for done in range(0, count, num_generations)
-        ]
-
-    def _limit(self, prompt_ids: list[int], most: int) -> int:
-        """Return `most`, or less if the context has less room. A server refuses a longer prompt."""
-        room = most if self.context is None else self.context - len(prompt_ids)
-        return min(most, room) if room > 0 else most
+        for ids, rows in groupby(prompts):
+            sampling = self.sampling()
+            room = math.inf if self.context is None else self.context - len(ids)
+            if 0 < room < sampling["max_tokens"]:  # without room, the server refuses the prompt
+                sampling["max_tokens"] = room
+            count = len(list(rows))
+            for done in range(0, count, num_generations):
+                yield ids, min(num_generations, count - done), sampling
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of all requests, under vLLM's names."""
@@ -183,11 +178,14 @@ class ServerGeneration(ExactMerges):
         """Check the servers, and choose how they get weights: an adapter alone if that works, otherwise all weights."""
         served = self.ranks.agree(self._check_servers, main_only=True)
         self.context = served.context
-        sharded = "the adapter alone cannot be sent under FSDP" if self._dist.is_fsdp else None
-        why_merged = (sharded or obstacle(self.model, served.adapter_rank)) if is_peft_model(self.model) else None
-        if why_merged is not None and self.accelerator.is_main_process:
-            logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
-        if not is_peft_model(self.model) or why_merged is not None:
+        sends_adapter = is_peft_model(self.model)
+        if sends_adapter:
+            sharded = "the adapter alone cannot be sent under FSDP" if self._dist.is_fsdp else None
+            why_merged = sharded or obstacle(self.model, served.adapter_rank)
+            sends_adapter = why_merged is None
+            if not sends_adapter and self.accelerator.is_main_process:
+                logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_merged}.")
+        if not sends_adapter:
             self._check_names()
             weights = FileWeights(self.weight_dir, served.dtype)
             gather: Any = self._gather
@@ -246,7 +244,7 @@ class ServerGeneration(ExactMerges):
             )
         return served
 
-    def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather_adapter(self) -> NamedTensors:
         """Iterate over the adapter's unsharded matrices."""
         if self._base != self._base_version():
             raise ValueError(
@@ -258,14 +256,14 @@ class ServerGeneration(ExactMerges):
     def _base_version(self) -> list[int]:
         return weights_version(one for one in self.model.parameters() if not one.requires_grad)
 
-    def _whole_parameters(self, *, of_adapter: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole_parameters(self, *, of_adapter: bool) -> NamedTensors:
         """Yield unsharded parameters of the adapter or the base model. This is a collective under ZeRO-3."""
         for name, parameter in self.model.named_parameters():
             if f".{TRAINED}." in name if of_adapter else self.model.prefix not in name:
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
-    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gather(self) -> NamedTensors:
         """Iterate over the unsharded, merged parameters."""
         # TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its
         # own parameters unsharded.

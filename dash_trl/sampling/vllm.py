@@ -41,7 +41,7 @@ class ServerError(RuntimeError):
 
 
 class ServerGone(ServerError):
-    """The connection was refused or dropped, so the server's process may have ended."""
+    """The connection was refused or dropped, or broken HTTP came, so the server's process may have ended."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class VLLMServer:
 
         Args:
             sampling: parameters of `/v1/completions`, under vLLM's names. Those that are left out are neutral.
-            timeout: seconds; None: the client's own limit.
+            timeout: seconds; 0 = no limit; None: the client's own limit.
         """
         choices = await self._choices(prompt_ids, n, {**NEUTRAL, **sampling, "n": n, "logprobs": 0}, timeout)
         with _readable(choices):
@@ -214,7 +214,7 @@ class VLLMServer:
         """Send a request; return a field of the answer's JSON, or None if no field is named."""
         seconds = self.timeout if timeout is None else timeout
         headers = key_header(self.url)  # read again, because a server that starts may create the key
-        limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
+        limit = aiohttp.ClientTimeout(seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self.session.request(
                 method, self.url + path, timeout=limit, headers=headers, allow_redirects=False, **kwargs
@@ -224,10 +224,8 @@ class VLLMServer:
                     raise self._refusal(method, path, response.status, text)
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             raise ServerGone(f"{method} {path}: {type(error).__name__}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}") from error
         if field is not None:
             with _readable(text):
                 return json.loads(text)[field]

@@ -8,7 +8,6 @@ If only a LoRA adapter is trained, it may be sent alone: it is small, and no mer
 then names it, and vLLM adds B·A·x to the outputs of the base model, which must have the trainer's checksum.
 """
 
-import json
 import logging
 import math
 import os
@@ -17,7 +16,7 @@ import shutil
 import socket
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +190,8 @@ class AdapterWeights(FileWeights):
             matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
             checksum += tensor_checksum(matrix * scaling if ".lora_B." in name else matrix)
         save_file(matrices, folder / "adapter_model.safetensors")
-        # `adapter.save_pretrained` would also write `target_modules`, which may be a regular expression or a set. vLLM
-        # does not need it: the names of the matrices show which modules the adapter changes.
-        said = {"peft_type": "LORA", "r": rank, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
-        said["use_rslora"] = self.adapter.use_rslora
-        (folder / "adapter_config.json").write_text(json.dumps(said))
+        # Without modules: the names of the matrices show vLLM which modules the adapter changes.
+        replace(self.adapter, target_modules=[]).save_pretrained(folder)
         return checksum
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot, held: str) -> None:
