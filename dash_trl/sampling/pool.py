@@ -372,8 +372,10 @@ class ServerPool:
                 # An engine that hangs still answers other requests.
                 await server.complete([0], 1, {"max_tokens": 1}, timeout=min(TEST_SECONDS, self.request_timeout))
             self.fleet.refitted(url, version, time.monotonic())
-        except ServerError as error:
+        except Exception as error:
             self.fleet.died(url, str(error), time.monotonic())
+            if not isinstance(error, ServerError):  # it ends the run; a later request meets it again
+                raise
 
     def error(self, what: str) -> PoolError:
         """Return an error with a message (without a full stop) and the state of every server."""
