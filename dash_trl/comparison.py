@@ -86,12 +86,10 @@ def counted(counting: Any) -> tuple[int, int]:
 class Step(TrainerCallback):
     """The gradients (float32, on the CPU) and waits of a run's first step; the log and other costs of its last step."""
 
-    seconds = 0.0
-    costs = ""
+    seconds: float
+    costs: str
     figures: dict[str, float]
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
