@@ -3,6 +3,7 @@
 Like `seams.py`, this module reads internals of TRL.
 """
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
@@ -40,14 +41,14 @@ def new_conversations(trainer: Any) -> Conversations | None:
         return message
 
     def rules() -> TurnRules:
-        of_sampler = None
+        of_sampler = math.inf
         if trainer.use_vllm:
             sampler = trainer.vllm_generation
             servers = trainer.vllm_mode == "server"
             of_sampler = sampler.context if servers else sampler.llm.llm_engine.model_config.max_model_len
         return TurnRules(
             most_tokens=trainer.max_completion_length,
-            context=min((one for one in (context, of_sampler) if one is not None), default=None),
+            context=min(context or math.inf, of_sampler),
             most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
             parse=parse,
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),

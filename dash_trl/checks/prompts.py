@@ -107,7 +107,7 @@ def check_prompt_ids(
     prompt_ids: list[list[int]],
     tokenizer: Any,
     ends: Collection[int],
-    context: int | None = None,
+    context: float | None = None,
 ) -> None:
     """Raise a `ValueError` if a prompt is empty, ends with one of `ends`, or leaves no room in the `context`.
 

@@ -66,7 +66,7 @@ class ServerGeneration(ExactMerges):
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
-        context: the smallest context length of the servers in tokens; None before the first weight sync.
+        context: the smallest context length of the servers in tokens; infinite before the first weight sync.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ServerGeneration(ExactMerges):
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
         self._steps: dict[int, int] = {}  # weight version → optimizer step that made these weights
-        self.context: int | None = None
+        self.context = math.inf
         self.ranks.agree(self.pool.wait_until_ready)
 
     def _init_vllm(self) -> None:
@@ -141,7 +141,7 @@ class ServerGeneration(ExactMerges):
         """
         for ids, rows in groupby(prompts):
             sampling = self.sampling()
-            room = math.inf if self.context is None else self.context - len(ids)
+            room = self.context - len(ids)
             if 0 < room < sampling["max_tokens"]:  # without room, the server refuses the prompt
                 sampling["max_tokens"] = room
             count = len(list(rows))

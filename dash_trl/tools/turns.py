@@ -23,14 +23,14 @@ class TurnRules:
 
     Attributes:
         most_tokens: limit of tokens in a completion, with the answers of tools; TRL's `max_completion_length`.
-        context: the sampler's limit of tokens in prompt and completion together; None = no limit.
+        context: the sampler's limit of tokens in prompt and completion together; infinite = no limit.
         most_rounds: limit of rounds of tool calls, TRL's `max_tool_calling_iterations`; None = no limit.
         parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
         encode: function: tool messages → their token ids, with the tokens that begin the policy's next turn.
     """
 
     most_tokens: int
-    context: int | None
+    context: float
     most_rounds: int | None
     parse: Callable[[list[int], list[int], Sequence[Any]], Message]
     encode: Callable[[list[Message]], list[int]]
@@ -64,8 +64,7 @@ class Turns:
 
     @property
     def room(self) -> int:
-        room = self.rules.most_tokens - len(self.completion_ids)
-        return room if self.rules.context is None else min(room, self.rules.context - len(self.context))
+        return int(min(self.rules.most_tokens - len(self.completion_ids), self.rules.context - len(self.context)))
 
     def sampled(self, ids: list[int], log_probs: list[float | None] | None) -> list[Mapping[str, Any]]:
         """Append a turn of the policy, cut to `most_tokens`, and return the tool calls that need an answer.
@@ -97,9 +96,8 @@ class Turns:
         if sum(len(str(one["content"])) for one in messages) > MOST_CHARACTERS * self.rules.most_tokens:
             return False
         ids = self.rules.encode(messages)
-        context = self.rules.context
         too_long = len(self.completion_ids) + len(ids) > self.rules.most_tokens
-        if too_long or context is not None and len(self.context) + len(ids) >= context:
+        if too_long or len(self.context) + len(ids) >= self.rules.context:
             return False
         self.messages += messages
         self._append(ids, 0, [0.0] * len(ids))
