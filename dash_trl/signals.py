@@ -36,7 +36,7 @@ def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     *_, last = _entries(trace)
     package, code = os.path.dirname(__file__), last.tb_frame.f_code
     raised = code.co_filename.startswith(package) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    cause = traceback.extract_tb(error.__cause__ and error.__cause__.__traceback__)
+    cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
     known = all(one.filename.startswith((package, sys.prefix, sys.base_prefix, "<")) for one in cause)
     if issubclass(kind, ValueError) and raised and known:
         print(f"{kind.__name__}: {error}", file=sys.stderr)
