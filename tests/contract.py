@@ -15,11 +15,10 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import EOS, run
+from tests.tiny import EOS, conversations, prompts, run
 
 # Of the clock
 TIMES = ("runtime", "per_second", "step_time", "time/")
@@ -85,13 +84,6 @@ def second(completion_ids, **columns):
     return [None if sum(ids) % 3 == 0 else float(sum(ids) % 3 == 1) for ids in completion_ids]
 
 
-def problems(count: int, *, conversational: bool) -> Dataset:
-    texts = [f"{number} + {3 * number} = " for number in range(count)]
-    if conversational:
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
-    return Dataset.from_dict({"prompt": texts})
-
-
 class ByTokens(GRPOTrainer):
     """Weighs the figures of `BY_TOKENS` by the loss tokens of an optimizer step's micro-batches."""
 
@@ -155,6 +147,7 @@ def logged(
     ours = issubclass(kind, DASHTrainer)
     own = {"gradient_filter_threshold": None} if ours else {}
     row = torch.tensor if ours and masked else list
+    rows = conversations if conversational else lambda dataset: dataset
     torch.manual_seed(0)
     return run(
         kind,
@@ -163,8 +156,8 @@ def logged(
         reward=[first, second],
         rollouts=None if generated else Rollouts(equal=equal, masked=masked, row=row),
         in_process=generated,
-        dataset=problems(12, conversational=conversational),
-        eval_dataset=problems(2, conversational=conversational),
+        dataset=rows(prompts(12)),
+        eval_dataset=rows(prompts(2)),
         prepare=prepare,
         **{**defaults, **own, **settings},
     )

@@ -32,8 +32,8 @@ class FakeJudge(ToyJudge):
         answer: takes the body of a request; returns a body (with status 200), (status, body), "hangs" or "hangs up".
     """
 
-    def __init__(self, answer: Callable[[dict], Any] = lambda request: says(7)):
-        self.reset(answer)
+    def __init__(self, *answer: Callable[[dict], Any]):
+        self.reset(*answer)
         super().__init__()
 
     def reset(self, answer: Callable[[dict], Any] = lambda request: says(7)) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerGeneration, tensor_checksum
+from dash_trl.sampling import ServerGeneration, ServerPool, tensor_checksum
 from tests.tiny import ON_GPU, log_probs, run
 
 NAN = float("nan")
@@ -257,6 +257,11 @@ def settle(pool):
 
 def is_idle(pool):
     return not pool.fleet.jobs()
+
+
+def pool_of(*fakes, **options):
+    """Returns a pool of fake servers, none of which it has seen."""
+    return ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options})
 
 
 def sampler_of(fakes, model, folder, **options):

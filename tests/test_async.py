@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling import ServerPool, WeightMismatch
@@ -25,10 +24,11 @@ from tests.fake_server import (
     Watch,
     asynchronous,
     factory,
+    pool_of,
     sampler_of,
     settle,
 )
-from tests.tiny import prompts, refusal, tiny_tokenizer
+from tests.tiny import load, prompts, refusal, tiny_tokenizer
 from tests.vllm_run import wait_until
 
 fakes = factory(Dated)
@@ -146,7 +146,7 @@ def sampler(tiny_model, tmp_path, fakes) -> Any:
     fake = fakes()
     fake.config["model_config"]["max_model_len"] = 20
     fake.serve(tiny_model)
-    vllm = sampler_of([fake], AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path, max_completion_length=8)
+    vllm = sampler_of([fake], load(tiny_model), tmp_path, max_completion_length=8)
     vllm.sync_weights()
     vllm.fake = fake
     return vllm
@@ -155,7 +155,7 @@ def sampler(tiny_model, tmp_path, fakes) -> Any:
 def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
     """A server that gets one has lost its old weights, and does not answer any more."""
     adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
-    fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
+    fake, model = fakes(), get_peft_model(load(tiny_model), adapter)
     fake.serve(tiny_model)
     said = refusal(sampler_of([fake], model, tmp_path).sync_weights)
     assert "['model.embed_tokens.token_adapter." in said and not fake.loads
@@ -164,7 +164,7 @@ def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):
     """Rounding is no mismatch, but other weights are."""
     for fault, refused in ((None, nullcontext()), ("old copies", pytest.raises(WeightMismatch, match="bfloat16"))):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model = load(tiny_model)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # so that rounding shows
         fake = fakes(fault=fault)
@@ -201,9 +201,9 @@ def test_a_completion_fits_into_the_context(sampler):
 # ------------------------------------------------------------------------------------- the pool, while weights are sent
 
 
-def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
+def with_weights(*fakes: Dated, **options: Any) -> ServerPool:
     """A pool whose servers have the current weights."""
-    pool = ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options})
+    pool = pool_of(*fakes, **options)
 
     async def refit(server: Any) -> int:
         return pool.fleet.version
@@ -223,7 +223,7 @@ def submit(pool: ServerPool, count: int) -> Any:
 def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):
     """A server that answers one request after the other, each in two thirds of the limit."""
     fake, clock = fakes(), Clock(monkeypatch)
-    pool = pool_of([fake], server_timeout=9000.0, request_timeout=300.0)
+    pool = with_weights(fake, server_timeout=9000.0, request_timeout=300.0)
     answer, go_on = fake.answer, threading.Semaphore(0)
 
     def one_at_a_time(*arguments: Any) -> None:
@@ -250,7 +250,7 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
 def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     """Its load fails, and it goes on with what it has; that is known when all have loaded."""
     bad, good = fakes(), fakes()
-    pool = pool_of([bad, good])
+    pool = with_weights(bad, good)
     bad.hold.clear()
     good.hold.clear()
     batch = submit(pool, 4)
@@ -271,7 +271,7 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
     alive, away = fakes(), fakes()
-    pool = pool_of([alive, away])
+    pool = with_weights(alive, away)
     alive.hold.clear()
     away.well.clear()
     batch = submit(pool, 2)

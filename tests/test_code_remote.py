@@ -10,6 +10,7 @@ from dash_trl import CodeReward
 from dash_trl.sandbox import SandboxError, SandboxFusion, UnfitTests, Verdict
 from tests.fake_fusion import FakeFusion
 from tests.launching import ends
+from tests.tiny import refused
 
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
 
@@ -155,14 +156,18 @@ def test_a_servers_failure_is_no_verdict(server):
     ]:
         server.answers = [answer] * count
         server.requests.clear()
-        with pytest.raises(SandboxError, match=message):
-            SandboxFusion(server.url, seconds=600).run(RIGHT, TESTS)
+        refused(message, SandboxFusion(server.url, seconds=600).run, RIGHT, TESTS, error=SandboxError)
         assert len(server.requests) == count, message
 
 
 def test_a_server_that_is_gone_is_no_verdict(server):
-    with pytest.raises(SandboxError, match="http://127.0.0.1:9/run_code gave no result: URLError"):
-        SandboxFusion("http://127.0.0.1:9").run(RIGHT, TESTS)
+    refused(
+        "http://127.0.0.1:9/run_code gave no result: URLError",
+        SandboxFusion("http://127.0.0.1:9").run,
+        RIGHT,
+        TESTS,
+        error=SandboxError,
+    )
 
 
 def test_tests_that_score_no_program_are_an_error_of_theirs(server):
@@ -170,8 +175,7 @@ def test_tests_that_score_no_program_are_an_error_of_theirs(server):
         (["assert f(1) =="], "SyntaxError"),
         ([("x" * (7 << 20), "")] * 5, "a request of .* bytes, and the limit is 33,554,432"),
     ]:
-        with pytest.raises(UnfitTests, match=message):
-            SandboxFusion(server.url, seconds=600).run(RIGHT, tests)
+        refused(message, SandboxFusion(server.url, seconds=600).run, RIGHT, tests, error=UnfitTests)
 
 
 def test_an_address_that_cannot_be():

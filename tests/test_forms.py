@@ -6,9 +6,9 @@ import math
 import torch
 
 from dash_trl.rewards import RewardRunner, Score, form_of, read_score, unpack
-from tests.tiny import refusal, refused
+from tests.tiny import assistant, refusal, refused
 
-ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
+ROW = {"prompt": "1 + 2 = ", "completion": assistant("3"), "completion_ids": [7], "answer": 3}
 
 
 class Judge:

@@ -12,7 +12,7 @@ from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from tests.contract import check_logs
 from tests.scripted_turns import add, save_tool_model
-from tests.tiny import prompts, refused, run
+from tests.tiny import conversations, prompts, refused, run
 
 LONGEST = 24  # of the trainer's completions
 ROWS = 16  # of its generation batch
@@ -146,8 +146,8 @@ def test_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
 
 
 def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path):
-    data = prompts(16).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    data = conversations(prompts(16))
+    config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False)
     with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])
     monkeypatch.setattr(trainer, "rollout_func", even)
     for one in (with_tools, trainer):
@@ -180,7 +180,7 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
     assert caplog.text.count("The reward function 'even' failed on") == 1
 
 
-def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, tmp_path):
+def test_metrics_and_the_table_of_completions_are_those_without_it(train):
     """Two windows: what a reward function logs of the rollouts of the first would appear in the second."""
     rollouts = []
 
@@ -196,10 +196,7 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
     episodes = {"markers": lambda text: range(0, len(text), 3), "skip_silent": False}
     every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)  # so that credit is the outcome's
     own = {"reward": Talking(), "dataset": prompts(64).remove_columns("answer"), "max_steps": 2}
-    plain, valued = (
-        run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, max_completion_length=LONGEST, **own)
-        for callbacks in ([], [every])
-    )
+    plain, valued = (train(callbacks=callbacks, max_completion_length=LONGEST, **own) for callbacks in ([], [every]))
     check_logs([plain, valued])
     for name in ("prompt", "completion"):
         assert plain._logs[name] == valued._logs[name]

@@ -46,7 +46,6 @@ TRAIN = {
     "lr_scheduler_type": "constant",
     "use_cpu": "true",
     "bf16": "false",
-    "report_to": "none",
 }
 
 

@@ -14,13 +14,11 @@ from transformers import AutoTokenizer
 from dash_trl import script
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
-from tests.launching import ROOT
-from tests.test_examples import flags
-from tests.tiny import read_rows, refused, write_rows
+from tests.launching import ROOT, flags
+from tests.tiny import assistant, read_rows, refused, user, write_rows
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
-ON_CPU = {"report_to": "none"}
-SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
+SMALL = {"max_steps": 2, "per_device_train_batch_size": 4}
 
 
 # ------------------------------------------------------------------------------------------- solutions by humans
@@ -116,15 +114,15 @@ def test_mistakes(own_folder, monkeypatch):
 
 def test_a_chat_template_that_never_ends_is_refused(toy):
     tokenizer = AutoTokenizer.from_pretrained(toy)
-    chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
+    chat = user("1+1"), assistant("2")
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
-    args = sft.SupervisedConfig("out", **ON_CPU)
+    args = sft.SupervisedConfig("out")
     check = partial(sft.check_completions, rows, tokenizer)
     check(args)
     tokenizer.eos_token = "<|endoftext|>"  # as a base model's, whose template is a chat model's
     refused(r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token", check, args)
     for settings in ({"eos_token": "<|im_end|>"}, {"chat_template_path": "other"}):
-        check(sft.SupervisedConfig("out", **settings, **ON_CPU))
+        check(sft.SupervisedConfig("out", **settings))
 
 
 # ----------------------------------------------------------------------------------------------------- traces.py
@@ -136,7 +134,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     _, *rows = read_rows(own_folder / "t" / "model.jsonl")
     problems = arithmetic_dataset("train").select(range(12)).to_list()
     expected = [
-        {"prompt": problem["prompt"], "completion": [{"role": "assistant", "content": one["text"]}]}
+        {"prompt": problem["prompt"], "completion": assistant(one["text"])}
         for problem, row in zip(problems, rows, strict=True)
         for one in row["samples"]
         if arithmetic_reward([one["text"]], [problem["answer"]]) == [1.0]

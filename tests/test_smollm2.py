@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, serve
 from tests.launching import ROOT
-from tests.tiny import assert_same_update, noting, parameters, run
+from tests.tiny import assert_same_update, load, noting, run, user
 
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
 SETTINGS: dict[str, Any] = {
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def in_float32(path: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return load(path, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_path):
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
     sampled, tokenizer = noting("on_rollouts_sampled", as_sampled), AutoTokenizer.from_pretrained(path)
-    prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
+    prompts = [user(one) for one in QUESTIONS]
 
     def trained(kind: Any, **settings: Any) -> Any:
         model, dataset = in_float32(path), Dataset.from_dict({"prompt": prompts})
@@ -73,5 +73,4 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_p
     assert all(abs(log["off_policy/ratio_mean"] - 1) < 1e-3 and log["off_policy/kl"] < 1e-6 for log in logs)
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
     trl = trained(GRPOTrainer, rollouts=lambda prompts, trainer: sampled.noted.pop(0))
-    start = parameters(in_float32(path))
-    assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5)
+    assert_same_update(in_float32(path), trl, ours, tolerance=2e-5)

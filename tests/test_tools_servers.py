@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dash_trl import RewardRunner
 from tests.fake_server import SECONDS, STEP, Dated, asynchronous, factory, is_idle
-from tests.scripted_turns import parsed, user, written
-from tests.tiny import EOS, noting
+from tests.scripted_turns import parsed, written
+from tests.tiny import EOS, noting, user
 from tests.vllm_run import wait_until
 
 ROWS, TURNS = 16, 3  # of a window, of a row

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
+    Trainer,
     TrainerCallback,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -80,11 +82,11 @@ def save_tiny_model(directory: Path, model_class: Any = None, config: Any = None
     return str(directory)
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **settings: Any) -> Any:
     """The model in a folder, whole if it is multimodal."""
     config = AutoConfig.from_pretrained(folder)
     kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
-    return kind.from_pretrained(folder)
+    return kind.from_pretrained(folder, **settings)
 
 
 def without_compiled_ops() -> None:
@@ -189,7 +191,7 @@ def with_flash_stand_in(model: str, attention: Any = packed_by_mask) -> Any:
     """Loads a model that is packed as with FlashAttention."""
     AttentionInterface.register("flash_stand_in", attention)
     AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = load(model)
     loaded.config._attn_implementation = "flash_stand_in"
     return loaded
 
@@ -213,14 +215,27 @@ def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
     return ""
 
 
-def refused(pattern: str, call: Any, *arguments: Any, **settings: Any) -> None:
-    """Asserts that a call raises a `ValueError` in whose text the pattern is found."""
-    message = refusal(call, *arguments, **settings)
-    assert re.search(pattern, message), message
+def refused(pattern: str, call: Any, *arguments: Any, error: Any = ValueError, **settings: Any) -> None:
+    """Asserts that a call raises an error of a class, or of one of several, in whose text the pattern is found."""
+    with pytest.raises(error, match=pattern):
+        call(*arguments, **settings)
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def assistant(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": content}]
 
 
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
+
+
+def conversations(dataset: Dataset) -> Dataset:
+    """Makes a conversation of each prompt."""
+    return dataset.map(lambda row: {"prompt": user(row["prompt"])})
 
 
 class ScriptedRollouts:
@@ -299,19 +314,24 @@ class ScriptedReward:
         return rewards
 
 
-def parameters(model: Any) -> dict[str, torch.Tensor]:
-    """Returns copies of the parameters of a model, or of the model in a folder."""
-    model = load(model) if isinstance(model, str) else model
+def parameters(of: Any) -> dict[str, torch.Tensor]:
+    """Returns copies of the parameters of a trainer's model, of a model, or of the model in a folder; or these."""
+    if isinstance(of, dict):
+        return of
+    model = load(of) if isinstance(of, str) else of.model if isinstance(of, Trainer) else of
     found = {name: value.detach() for name, value in model.named_parameters()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
     return {name: value.clone().float().cpu() for name, value in whole.items()}
 
 
 class Snapshots(TrainerCallback):
-    """Callback that records the parameters after each step."""
+    """Callback that records the parameters at the start of a run, and after each step."""
 
     def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.start = parameters(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.steps.append(parameters(model))
@@ -333,10 +353,33 @@ def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, flo
     return difference / max(update, 1e-30), update
 
 
-def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
-    """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`."""
-    difference, update = relative_difference(start, one, other)
+def assert_same_update(start: Any, one: Any, other: Any, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
+    """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`.
+
+    Args: start, one, other: what `parameters` takes.
+    """
+    difference, update = relative_difference(*map(parameters, (start, one, other)))
     assert update > least and difference <= tolerance, (update, difference)
+
+
+def compare(train: Callable[..., Any], **settings: Any) -> tuple[list[tuple[float, float]], Any, Any]:
+    """Trains TRL's and our trainer.
+
+    Args:
+        train: the fixture. settings: of both; those that TRL does not know are of ours.
+    Returns:
+        The difference and the update of each step, as in `relative_difference`, and both trainers.
+    """
+    from trl import GRPOConfig, GRPOTrainer
+
+    from dash_trl import DASHConfig
+
+    own = {field.name for field in fields(DASHConfig)} - {field.name for field in fields(GRPOConfig)}
+    trls = {name: value for name, value in settings.items() if name not in own}
+    one, other = Snapshots(), Snapshots()
+    trainers = train(GRPOTrainer, callbacks=[one], **trls), train(callbacks=[other], **settings)
+    steps = zip(one.steps, other.steps, strict=True)
+    return [relative_difference(one.start, *ends) for ends in steps], *trainers
 
 
 def pad(trainer: Any) -> None:
@@ -387,7 +430,6 @@ def run(
     output: Path,
     *,
     optimizer: str = "sgd",
-    rollout_seed: int = 0,
     constant: float = 0.5,
     reward: Any = None,
     logprobs: bool = False,
@@ -425,13 +467,11 @@ def run(
         lr_scheduler_type="constant",
         optim=optimizer,
         max_grad_norm=0.0,
-        beta=0.0,
         use_cpu=not ON_GPU,
         bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
-        report_to="none",
         disable_tqdm=True,
     )
     if ON_GPU:
@@ -440,7 +480,7 @@ def run(
         defaults["share_prompts"] = True  # the prompts here are short
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
-        rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
+        rollouts = ScriptedRollouts(noise=0.1 if logprobs else None)
     arguments = dict(
         model=load(model) if loaded is None else loaded,
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,

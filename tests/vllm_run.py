@@ -26,7 +26,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
-from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
@@ -34,7 +33,7 @@ from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
-from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, run, without_compiled_ops
+from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, load, run, without_compiled_ops
 
 LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
 GROUPS = 4  # of a rank's window
@@ -160,7 +159,7 @@ def two_steps(
     model: str, output: Path, trainer_class: Any = DASHTrainer, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The trainer, and what this rank saw."""
-    before = AutoModelForCausalLM.from_pretrained(model).state_dict()  # before ZeRO-3 shards whatever is loaded
+    before = load(model).state_dict()  # before ZeRO-3 shards whatever is loaded
     watch = Watch()
     trainer = run(
         trainer_class,
