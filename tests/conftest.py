@@ -136,7 +136,7 @@ def train(tiny_model: str, tmp_path: Path) -> Callable[..., Any]:
     from dash_trl import DASHTrainer
     from tests.tiny import run
 
-    def train(trainer_class: type = DASHTrainer, **settings: Any) -> Any:
+    def train(trainer_class: type = DASHTrainer, **settings):
         return run(trainer_class, **{"model": tiny_model, "output": tmp_path, **settings})
 
     return train

@@ -37,11 +37,11 @@ class Rollouts:
         row: makes the rows of token ids and masks; TRL takes tensors, too.
     """
 
-    def __init__(self, *, equal: bool, masked: bool, row: Any = list):
+    def __init__(self, *, equal: bool, masked: bool, row=list):
         self.equal, self.masked, self.row = equal, masked, row
         self.calls = 0
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
+    def __call__(self, prompts: list[Any], trainer) -> dict[str, list]:
         chance = random.Random(f"{self.calls} {trainer.accelerator.process_index}")
         self.calls += 1
         trainer.reward_weights = trainer.reward_weights * 1.1  # as a callback may change them
@@ -63,7 +63,7 @@ class Rollouts:
         return output
 
 
-def encoded(tokenizer: Any, prompt: Any) -> list[int]:
+def encoded(tokenizer, prompt) -> list[int]:
     text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, tokenize=False)
     return tokenizer(text=text)["input_ids"]
 
@@ -126,7 +126,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def logged(
-    kind: Any,
+    kind,
     model: str,
     output: Path,
     *,
@@ -134,16 +134,25 @@ def logged(
     masked: bool = False,
     conversational: bool = False,
     generated: bool = False,
-    **settings: Any,
-) -> Any:
+    **settings,
+):
     """The trainer after steps with evaluations between them; its tables are in `output`."""
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         trainer.processing_class.chat_template = TEMPLATE
 
-    defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-3}
-    defaults |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "log_completions": True}
-    defaults |= {"loss_type": "dapo", "reward_weights": [1.0, 0.5], "max_completion_length": 20}
+    defaults = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "log_completions": True,
+        "loss_type": "dapo",
+        "reward_weights": [1.0, 0.5],
+        "max_completion_length": 20,
+    }
     ours = issubclass(kind, DASHTrainer)
     own = {"gradient_filter_threshold": None} if ours else {}
     row = torch.tensor if ours and masked else list

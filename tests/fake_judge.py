@@ -9,7 +9,7 @@ from aiohttp import web
 from toy_judge import ToyJudge
 
 
-def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
+def chat(content, *, refusal=None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
     """Return the body of a chat completion."""
     message = {"role": "assistant", "content": content, "refusal": refusal}
     return {
@@ -21,7 +21,7 @@ def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choi
     }
 
 
-def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
+def says(score, explanation="because") -> dict[str, Any]:
     return chat(json.dumps({"explanation": explanation, "score": score}))
 
 

@@ -84,7 +84,7 @@ def fla(states, q, k, v, g, beta, initial_state=None, cu_seqlens=None, of=torch_
 MULTIMODAL = ("gemma3", "qwen3_5", "mistral3")
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str):
     """Returns the configuration of a tiny model."""
     if name not in MULTIMODAL:
         return AutoConfig.for_model(name, **SIZES | FAMILIES[name])
@@ -104,7 +104,7 @@ def config_of(name: str) -> Any:
 MOE = AutoConfig.for_model("qwen2_moe", **SIZES, **EXPERTS | dict(num_experts=8))
 
 
-def passes_of(*models: Any, **settings: Any) -> ModelPasses:
+def passes_of(*models, **settings) -> ModelPasses:
     """Those of a run without options that rule out packing."""
     flags = ("invoked_adapter", "continuous_batching", "noisy_embeddings", "compiled")
     return ModelPasses(

@@ -62,7 +62,7 @@ SMALL = {  # a step on two rows of a prompt
 }
 
 
-def save_tool_model(directory: Path, **settings: Any) -> str:
+def save_tool_model(directory: Path, **settings) -> str:
     """A tiny model whose tokenizer knows tools."""
     path = save_tiny_model(directory, **settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
@@ -109,10 +109,10 @@ class ScriptedTurns:
         self._asked: dict[str, int] = {}
         self._rest: list[tuple[list[int], list[list[int]]]] = []  # (beginning of a later prompt, remaining turns)
 
-    def prepare(self, trainer: Any) -> None:
+    def prepare(self, trainer) -> None:
         """Makes `trainer` sample these turns; its transformer does not run."""
 
-        def sampled(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        def sampled(prompt_ids: list[list[int]], *args, **kwargs) -> tuple[list[list[int]], Any]:
             trainer._last_loaded_step = trainer.state.global_step  # as if sampled with the current weights
             turns = [self.turn(trainer._tokenizer, prompt) for prompt in prompt_ids]
             if self.noise is None:
@@ -121,7 +121,7 @@ class ScriptedTurns:
 
         trainer._generate_single_turn = sampled
 
-    def turn(self, tokenizer: Any, prompt: list[int]) -> list[int]:
+    def turn(self, tokenizer, prompt: list[int]) -> list[int]:
         prompt, text = list(prompt), tokenizer.decode(prompt)
         if self.anchor not in text:
             return [tokenizer.eos_token_id]  # a rank without waiting rows only takes part in the collective
@@ -142,7 +142,7 @@ class ScriptedTurns:
             self._rest.append((prompt + turn, rest))
         return list(turn)
 
-    def _log_probs(self, trainer: Any, prompt: list[int], turn: list[int]) -> list[float]:
+    def _log_probs(self, trainer, prompt: list[int], turn: list[int]) -> list[float]:
         chance = random.Random(str(turn))
         return [value + chance.gauss(0.0, self.noise) for value in log_probs(trainer.model, prompt, turn)]
 
@@ -150,14 +150,14 @@ class ScriptedTurns:
 def together(*parts: Callable[[Any], None]) -> Callable[[Any], None]:
     """Returns a `prepare` that calls others."""
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         for one in parts:
             one(trainer)
 
     return prepare
 
 
-def plays(script: Any, *others: Callable[[Any], None], **options: Any) -> Callable[[Any], None]:
+def plays(script, *others: Callable[[Any], None], **options) -> Callable[[Any], None]:
     """Returns a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
     return together(lambda trainer: ScriptedTurns(script, **options).prepare(trainer), *others)
 
@@ -229,7 +229,7 @@ class Counter:
     def __init__(self) -> None:
         self.total, self.columns = 0, {}
 
-    def reset(self, **columns: Any) -> Any:
+    def reset(self, **columns):
         self.total, self.columns = 0, columns
         return {"text": " text", "parts": PARTS}.get(columns.get("observed"))
 
@@ -268,7 +268,7 @@ class Counter:
 class Echo:
     """Owns its reward, and gives it later."""
 
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         self.said = ""
         return f"echo {columns}"
 
@@ -292,7 +292,7 @@ class Echo:
 class Mute:
     """Owns no reward."""
 
-    def reset(self, **columns: Any) -> None: ...
+    def reset(self, **columns) -> None: ...
 
     def look(self) -> str:
         """Looks."""
@@ -309,7 +309,7 @@ class Judge:
         self.asked: list[dict[str, Any]] = []
         self.environments: list[list[Any]] = []  # of each call
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def __call__(self, completion_ids: list[list[int]], **columns) -> list[float]:
         self.environments.append(list(columns.pop("environments", ())))
         asked = {name: value for name, value in columns.items() if name not in self.IGNORED}
         states = [(type(one).__name__, vars(one)) for one in self.environments[-1]]
@@ -320,11 +320,11 @@ class Judge:
 def check_as_trl(
     model: str,
     folder: Path,
-    script: Any,
+    script,
     *others: Callable[[Any], None],
-    more: Any,
+    more,
     options: dict[str, Any] | None = None,
-    **settings: Any,
+    **settings,
 ) -> SimpleNamespace:
     """Compares the log, the tables, the prompts, and what reward functions got. Returns those of `DASHTrainer`.
 
@@ -337,7 +337,7 @@ def check_as_trl(
     for kind in (ByTokens, DASHTrainer):
         judge, turns = Judge(), ScriptedTurns(script, **(options or {}))
         own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
-        defaults: dict[str, Any] = {
+        defaults = {
             "learning_rate": 1e-3,
             "loss_type": "dapo",
             "reward": [first, second, judge],
@@ -399,10 +399,18 @@ def check_tools_contract(model: str, folder: Path, name: str) -> None:
     arguments, of_script, settings = SCENARIOS[name]
     options = dict(of_script)
     turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS)), options.pop("also", ())
-    defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_completion_length": LONGEST}
-    defaults |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-    defaults |= {"dataset": problems(12), "eval_dataset": problems(2)}
-    defaults |= {"log_completions": True, "num_completions_to_print": 1}
+    defaults = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "max_completion_length": LONGEST,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "dataset": problems(12),
+        "eval_dataset": problems(2),
+        "log_completions": True,
+        "num_completions_to_print": 1,
+    }
     dash = check_as_trl(model, folder, turns, *also, more=arguments, options=options, **{**defaults, **settings})
     for prefix in ("", "eval_"):
         assert any(log.get(f"{prefix}tools/call_frequency", 0) > 0 for log in dash.log)

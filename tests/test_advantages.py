@@ -134,10 +134,7 @@ def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(train):
             return ((group - group.mean(dim=1, keepdim=True)) / group.std(dim=1, keepdim=True)).flatten()
 
     refused(
-        "Standardised.compute_advantages returned nan .* spread of a constant group",
-        train,
-        Standardised,
-        constant=1.0,
+        "Standardised.compute_advantages returned nan .* spread of a constant group", train, Standardised, constant=1.0
     )
 
 

@@ -103,23 +103,14 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
     """A server with room for one group at a time; a callback that samples and scores for itself."""
     fake, own = fakes(), []
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         trainer.vllm_generation.pool.fleet.most_sequences = 4
 
     class Samples(Watch):
         def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
             own.append(trainer.vllm_generation.generate([[7, 8, 9]] * 4, None, 4)[1])
 
-    _, watch = asynchronous(
-        tiny_model,
-        tmp_path,
-        [fake],
-        2,
-        max_steps=3,
-        watch=Samples(),
-        prepare=prepare,
-        **STEP,
-    )
+    _, watch = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=3, watch=Samples(), prepare=prepare, **STEP)
     assert len(own) == 3 and all(len(rows) == 4 for rows in own)
     asked = [tiny_tokenizer()(text=window.prompts)["input_ids"] for window in watch.windows]
     trained = [ids for window in asked for ids in dict.fromkeys(map(tuple, window))]
@@ -141,7 +132,7 @@ def test_rollouts_that_are_too_old_are_an_error_with_every_number():
 
 
 @pytest.fixture
-def sampler(tiny_model, tmp_path, fakes) -> Any:
+def sampler(tiny_model, tmp_path, fakes):
     """A sampler whose server, `fake`, has been given the weights."""
     fake = fakes()
     fake.config["model_config"]["max_model_len"] = 20
@@ -174,7 +165,7 @@ def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fake
     assert all(caplog.text.count(one) == 2 for one in ("servers' context is 4096 tokens", "for the first time, twice"))
 
 
-def requests_of(sampler: Any, rows: list[list[int]], group: int, **kwargs: Any) -> list[dict[str, Any]]:
+def requests_of(sampler, rows: list[list[int]], group: int, **kwargs) -> list[dict[str, Any]]:
     sampler.fake.requests.clear()
     sampler.generation_kwargs = kwargs
     assert [len(answers) for answers in sampler.generate(rows, None, group)] == [len(rows)] * 4
@@ -190,7 +181,7 @@ def test_equal_neighbours_are_groups_of_their_own(sampler):
 def test_a_completion_fits_into_the_context(sampler):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
 
-    def limits(*lengths: int, **kwargs: Any) -> dict[int, int]:
+    def limits(*lengths: int, **kwargs) -> dict[int, int]:
         rows = [[0] * length for length in lengths]
         return {len(one["prompt"]): one["max_tokens"] for one in requests_of(sampler, rows, 1, **kwargs)}
 
@@ -201,11 +192,11 @@ def test_a_completion_fits_into_the_context(sampler):
 # ------------------------------------------------------------------------------------- the pool, while weights are sent
 
 
-def with_weights(*fakes: Dated, **options: Any) -> ServerPool:
+def with_weights(*fakes: Dated, **options) -> ServerPool:
     """A pool whose servers have the current weights."""
-    pool = pool_of(*fakes, **options)
+    pool = pool_of(*fakes, **{"server_timeout": SECONDS, **options})
 
-    async def refit(server: Any) -> int:
+    async def refit(server) -> int:
         return pool.fleet.version
 
     pool.refit = refit
@@ -216,7 +207,7 @@ def with_weights(*fakes: Dated, **options: Any) -> ServerPool:
 SAMPLING = {"max_tokens": 8}
 
 
-def submit(pool: ServerPool, count: int) -> Any:
+def submit(pool: ServerPool, count: int):
     return pool.submit(pool.complete([i, 5], 1, SAMPLING) for i in range(count))
 
 
@@ -226,7 +217,7 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
     pool = with_weights(fake, server_timeout=9000.0, request_timeout=300.0)
     answer, go_on = fake.answer, threading.Semaphore(0)
 
-    def one_at_a_time(*arguments: Any) -> None:
+    def one_at_a_time(*arguments) -> None:
         fake.requests.append(arguments[1])
         assert go_on.acquire(timeout=SECONDS)
         answer(*arguments)

@@ -23,7 +23,6 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pebble.pool.process import PoolManager
@@ -150,7 +149,7 @@ def check(outcome: object, expected: object, row: object = None) -> None:
         assert outcome == expected or outcome != outcome and expected != expected, (row, repr(outcome))
 
 
-def one(backend: Backend, function: Callable, timeout: float = MINUTES, **arguments: object) -> Any:
+def one(backend: Backend, function: Callable, timeout: float = MINUTES, **arguments: object):
     return call_all(backend, function, [arguments], timeout=timeout)[0]
 
 

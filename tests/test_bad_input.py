@@ -17,14 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from transformers import (
-    AutoModel,
-    AutoTokenizer,
-    BloomConfig,
-    Qwen2Config,
-    T5Config,
-    TrainerCallback,
-)
+from transformers import AutoModel, AutoTokenizer, BloomConfig, Qwen2Config, T5Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -49,17 +42,17 @@ from tests.tiny import ScriptedReward, assistant, load, prompts, refusal, refuse
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
 
-def config(**settings: Any) -> DASHConfig:
+def config(**settings) -> DASHConfig:
     defaults = {"use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 8}
     return DASHConfig("dash-output", **{**defaults, **settings})
 
 
-def build(model: Any, *, settings: dict[str, Any] | None = None, **given: Any) -> DASHTrainer:
+def build(model, *, settings: dict[str, Any] | None = None, **given) -> DASHTrainer:
     defaults = {"args": config(**(settings or {})), "train_dataset": prompts(16)}
     return DASHTrainer(model, ScriptedReward(), **{**defaults, **given})
 
 
-def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, **settings: Any) -> None:
+def checked(model, *, eval_dataset=None, train_dataset=None, **settings) -> None:
     """The checks of arguments before weights are loaded."""
     others = {"rollout_func": settings.pop("rollout_func", None)}
     dataset = prompts(16) if train_dataset is None else train_dataset
@@ -198,7 +191,7 @@ def test_the_help_names_all_losses():
 # ---------------------------------------------------------------------- in the arguments, before a weight is loaded
 
 
-def of(*column: Any) -> Dataset:
+def of(*column) -> Dataset:
     return Dataset.from_dict({"prompt": list(column) * 16})
 
 
@@ -289,7 +282,7 @@ class OwnModel(Qwen2ForCausalLM):
 AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
 
 
-def with_config(source: str, directory: Path, **changes: Any) -> str:
+def with_config(source: str, directory: Path, **changes) -> str:
     """A copy of a model with other entries in its config.json."""
     shutil.copytree(source, directory)
     entries = json.loads((directory / "config.json").read_text()) | changes
@@ -329,7 +322,7 @@ def hooked(model: str) -> torch.nn.Module:
     return loaded
 
 
-def adapted(config: Any) -> Callable[[str], torch.nn.Module]:
+def adapted(config) -> Callable[[str], torch.nn.Module]:
     return lambda model: get_peft_model(load(model), config)
 
 
@@ -429,10 +422,7 @@ def test_a_tokenizer_without_an_end(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.eos_token = None
     refused(
-        "has no eos_token, so no completion could end. Set one",
-        build,
-        load(tiny_model),
-        processing_class=tokenizer,
+        "has no eos_token, so no completion could end. Set one", build, load(tiny_model), processing_class=tokenizer
     )
 
 

@@ -115,10 +115,7 @@ def test_a_trainer_that_sends_no_rollouts(train):
 
 
 def test_a_misspelt_event():
-    for slip, event in (
-        ("on_advantage", "on_advantages"),
-        ("on_step_ends", "on_step_end"),
-    ):
+    for slip, event in (("on_advantage", "on_advantages"), ("on_step_ends", "on_step_end")):
         said = f"Careless.{slip} is no event.* Rename it to {event}"
         refused(said, type, "Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
     own = ("on_something_else", "on_train_epoch_end", "_on_rewards", "only_advantages")
@@ -175,10 +172,7 @@ class Table(NotebookProgressCallback):
 
 def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_path, capsys, monkeypatch):
     table = Table()
-    trainer = train(
-        prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)),
-        max_steps=2,
-    )
+    trainer = train(prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)), max_steps=2)
     log = trainer.state.log_history[0]
     names = ("step", "loss", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
     assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]

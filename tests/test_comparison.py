@@ -34,11 +34,7 @@ def test_an_update_is_trls(tiny_model, settings):
 def test_a_fault_is_found(tiny_model, trainer):
     for dtype in ("float32", "bfloat16"):
         refused(
-            "the update is not TRL's",
-            comparison.compare_update,
-            ModelConfig(tiny_model, dtype=dtype),
-            SCRIPT,
-            trainer,
+            "the update is not TRL's", comparison.compare_update, ModelConfig(tiny_model, dtype=dtype), SCRIPT, trainer
         )
 
 

@@ -9,13 +9,7 @@ import pytest
 from sft import with_completions
 
 from dash_trl import MathAccuracyReward
-from dash_trl.data import (
-    PROMPT_TEMPLATES,
-    final_answer,
-    load_code_dataset,
-    load_math_dataset,
-    mbpp_row,
-)
+from dash_trl.data import PROMPT_TEMPLATES, final_answer, load_code_dataset, load_math_dataset, mbpp_row
 from tests.launching import SHARED, needs_data
 from tests.tiny import assistant, refused, user, write_rows
 
@@ -232,17 +226,10 @@ def test_layouts_of_programs(tmp_path):
         (
             [ready, {"prompt": "q", "tests": ["assert g(1)"]}],
             {},
-            [
-                ready,
-                {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
-            ],
+            [ready, {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None}],
         ),
         # scripts and inputs
-        (
-            [{"Prompt": "p", **unnamed}],
-            {"chat": True},
-            [{"prompt": user("p"), **unnamed, "entry_point": None}],
-        ),
+        ([{"Prompt": "p", **unnamed}], {"chat": True}, [{"prompt": user("p"), **unnamed, "entry_point": None}]),
     ]:
         assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 

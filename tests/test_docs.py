@@ -91,7 +91,7 @@ def test_code_blocks_run(path, toy, tmp_path, monkeypatch):
     text = path.read_text()
     found = BLOCK.findall(text)
     assert len(found) == len(re.findall(r"^ *```python", text, re.MULTILINE)), "a block is indented or not closed"
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for reason, block in found:
         code = compile(block, name_of(path), "exec")
         check_names(ast.parse(block))

@@ -80,10 +80,7 @@ def test_the_figures_of_all_rounds_and_callbacks_see_each(train):
     assert log["dynamic_sampling/filled"] == 1.0
     assert log["dynamic_sampling/surplus"] == pytest.approx(signal * groups / ROOM - 1)
     refused(
-        "max_num_gen_batches=8 passes on some groups.*SeesAll does not say",
-        train,
-        callbacks=[SeesAll()],
-        **settings,
+        "max_num_gen_batches=8 passes on some groups.*SeesAll does not say", train, callbacks=[SeesAll()], **settings
     )
 
 
@@ -115,8 +112,13 @@ class Trained(DASHTrainer):
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_only_one_round_has_is_kept(train, number):
     """A mask, and a column of the table of completions."""
-    settings = {"max_num_gen_batches": 8, "log_completions": True, "shuffle_dataset": False}
-    settings |= {"rollouts": (rollouts := ByPrompt()), "callbacks": [OfOneRound(number)]}
+    settings = {
+        "max_num_gen_batches": 8,
+        "log_completions": True,
+        "shuffle_dataset": False,
+        "rollouts": (rollouts := ByPrompt()),
+        "callbacks": [OfOneRound(number)],
+    }
     trainer = train(Trained, **settings)
     rounds = [[completion(prompt, i) for prompt in one for i in range(GROUP)] for one in rollouts.rounds]
     lengths = [len(row) if at == number else None for at, one in enumerate(rounds) for row in one]

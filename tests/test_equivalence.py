@@ -6,7 +6,6 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
 WITH_POLICY_LOSS = {"entropy_coef": 1e-9}  # TRL logs it if the coefficient is not 0
 
 
-def one_token(trainer: Any) -> None:
+def one_token(trainer) -> None:
     trainer.rollout_func = ScriptedRollouts(0, longest=1)
 
 
@@ -73,13 +72,7 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
             **WITH_POLICY_LOSS,
             "max_tokens_per_microbatch": 4000,
         },
-        {
-            "loss_type": "dr_grpo",
-            "steps_per_generation": 8,
-            "max_steps": 4,
-            "scale_rewards": "none",
-            "prepare": pad,
-        },
+        {"loss_type": "dr_grpo", "steps_per_generation": 8, "max_steps": 4, "scale_rewards": "none", "prepare": pad},
         {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4, "off_policy_mask_threshold": 0.01},
         {"loss_type": "cispo", "steps_per_generation": 2, "max_tokens_per_microbatch": 60, "learning_rate": 10.0},
         {"loss_type": "sapo", "steps_per_generation": 3, "num_generations": 3, "max_steps": 3},
@@ -178,7 +171,7 @@ def test_the_approximate_ones_work(train, settings, near):
 def test_packing_and_the_denominator(start, train, loss_type):
     """The update does not depend on packing; the average over survivors is the exact one times all / kept."""
 
-    def ended(**settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def ended(**settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         trainer = train(loss_type=loss_type, **settings)
         return parameters(trainer), trainer.state.log_history[0]
 
@@ -190,18 +183,18 @@ def test_packing_and_the_denominator(start, train, loss_type):
     assert_same_update(start, exact, ended(max_tokens_per_microbatch=40)[0])
 
 
-CORRECTED = {"logprobs": True, "prepare": corrects, "constant": 0.3}
-CORRECTED |= {"vllm_importance_sampling_clip_min": 0.95, "vllm_importance_sampling_clip_max": 1.05}
+CORRECTED = {
+    "logprobs": True,
+    "prepare": corrects,
+    "constant": 0.3,
+    "vllm_importance_sampling_clip_min": 0.95,
+    "vllm_importance_sampling_clip_max": 1.05,
+}
 
 
 @pytest.mark.parametrize(
     ("loss_type", "mode"),
-    [
-        ("vespo", "token_truncate"),
-        ("dapo", "sequence_mask"),
-        ("grpo", "token_mask"),
-        ("grpo", "sequence_truncate"),
-    ],
+    [("vespo", "token_truncate"), ("dapo", "sequence_mask"), ("grpo", "token_mask"), ("grpo", "sequence_truncate")],
 )
 def test_importance_sampling_correction(train, loss_type, mode):
     settings = {"vllm_importance_sampling_mode": mode, "loss_type": loss_type, "max_steps": 2}
@@ -224,7 +217,7 @@ def passes(monkeypatch) -> list[bool]:
     return made
 
 
-def may_draw(trainer: Any) -> None:
+def may_draw(trainer) -> None:
     """A `prepare` for a model whose passes may differ, as far as the trainer knows. The module is never called."""
     corrects(trainer)
     trainer.model.dropout = torch.nn.Dropout(0.1)
@@ -233,8 +226,13 @@ def may_draw(trainer: Any) -> None:
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
 def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, train, passes, mode):
     """Two windows per optimizer step: the update and the figures are those of a pass before training."""
-    settings = {**CORRECTED, "vllm_importance_sampling_mode": mode, "max_steps": 2}
-    settings |= {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
+    settings = {
+        **CORRECTED,
+        "vllm_importance_sampling_mode": mode,
+        "max_steps": 2,
+        "gradient_accumulation_steps": 8,
+        "steps_per_generation": 4,
+    }
     found = train(**settings)
     assert all(passes)
     before = train(**{**settings, "prepare": may_draw})

@@ -72,8 +72,7 @@ def test_a_lora_adapter_is_merged(tiny_model):
     """Unless the caller has it: its generation config is as before, which PEFT's generate writes into its model."""
     torch.manual_seed(0)
     adapted = get_peft_model(
-        load(tiny_model),
-        LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+        load(tiny_model), LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     )
     adapted.save_pretrained("lora")
     ids = torch.tensor([AutoTokenizer.from_pretrained(tiny_model)("1 + 2")["input_ids"]])

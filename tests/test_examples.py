@@ -176,8 +176,17 @@ def own_rewards(own_folder):
 
 def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     """`prompt`/`answer` rows, a prompt template, PEFT; a flag wins over the file, and a second run resumes."""
-    settings = {**SMALL, "model_name_or_path": "model", "dataset_name": "own.jsonl", "reward_path": "own.py"}
-    settings |= {"max_steps": 7, "prompt_template": "Add: {problem}", "use_peft": True, "lora_r": 2, "save_steps": 1}
+    settings = {
+        **SMALL,
+        "model_name_or_path": "model",
+        "dataset_name": "own.jsonl",
+        "reward_path": "own.py",
+        "max_steps": 7,
+        "prompt_template": "Add: {problem}",
+        "use_peft": True,
+        "lora_r": 2,
+        "save_steps": 1,
+    }
     Path("run.yaml").write_text(yaml.safe_dump({**settings, "output_dir": "run"}))
     main("train_math", "--config", "run.yaml", "--max_steps", 1, "--learning_rate", 1e-3)
     (step,) = steps(Path("run"))
@@ -277,21 +286,13 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     (train_math, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
     # options without effect
     (train_math, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
-    (
-        train_math,
-        ["--dataset_train_split", "trian"],
-        r"\['dataset_train_split'\] have no effect without --model_n",
-    ),
+    (train_math, ["--dataset_train_split", "trian"], r"\['dataset_train_split'\] have no effect without --model_n"),
     (
         train_math,
         [*MODEL, *DATA, "--dataset_test_split", "dev"],
         "no effect without --eval_strategy steps .or epoch., since nothing is evaluated",
     ),
-    (
-        train_math,
-        [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
-        r"\['lora_r', 'use_dora'\] have no effect without",
-    ),
+    (train_math, [*MODEL, *DATA, "--lora_r", "64", "--use_dora"], r"\['lora_r', 'use_dora'\] have no effect without"),
     (
         train_math,
         ["--resume_from_checkpoint", "true"],

@@ -1,7 +1,6 @@
 """Families of models with windows, with recurrent or convolutional layers, or with a vision tower, trained on text."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -49,10 +48,10 @@ def save_processor(folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MULTIMODAL])
-def test_the_update_is_trls(train, name, tmp_path):
+def test_the_update_is_trls(name, tmp_path):
     """In packed passes, in which the rows of a group share their prompt. Texts do not change a vision tower."""
     model = save_tiny_model(tmp_path / "model", config=config_of(name))
-    settings: dict[str, Any] = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "kimi_linear") else {}
+    settings = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "kimi_linear") else {}
     settings |= {
         "learning_rate": 0.1,
         "beta": 0.04,
@@ -67,10 +66,10 @@ def test_the_update_is_trls(train, name, tmp_path):
         settings["dataset"] = Dataset.from_dict(
             {"prompt": [f"{'1 + ' * (100 * (i % 3 > 0))}{i} = " for i in range(64)]}
         )
-    trl = train(GRPOTrainer, model=model, rollouts=ScriptedRollouts(longest=longest), **settings)
+    trl = run(GRPOTrainer, model, tmp_path, rollouts=ScriptedRollouts(longest=longest), **settings)
     settings |= {"rollouts": ScriptedRollouts(longest=longest), "gradient_filter_threshold": None}
     settings["max_tokens_per_microbatch"] = 9000  # all groups in one pass
-    dash = train(model=model, **settings)
+    dash = run(DASHTrainer, model, tmp_path, **settings)
     figures = dash.state.log_history[0]
     is_packed = dash.model.config.get_text_config()._attn_implementation == "sdpa"
     assert is_packed or name == "gemma2"  # SDPA leaves out its softcap, so transformers 5.24 takes eager attention
@@ -82,17 +81,17 @@ def test_the_update_is_trls(train, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text"])
-def test_kernels_of_a_gpu(train, name, tmp_path, monkeypatch):
+def test_kernels_of_a_gpu(name, tmp_path, monkeypatch):
     """Windows and states with FlashAttention, SDPA's varlen kernel, and a delta rule with FLA's signature."""
     model = save_tiny_model(tmp_path / "model", config=config_of(name))
-    states: list[Any] = []
+    states = []
     noting = lambda *args, **kwargs: fla(states, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", noting)
-    trl = train(GRPOTrainer, model=model, learning_rate=0.1)
+    trl = run(GRPOTrainer, model, tmp_path, learning_rate=0.1)
     states.clear()
-    flash = train(model=model, learning_rate=0.1, loaded=with_flash_stand_in(model))
+    flash = run(DASHTrainer, model, tmp_path, learning_rate=0.1, loaded=with_flash_stand_in(model))
     with on_varlen(torch.float32):
-        sdpa = train(model=model, learning_rate=0.1)
+        sdpa = run(DASHTrainer, model, tmp_path, learning_rate=0.1)
     for one in (flash, sdpa):
         assert one.state.log_history[0]["packing/shared_tokens"] > 0
         assert_same_update(model, trl, one, tolerance=1e-4)
@@ -116,7 +115,7 @@ def test_a_multimodal_model_is_served(tmp_path, caplog):
     """Qwen3.5 with its processor: an adapter that is sent alone, then the model; vLLM's kernels for a CPU take bf16."""
     folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
     save_processor(folder)
-    more: dict[str, Any] = {"processing_class": AutoProcessor.from_pretrained(folder)}
+    more = {"processing_class": AutoProcessor.from_pretrained(folder)}
     more["train_dataset"] = conversations(PROBLEMS)
     options = ["--dtype", "bfloat16", "--max-model-len", "256", "--enable-lora", "--max-lora-rank", "8"]
     with vllm_servers(folder, options=options) as urls:
@@ -132,11 +131,11 @@ def test_a_multimodal_model_is_served(tmp_path, caplog):
     assert not any("visual" in name for name, _ in adapted.model.named_parameters() if "lora" in name)
 
 
-def test_only_the_language_model_of_a_checkpoint(train, tmp_path):
+def test_only_the_language_model_of_a_checkpoint(tmp_path):
     """`AutoModelForCausalLM` loads it; its checkpoint's processor is not used."""
     folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
     save_processor(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = train(model=folder, loaded=model, more={"processing_class": None})
+    trainer = run(DASHTrainer, folder, tmp_path, loaded=model, more={"processing_class": None})
     assert type(trainer.model).__name__ == "Qwen3_5ForCausalLM"
     assert trainer.state.log_history[0]["packing/padding_free"] == 1

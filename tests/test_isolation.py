@@ -22,18 +22,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.update import (
-    TreeShape,
-    isolation_flaw,
-    packed_log_probs,
-    packing_flaw,
-    tree_attention,
-    varlen_arguments,
-)
+from dash_trl.update import TreeShape, isolation_flaw, packed_log_probs, packing_flaw, tree_attention, varlen_arguments
 from tests.models import MOE, SIZES, passes_of
 from tests.prefix_values import check_values, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, load, on_varlen, refused, save_tiny_model
+from tests.tiny import VOCABULARY, assert_same_update, load, on_varlen, refused, run, save_tiny_model
 
 
 class DeafAttention(Qwen2Attention):
@@ -56,10 +50,7 @@ MODELS = {
     "doge": (DogeForCausalLM, DogeConfig(**SIZES)),
     "roberta": (RobertaForCausalLM, RobertaConfig(**SIZES, is_decoder=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen2 moe": (
-        Qwen2MoeForCausalLM,
-        MOE,
-    ),
+    "qwen2 moe": (Qwen2MoeForCausalLM, MOE),
 }
 BLIND = ("qwen2", "qwen2 moe")  # the others see packed samples before their own
 
@@ -136,13 +127,13 @@ def test_a_kernel_that_is_wrong_is_found(dtype, scale):
 
 
 @pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])
-def test_the_update_is_trls(train, name, tmp_path, caplog):
+def test_the_update_is_trls(name, tmp_path, caplog):
     """The proof is taken where the trainer begins, and its verdict is followed."""
     model = save_tiny_model(tmp_path / "model", *MODELS[name])
     settings = {"router_aux_loss_coef": 0.0} if "moe" in name else {}
     settings |= {"max_steps": 2, "learning_rate": 0.3, "beta": 0.04}
-    trl = train(GRPOTrainer, model=model, **settings)
-    dash = train(model=model, gradient_filter_threshold=None, **settings)
+    trl = run(GRPOTrainer, model, tmp_path, **settings)
+    dash = run(DASHTrainer, model, tmp_path, gradient_filter_threshold=None, **settings)
     assert_same_update(model, trl, dash)
     assert {log["packing/padding_free"] for log in dash.state.log_history[:2]} == {float(name in BLIND)}
     assert (f"{type(dash.model).__name__}: model passes are padded" in caplog.text) == (name not in BLIND)

@@ -45,7 +45,7 @@ class Watch(Snapshots, DASHCallback):
         self.rollouts = rollouts
 
 
-def log_probs_of(model: Any, rollouts: Any) -> torch.Tensor:
+def log_probs_of(model, rollouts) -> torch.Tensor:
     """[B, T], by one plain pass over padded rows."""
     ids, mask = (
         torch.cat([getattr(rollouts, part + name) for part in ("prompt_", "completion_")], dim=1)
@@ -55,7 +55,7 @@ def log_probs_of(model: Any, rollouts: Any) -> torch.Tensor:
     return logits.log_softmax(dim=-1).gather(2, rollouts.completion_ids[..., None])[..., 0]
 
 
-def with_parameters(model: str, values: dict[str, torch.Tensor]) -> Any:
+def with_parameters(model: str, values: dict[str, torch.Tensor]):
     loaded = load(model)
     loaded.load_state_dict(values, strict=False)  # but for the tied head
     return loaded
@@ -99,8 +99,16 @@ def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_
     The loss that was logged is the formula's, and the parameters go where its gradient leads.
     """
     watch, rate = Watch(per_token), 0.5
-    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, "max_tokens_per_microbatch": 60}
-    settings |= {"filter_denominator": denominator, "callbacks": [watch], "rollouts": rollouts, **LOSSES[loss]}
+    settings = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "learning_rate": rate,
+        "max_tokens_per_microbatch": 60,
+        "filter_denominator": denominator,
+        "callbacks": [watch],
+        "rollouts": rollouts,
+        **LOSSES[loss],
+    }
     trainer = train(Scoring, **settings)
     logs, rows, own = trainer.state.log_history, watch.rollouts, watch.rollouts.loss_mask.bool()
     credit = (rows.advantages if per_token else rows.advantages[:, None]).expand(own.shape)
@@ -169,11 +177,11 @@ def test_resumed_in_the_middle_of_a_window(train, tmp_path):
     """Its old log-probs are the sampler's."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}
 
-    def trained(**others: Any) -> DASHTrainer:
+    def trained(**others) -> DASHTrainer:
         return train(rollouts=ScriptedRollouts(noise=0.7), **{**settings, **others})
 
     whole = trained(save_strategy="steps", save_steps=1)
-    resumed = trained(resume=str(tmp_path / "checkpoint-1"))
+    resumed = trained(resume=tmp_path / "checkpoint-1")
     same(whole, resumed)
 
 

@@ -4,7 +4,6 @@ import math
 import random
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -41,11 +40,11 @@ def rest(prefix: list[int], number: int) -> list[int]:
     return [generator.randrange(4, 260) for _ in range(generator.randint(1, LONGEST))]
 
 
-def even(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def even(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
 
 
-def third(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def third(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [float(len(ids) % 3) for ids in completion_ids]
 
 
@@ -54,7 +53,7 @@ def weighted(ids: list[int]) -> float:
 
 
 def check(
-    values: list[list[float]], requests: list[ValueRequest], k: int, reward: Any = weighted, context: int = 10**6
+    values: list[list[float]], requests: list[ValueRequest], k: int, reward=weighted, context: int = 10**6
 ) -> None:
     """Against the definition, prefix by prefix and rollout by rollout."""
     for request, row in zip(requests, values, strict=True):
@@ -71,10 +70,10 @@ def check(
 class Exchangeable:
     """A reward function of the trainer that calls another one, which a test may exchange."""
 
-    def __init__(self, function: Any):
+    def __init__(self, function):
         self.function, self.__name__ = function, function.__name__
 
-    def __call__(self, **columns: Any) -> list[float]:
+    def __call__(self, **columns) -> list[float]:
         return self.function(**columns)
 
 

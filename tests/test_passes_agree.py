@@ -23,7 +23,7 @@ from dash_trl.update import padding_effect
 from tests.doubles import Delayed
 from tests.models import SIZES
 from tests.prefix_values import random_requests
-from tests.tiny import assert_same_update, load, log_probs, pad, prompts, save_tiny_model
+from tests.tiny import assert_same_update, load, log_probs, pad, prompts, run, save_tiny_model
 
 WITHOUT_DROPOUT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ORIGINAL = 24  # tokens; some rows are longer
@@ -41,7 +41,7 @@ ODD = {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps":
 MULTI = {"num_iterations": 2, "max_steps": 4}
 
 
-def saved(name: str, folder: Any) -> str:
+def saved(name: str, folder) -> str:
     kind, config, settings = MODELS[name]
     return save_tiny_model(folder / "model", kind, config, **settings)
 
@@ -49,7 +49,7 @@ def saved(name: str, folder: Any) -> str:
 class Noting(DASHTrainer):
     """Notes the rows of each pass, by whether it has a gradient, and the distances of its log-probs to the old ones."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.far: list[float] = []
         self.rows: dict[bool, list[Any]] = {True: [], False: []}
@@ -92,14 +92,14 @@ def test_without_learning_every_ratio_is_one(train, name, dtype, settings, tiny_
 
 @pytest.mark.parametrize("settings", [{}, {**MINI, "max_steps": 4, "max_tokens_per_microbatch": 90}])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(train, name, settings, tmp_path, caplog):
+def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(name, settings, tmp_path, caplog):
     model = saved(name, tmp_path)
     data = prompts(40).map(lambda row, i: {"prompt": "1 + " * ((i + 2) % 4) + row["prompt"]}, with_indices=True)
     settings = {"learning_rate": 0.1, "dataset": data, **settings}
-    ours = train(model=model, **settings)
+    ours = run(DASHTrainer, model, tmp_path, **settings)
     most = settings.pop("max_tokens_per_microbatch", 4 * 60)
     assert all(log.get("packing/max_tokens", 0) <= most for log in ours.state.log_history)
-    trls = train(GRPOTrainer, model=model, **settings)
+    trls = run(GRPOTrainer, model, tmp_path, **settings)
     assert_same_update(model, trls, ours, tolerance=1e-4)
     assert caplog.text.count("passes are padded") == 1
 
@@ -107,7 +107,7 @@ def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(train, name
 def test_noise_of_embeddings_has_the_width_of_the_window(train):
     widths: list[int] = []
 
-    def note(trainer: Any) -> None:
+    def note(trainer) -> None:
         embeddings = trainer.model.get_input_embeddings()
         embeddings.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
 
@@ -140,7 +140,7 @@ class Changes(DASHTrainer):
                 self.compared = getattr(self, "compared", 0) + 1
         return compute(input_ids, attention_mask, logits_to_keep, **kwargs)
 
-    def alone(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+    def alone(self, model, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
         found, seen = torch.zeros(len(ids)), mask.bool()
         if seen.any():
             row = ids[seen].tolist()
@@ -166,7 +166,7 @@ def test_right_position_ids_are_taken_whichever_rounding_is_smaller():
     base, model = torch.randn(1, 64), torch.nn.Linear(2, 2)
     model.dtype = torch.float32
 
-    def near(noise: float) -> Any:
+    def near(noise: float):
         return lambda ids, mask, keep: (base[:, -keep:] + noise * (mask == 0).any(),)
 
     trial = {"vocabulary": 64, "pad_token_id": 0, "device": torch.device("cpu")}

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ class InOrder:
 
     __name__ = "in_order"
 
-    def __init__(self, order: Sequence[int], turn: Any = lambda group: None):
+    def __init__(self, order: Sequence[int], turn=lambda group: None):
         self.order, self.turn = order, turn
         self.changed, self.scored = threading.Condition(), 0
 

@@ -194,10 +194,7 @@ MISTAKES = [
     (dict(value="text"), "value='text' cannot estimate V.* a force prompt into AnswerLogProbValue"),
     (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
     # the estimator
-    (
-        dict(estimator="ppo"),
-        r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
-    ),
+    (dict(estimator="ppo"), r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit="),
     (dict(estimator="grpo_passk"), "'grpo_passk' is unknown"),  # for outcomes only
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .* is unknown"),
     *(
@@ -305,7 +302,7 @@ def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(
     """
     counts, second, again, third = Counts(), Counts(10), Counts(), Counts()
     wider, other = Counts(), type("Other", (Counts,), {})()
-    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, str(tmp_path / "checkpoint-2")
+    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, tmp_path / "checkpoint-2"
     train(counts, second, SaveEarly(at=2), **settings)
     train(again, third, output=tmp_path / "again", resume=checkpoint, **settings)
     assert (counts.count, second.count) == (again.count, third.count) == (8, 18)

@@ -16,10 +16,7 @@ def stream(rows):
 
 # name → (dataset, settings)
 TABLE = {
-    "rows of tensors": (
-        prompts(8).add_column("weights", [[0.5, 0.5]] * 8).with_format("torch"),
-        {"max_steps": 5},
-    ),
+    "rows of tensors": (prompts(8).add_column("weights", [[0.5, 0.5]] * 8).with_format("torch"), {"max_steps": 5}),
     "workers that stay": (
         prompts(4),
         {"max_steps": 5, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},

@@ -54,7 +54,7 @@ def test_resumed_equals_uninterrupted(train, tmp_path, name):
     rounds, whole = trained(train, save_strategy="steps", save_steps=1, **settings)
     assert max(log.get("prompts/epoch", 0) for log in whole.state.log_history) > 0
     for step in steps:
-        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        checkpoint = tmp_path / f"checkpoint-{step}"
         seen, resumed = trained(train, resume=checkpoint, **settings)
         assert seen == rounds[len(rounds) - len(seen) :], step
         same(whole, resumed)
@@ -74,7 +74,7 @@ def test_windows_ahead_go_on_after_an_epoch_was_cut(train, tmp_path, most):
         "callbacks": [EndsTheEpoch()],
     }
     rounds, _ = trained(train, save_strategy="steps", save_steps=4, **settings)
-    seen, _ = trained(train, resume=str(tmp_path / "checkpoint-4"), **settings)
+    seen, _ = trained(train, resume=tmp_path / "checkpoint-4", **settings)
     assert seen == rounds[-len(seen) :] and len(seen) > 2
 
 
@@ -92,22 +92,13 @@ def saved(tiny_model, tmp_path_factory):
     output = tmp_path_factory.mktemp("saved")
     settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 3}
     rounds, _ = trained(partial(run, DASHTrainer, tiny_model, output), save_strategy="steps", save_steps=3, **settings)
-    return rounds, str(output / "checkpoint-3")
+    return rounds, output / "checkpoint-3"
 
 
 def test_what_a_checkpoint_has_other_prompts_for_is_refused(train, saved):
-    for change in (
-        {"max_num_gen_batches": 1},
-        {"per_device_train_batch_size": 8},
-        {"dataset": prompts(22)},
-    ):
+    for change in ({"max_num_gen_batches": 1}, {"per_device_train_batch_size": 8}, {"dataset": prompts(22)}):
         settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "resume": saved[1], **change}
-        refused(
-            r"was saved with .*\(now .*Resume with the values of the checkpoint, or",
-            trained,
-            train,
-            **settings,
-        )
+        refused(r"was saved with .*\(now .*Resume with the values of the checkpoint, or", trained, train, **settings)
 
 
 def test_the_prompts_begin_again(train, saved):

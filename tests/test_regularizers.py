@@ -46,8 +46,13 @@ def test_terms_are_added_once_per_step(tiny_model, train, loss_type, budget):
     A subclass's own term has the same weight.
     """
     start, recorder = parameters(tiny_model), noting("on_advantages")
-    settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
-    settings |= {"eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
+    settings = {
+        "loss_type": loss_type,
+        "max_tokens_per_microbatch": budget,
+        "callbacks": [recorder],
+        "eval_dataset": prompts(4),
+        "per_device_eval_batch_size": 4,
+    }
     without, bonus = (train(entropy_coef=one, **settings) for one in (0.0, 0.5))
     own = train(Penalised, **settings)
     model = load(tiny_model)
@@ -65,8 +70,16 @@ def test_terms_are_added_once_per_step(tiny_model, train, loss_type, budget):
 
 
 def test_the_entropy_controller_is_trls(train):
-    settings = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1, "max_steps": 4}
-    settings |= {"entropy_coef": 0.2, "entropy_coef_max": 0.5, "learning_rate": 0.2, "constant": 0.0}
+    settings = {
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.1,
+        "max_steps": 4,
+        "entropy_coef": 0.2,
+        "entropy_coef_max": 0.5,
+        "learning_rate": 0.2,
+        "constant": 0.0,
+    }
     trl = train(GRPOTrainer, **settings)
     logged = [log["entropy_coef"] for log in trl.state.log_history[:-1]]
     assert len(set(logged)) > 1
@@ -92,13 +105,7 @@ def test_the_router_loss(train, moe):
         update = update_of(dash, start)
         assert dash.state.log_history[0]["packing/padding_free"] == 1
         assert (update @ expected / (expected @ expected)).item() == pytest.approx(1.0, abs=0.12), budget
-        refused(
-            "a router loss",
-            train,
-            model=moe,
-            reward=RewardRunner(lambda completion: 1.0),
-            reward_pipeline=True,
-        )
+        refused("a router loss", train, model=moe, reward=RewardRunner(lambda completion: 1.0), reward_pipeline=True)
         for name in ("loss", "aux_loss"):
             logged = [one.state.log_history[0][name] for one in (trl, dash)]
             assert logged[1] == pytest.approx(logged[0], rel=0.1), (budget, name)

@@ -123,7 +123,7 @@ def saved(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("at", [3, 5], ids=["in the middle of a window", "within a step, which is repeated"])
 def test_resumed_equals_uninterrupted(train, tmp_path, saved, at):
     windows, output, whole = saved
-    seen, resumed = recorded(train, str(output / f"checkpoint-{at}"), max_steps=6)
+    seen, resumed = recorded(train, output / f"checkpoint-{at}", max_steps=6)
     assert seen == windows[(at + 1) // 2 :]
     same(whole, resumed)
     assert not (tmp_path / manifest.RUN).exists()  # it saves none
@@ -136,9 +136,7 @@ STREAM = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7}
 
 
 @pytest.mark.parametrize(
-    ("settings", "windows_left"),
-    [(EPOCHS, {3: 2, 4: 2, 5: 1}), (STREAM, {5: 1})],
-    ids=["epochs", "stream"],
+    ("settings", "windows_left"), [(EPOCHS, {3: 2, 4: 2, 5: 1}), (STREAM, {5: 1})], ids=["epochs", "stream"]
 )
 def test_the_second_epoch_goes_on_where_it_was(train, tmp_path, settings, windows_left):
     """From between two uses of a window, the last one of an epoch too, and from an epoch's end."""
@@ -146,7 +144,7 @@ def test_the_second_epoch_goes_on_where_it_was(train, tmp_path, settings, window
     windows, whole = recorded(train, **settings, **saves)
     assert whole.state.epoch > 1
     for at, left in windows_left.items():
-        checkpoint = str(tmp_path / f"checkpoint-{at}")
+        checkpoint = tmp_path / f"checkpoint-{at}"
         seen, resumed = recorded(train, checkpoint, **settings)
         assert seen == windows[-left:] and resumed.state.global_step == whole.state.global_step
         same(whole, resumed)
@@ -158,7 +156,7 @@ def test_the_second_epoch_goes_on_where_it_was(train, tmp_path, settings, window
 def test_other_shapes_go_on_at_the_first_unused_prompt(train, caplog, saved):
     windows, output, _ = saved
     with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
-        seen, trainer = recorded(train, str(output / "checkpoint-2"), **WIDER, max_steps=6)
+        seen, trainer = recorded(train, output / "checkpoint-2", **WIDER, max_steps=6)
     assert seen == windows[1:]
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
     assert len(norms) == 4 and min(norms) > 0.1
@@ -172,18 +170,18 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(train, caplog, saved):
 def test_others_in_the_middle_of_a_window_are_refused(train, saved):
     message = r"size=4 \(now 8\).*above 0=False \(now True\), correction=None .* 4 of 8 micro.*ignore_data_skip=True"
     changed = {**WIDER, "beta": 0.04, "loss_type": "decoupled_ppo"}
-    refused(message, recorded, train, str(saved[1] / "checkpoint-1"), **changed, max_steps=6)
+    refused(message, recorded, train, saved[1] / "checkpoint-1", **changed, max_steps=6)
 
 
 def test_a_run_that_has_ended_makes_no_further_step(train, saved):
-    assert recorded(train, str(saved[1] / "checkpoint-1"), max_steps=1)[1].state.global_step == 1
+    assert recorded(train, saved[1] / "checkpoint-1", max_steps=1)[1].state.global_step == 1
 
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
 def test_the_prompts_of_the_epoch_begin_again(train, saved, shapes):
     """With `ignore_data_skip` they do; the rest of the checkpoint's window is left out."""
     windows, output, _ = saved
-    checkpoint = str(output / "checkpoint-3")  # half of the second window is used
+    checkpoint = output / "checkpoint-3"  # half of the second window is used
     seen, trainer = recorded(train, checkpoint, max_steps=6, ignore_data_skip=True, **shapes)
     assert seen == windows[:2]
     assert trainer.state.global_step == 6
@@ -196,7 +194,7 @@ def test_another_kind_of_weights_is_refused(train, tiny_model, tmp_path, saved):
     train(output=adapted, peft_config=lora, save_strategy="steps", save_steps=1)
     card = (adapted / "README.md").read_text()
     assert f"of `{tiny_model}`" in card and f"model='{adapted}'" in card
-    full, adapter = str(saved[1] / "checkpoint-3"), str(adapted / "checkpoint-1")
+    full, adapter = saved[1] / "checkpoint-3", adapted / "checkpoint-1"
     for checkpoint, settings, said in (
         (full, {"peft_config": lora}, "the weights of a whole model, but .* an adapter"),
         (adapter, {}, "the weights of an adapter, but this run trains all weights"),
@@ -215,7 +213,7 @@ def test_a_checkpoint_without_a_window_is_said(train, tmp_path, caplog, saved):
         with (
             nullcontext() if works else pytest.raises(ValueError, match="has no generation window. Transformers would")
         ):
-            seen, _ = recorded(train, str(checkpoint), max_steps=4)
+            seen, _ = recorded(train, checkpoint, max_steps=4)
             assert seen == windows[1:2]
     assert "has no generation window; training goes on with a new" in caplog.text
     assert re.search("-2 has no optimizer.* anew; no scheduler.pt.* anew; no rng_state.* anew", caplog.text)
@@ -223,7 +221,7 @@ def test_a_checkpoint_without_a_window_is_said(train, tmp_path, caplog, saved):
 
 def test_settings_of_the_checkpoint(train, caplog, saved):
     """Those of the optimizer hold, and it is said. Others may change between two windows."""
-    middle, end = (str(saved[1] / f"checkpoint-{step}") for step in (1, 2))
+    middle, end = (saved[1] / f"checkpoint-{step}" for step in (1, 2))
     change = {"temperature": 2.0, "learning_rate": 1e-5, "weight_decay": 0.5, "adam_beta2": 0.9}
     _, trainer = recorded(train, end, max_steps=3, **change)
     assert trainer.state.log_history[-2]["learning_rate"] == 1e-3
@@ -245,7 +243,7 @@ def test_a_damaged_file_is_refused(train, tmp_path, saved):
         (checkpoint / manifest.LIST).unlink()
         (checkpoint / name).write_bytes(b"a note")
         said = f"{name} cannot be loaded: .*Resume from another checkpoint"
-        refused(said, recorded, train, str(checkpoint))
+        refused(said, recorded, train, checkpoint)
 
 
 # ---------------------------------------------------------------------- the rule, without a model

@@ -133,8 +133,14 @@ def test_every_training_begins_anew(train, caplog):
         return [1.0 if value < 0 else NAN for value in answer]
 
     evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4, "max_steps": 6}
-    settings |= {"gradient_accumulation_steps": 1, "eval_dataset": evaluation}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 6,
+        "gradient_accumulation_steps": 1,
+        "eval_dataset": evaluation,
+    }
     trainer = train(reward=dead, **settings)
     trainer.train()
     assert "No row was kept in 10" not in caplog.text

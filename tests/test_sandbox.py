@@ -19,6 +19,8 @@ from tests.attacks import FILES, FORGED, LEFT_BEHIND, LIMITS, LONG, OUTWARD, TES
 from tests.launching import ROOT, ends
 from tests.tiny import refused
 
+# By this fixture a case says that it takes long.
+not_quick = pytest.mark.usefixtures("python")
 SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
 # If the trainer is root, a test can become root, but gets no rights.
@@ -60,7 +62,7 @@ def check_all(check, rows) -> None:
         list(pool.map(lambda row: check(*row), rows))
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_attacks(box, places, more):
     secret = places["FOLDER"] / "secret"
@@ -166,7 +168,7 @@ with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # that contains the pac
 """
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's")
 def test_what_holds_for_an_ordinary_user():
     user = ("setpriv", "--reuid", "65533", "--regid", "65533", "--clear-groups", "--inh-caps=-all")
@@ -288,7 +290,7 @@ def f(x):
 """)
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 def test_a_program_that_waits_for_nothing_is_wrong():
     """A busy machine may be the cause at first, so that it gets more time."""
 
@@ -321,7 +323,7 @@ for program, test in ("def f(x):\\n    while True: pass", "assert f(1)"), ("prin
 """
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 def test_a_program_that_has_to_wait_for_a_cpu_is_not_scored():
     """Neither in one call, nor in the processes of many inputs, most of which have ended."""
     lines = said(BUSY)
@@ -337,7 +339,7 @@ print(Sandbox(cpu_seconds=1, wall_seconds=10, processes=20).run(program, ["asser
 """
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 def test_a_program_that_keeps_the_cpus_busy_is_wrong():
     (line,) = said(BUSY_ITSELF)
     assert line.endswith("for each other")
@@ -354,7 +356,7 @@ print(os.getpid(), [one for one in Path("/proc").glob("[0-9]*/stat") if ") Z " i
 """
 
 
-@pytest.mark.usefixtures("python")
+@not_quick
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_trainer_that_is_process_1_keeps_no_zombies():
     assert said(AS_PROCESS_1, "unshare", "--pid", "--fork", "--mount-proc") == ["0", "0", "1 []"]

@@ -73,8 +73,15 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
 def test_table_8():
     """Each file is one without mistakes, and its values are the paper's. `test_paper.py` says which there are."""
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
-    expected = {"learning_rate": 2e-5, "num_train_epochs": 3, "max_length": None, "completion_only_loss": None}
-    expected |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "eos_token": "<|im_end|>"}
+    expected = {
+        "learning_rate": 2e-5,
+        "num_train_epochs": 3,
+        "max_length": None,
+        "completion_only_loss": None,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "eos_token": "<|im_end|>",
+    }
     data = {
         "sft_h": ("nlile/hendrycks-MATH-benchmark", None),
         "sft_m": (None, "outputs/traces_qwen2.5-7b-instruct.jsonl"),

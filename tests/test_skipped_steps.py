@@ -51,8 +51,15 @@ def same(one, other):
 )
 def test_a_gradient_that_is_not_finite_changes_nothing(train, value, max_grad_norm, prepare):
     seen = Watch()
-    settings = {"lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm, "weight_decay": 0.1, "max_steps": 4}
-    settings |= {"optimizer": "adamw_torch", "callbacks": [seen], "prepare": prepare}
+    settings = {
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1,
+        "max_steps": 4,
+        "optimizer": "adamw_torch",
+        "callbacks": [seen],
+        "prepare": prepare,
+    }
     trainer = train(spoiled(value, steps={2}), **settings)
     assert same(seen.steps[0], seen.steps[1]) and same(seen.momenta[0], seen.momenta[1])
     assert not same(seen.steps[1], seen.steps[2]) and not same(seen.steps[2], seen.steps[3])
@@ -97,7 +104,7 @@ def test_deepspeed_must_not_apply_it():
 def test_a_resumed_run_goes_on_counting(train, tmp_path):
     trainer_class, settings = spoiled(math.nan, steps={1}), {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     train(trainer_class, **settings)
-    resumed = train(trainer_class, resume=str(tmp_path / "checkpoint-1"), **settings)
+    resumed = train(trainer_class, resume=tmp_path / "checkpoint-1", **settings)
     assert resumed.state.log_history[1]["skipped_steps"] == 1
 
 
@@ -107,3 +114,12 @@ def test_a_step_without_a_pass_has_its_own_step_time(train):
     steps = trainer.state.log_history[:4]
     assert [log["filter/kept_rows"] > 0 for log in steps] == [True, False, False, True]
     assert all(log["step_time"] > 0 for log in steps) and trainer._current_train_step_time == 0
+
+
+def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(train):
+    """As with fp16, whose loss scaler accelerate offers on GPUs only."""
+
+    settings = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0, "prepare": grad_scaler}
+    trainer = train(spoiled(math.inf, steps={1}), reward=ScriptedReward(constant=0.3, silent=[1]), **settings)
+    rates = [log["learning_rate"] for log in trainer.state.log_history[:4]]
+    assert rates[0] == rates[1] > rates[2] > rates[3]

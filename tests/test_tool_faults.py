@@ -34,7 +34,7 @@ def hung_threads_end():
 # ---------------------------------------------------------------------- what becomes of a row
 
 
-def raises(error: BaseException) -> Any:
+def raises(error: BaseException):
     raise error
 
 
@@ -77,7 +77,7 @@ FATES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def act(fate: str) -> Any:
+def act(fate: str):
     """Acts.
 
     Args:
@@ -86,7 +86,7 @@ def act(fate: str) -> Any:
     return FATES[fate][0]()
 
 
-async def act_later(fate: str) -> Any:
+async def act_later(fate: str):
     """Acts later.
 
     Args:
@@ -100,7 +100,7 @@ async def act_later(fate: str) -> Any:
 def act_apart_of() -> Callable[..., Any]:
     """A tool for worker processes, which do not import this file, and torch with it."""
 
-    def act_apart(fate: str) -> Any:
+    def act_apart(fate: str):
         """Acts in another process.
 
         Args:
@@ -119,11 +119,7 @@ def act_apart_of() -> Callable[..., Any]:
     return act_apart
 
 
-APART = {
-    "works": "works there",
-    "dies": error("killed by SIGKILL"),
-    "hangs": error(f"took more than {TIMEOUT:g} s"),
-}
+APART = {"works": "works there", "dies": error("killed by SIGKILL"), "hangs": error(f"took more than {TIMEOUT:g} s")}
 OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs"]
 ROWS: list[tuple[str, str]] = [  # where, fate
     *(("act", fate) for fate in FATES),
@@ -147,12 +143,12 @@ class Fated:
         self.rows: list[str] = []
         self.failed: list[str] = []
 
-    def reset(self, where: str, fate: str, **columns: Any) -> Any:
+    def reset(self, where: str, fate: str, **columns):
         self.where, self.fate = where, fate
         self.rows.append(f"{where}: {fate}")
         return self._meets("reset")
 
-    def method(self, fate: str) -> Any:
+    def method(self, fate: str):
         """Acts.
 
         Args:
@@ -162,12 +158,12 @@ class Fated:
             self.failed.append(self.rows[-1])
         return act(fate)
 
-    def get_reward(self) -> Any:
+    def get_reward(self):
         if self.fate in ("NaN", "None"):
             return float("nan") if self.fate == "NaN" else None
         return 1.0 if self._meets("get_reward") is None else 0.0
 
-    def _meets(self, where: str) -> Any:
+    def _meets(self, where: str):
         if self.where != where or not self.fate:
             return None
         self.failed.append(self.rows[-1])
@@ -195,7 +191,7 @@ def script(text: str, asked: int) -> Sequence[str]:
     return [written("", (where, {"fate": fate})), written("done")]
 
 
-def rows_of(rollouts: Any) -> list[tuple[dict[str, Any], Any, list[float]]]:
+def rows_of(rollouts) -> list[tuple[dict[str, Any], Any, list[float]]]:
     """The rows of a window: their columns, completion, rewards."""
     return [*zip(rollouts.examples, rollouts.completions, rollouts.rewards.tolist(), strict=True)]
 
@@ -223,7 +219,7 @@ def test_what_becomes_of_a_row(train):
     check_window(train, hanging, TIMEOUT, "hangs")
 
 
-def check_window(train: Any, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
+def check_window(train, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
     """A window with these rows, an evaluation with a call that fails, and a window in which nothing happens."""
     made: list[Fated] = []
 
@@ -297,14 +293,14 @@ def test_nothing_of_a_run_stays(train):
 
 
 class Talkative:
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         return "z" * 200
 
 
 def test_an_observation_beyond_the_sampler_s_context_fails_its_row(train):
     """A server may have room for less than the model, and would refuse the request."""
 
-    def small(trainer: Any) -> None:
+    def small(trainer) -> None:
         trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
 
     prepare = plays(script, corrects, small)
@@ -321,7 +317,7 @@ def test_an_observation_beyond_the_sampler_s_context_fails_its_row(train):
 class Away:
     """Cannot be reset for the second prompt."""
 
-    def reset(self, number: int, **columns: Any) -> None:
+    def reset(self, number: int, **columns) -> None:
         if number == 1:
             raise ConnectionError("away")
 

@@ -48,7 +48,7 @@ def length(text: str) -> int:
     return len(tokenizer()(text=text)["input_ids"])
 
 
-def with_templates(model: str, **templates: Any) -> Any:
+def with_templates(model: str, **templates):
     """The model's tokenizer with other templates."""
     other = PreTrainedTokenizerFast.from_pretrained(model)
     for name, template in templates.items():
@@ -56,7 +56,7 @@ def with_templates(model: str, **templates: Any) -> Any:
     return other
 
 
-def check(model: str, output: Path, script: Any, *, more: Any, **settings: Any) -> Any:
+def check(model: str, output: Path, script, *, more, **settings):
     """A step on two rows of a prompt, unless the settings say otherwise."""
     return check_as_trl(model, output, script, more=more, **{**SMALL, "dataset": PROBLEM, **settings})
 
@@ -64,7 +64,7 @@ def check(model: str, output: Path, script: Any, *, more: Any, **settings: Any) 
 # ---------------------------------------------------------------------- tools
 
 
-def value(name: str) -> Any:
+def value(name: str):
     """Returns what is no text.
 
     Args:
@@ -290,7 +290,7 @@ def test_environments_of_a_run(tool_model, tmp_path):
 class OwnsItsData:
     """Has no tools."""
 
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         return "guess"
 
 

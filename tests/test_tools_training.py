@@ -41,13 +41,13 @@ UPDATES: dict[str, dict[str, Any]] = {
         "max_steps": 2,
         "gradient_filter_threshold": None,
     },
-    "grpo, padded": {"loss_type": "grpo", "also": pad},
+    "grpo, padded": {"loss_type": "grpo", "also": [pad]},
     "cispo, packed and shared, a sampler's log-probs": {
         "loss_type": "cispo",
         "max_tokens_per_microbatch": 600,
         "learning_rate": 10.0,
         "noise": 0.1,
-        "also": corrects,
+        "also": [corrects],
         "vllm_importance_sampling_mode": "sequence_truncate",
         "vllm_importance_sampling_clip_max": 1.05,
     },
@@ -64,8 +64,7 @@ UPDATES: dict[str, dict[str, Any]] = {
 def test_the_update_is_trls(train, tool_model, name):
     settings = {"learning_rate": 0.3, "more": {"tools": TOOLS}, **UPDATES[name]}
     turns = RandomTurns(calls=settings.pop("calls", RANDOM_CALLS))
-    also = [settings.pop("also")] if "also" in settings else []
-    script = plays(turns, *also, noise=settings.pop("noise", None))
+    script = plays(turns, *settings.pop("also", ()), noise=settings.pop("noise", None))
     others = {"in_process": True, "dataset": problems(64), "prepare": script, "max_completion_length": LONGEST}
     steps, trl, dash = compare(train, model=tool_model, **settings, **others)
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= 1e-5
@@ -87,11 +86,11 @@ def test_ranks_that_share_an_engine_ask_for_equally_many_rows(train, tool_model)
     """TRL cuts a rank's completions out of those of all its ranks by the number of this rank's own prompts."""
     call, last, counts, sharing = written("", ("add", {"a": 1, "b": 2})), written("done"), list[int](), iter((1, 2))
 
-    def counted(trainer: Any) -> None:
+    def counted(trainer) -> None:
         trainer.ranks, trainer.args.vllm_tensor_parallel_size = BesideThree(trainer.accelerator), next(sharing)
         sample = trainer._generate_single_turn
 
-        def sampled(prompt_ids: list[list[int]], *others: Any) -> Any:
+        def sampled(prompt_ids: list[list[int]], *others):
             counts.append(len(prompt_ids))
             return sample(prompt_ids, *others)
 

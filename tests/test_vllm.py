@@ -77,8 +77,7 @@ class Pair:
         for url, command in zip(self.urls, self.commands, strict=True):
             ready = f"    --vllm_server_urls {url}\n\nCtrl+C stops the servers.\n"
             wait_until(
-                lambda command=command, ready=ready: ready in command.log.read_text() or not command.running,
-                600,
+                lambda command=command, ready=ready: ready in command.log.read_text() or not command.running, 600
             )
             assert command.running, command.log.read_text()
 
@@ -118,7 +117,7 @@ def slow_tokens(vllm_servers) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(model_path) -> Any:
+def trained(model_path):
     return load(model_path)
 
 
@@ -144,7 +143,7 @@ def pool(model, proven) -> ServerGeneration:
     return proven
 
 
-def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> ServerGeneration:
+def make_pool(urls: list[str], model, weight_dir: Path, **options) -> ServerGeneration:
     return ServerGeneration(
         urls,
         weight_dir=str(weight_dir),
@@ -164,24 +163,24 @@ def prompts(pool: ServerGeneration, count: int, n: int) -> list[list[int]]:
     return [ids for ids in pool.processing_class(texts)["input_ids"] for _ in range(n)]
 
 
-def differences(model: Any, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
+def differences(model, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
     """[tokens], of the sampled tokens' log-probs from those that the model gives them."""
     return (torch.tensor(log_probs(model, prompt, completion)) - torch.tensor(sampled).squeeze(1)).abs()
 
 
-def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
+def largest_difference(model, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
     """Returns the largest difference over all rows, computed row by row."""
     return max(differences(model, *row).max().item() for row in zip(rows, completions, log_probs, strict=True))
 
 
-def sampled_difference(pool: ServerGeneration, model: Any) -> float:
+def sampled_difference(pool: ServerGeneration, model) -> float:
     """Samples, and returns the largest difference from the log-probs that a model gives these tokens."""
     rows = prompts(pool, 4, 4)
     _, completions, log_probs, _ = pool.generate(rows, None, 4)
     return largest_difference(model, rows, completions, log_probs)
 
 
-def change(model: Any, seed: int, part: str = "") -> None:
+def change(model, seed: int, part: str = "") -> None:
     """Changes all parameters, or those with a part in their names, so much that it would be noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -380,7 +379,7 @@ def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
 def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_path):
     """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced or refused."""
 
-    def opened(name: str, folder: str) -> Any:
+    def opened(name: str, folder: str):
         return open_sampler(checkpoints[name], server_urls=vllm_servers.urls, weight_dir=tmp_path / folder)
 
     with opened("other", "0") as other:

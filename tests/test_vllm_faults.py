@@ -7,7 +7,6 @@ import asyncio
 import gc
 import threading
 import time
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -68,7 +67,7 @@ async def ask(pool: ServerPool, number: int, n: int) -> tuple[int, list[Completi
     return number, (await pool.complete([number, 1, 2], n, SAMPLING))[0]
 
 
-def asked(pool: ServerPool, count: int, n: int) -> Any:
+def asked(pool: ServerPool, count: int, n: int):
     return (ask(pool, number, n) for number in range(count))
 
 

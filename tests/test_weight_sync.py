@@ -73,10 +73,7 @@ def test_weights_have_another_version_after_each_change(dtype):
     flat = torch.randn(36).to(dtype)
     layer = nn.Linear(5, 6).to(dtype)
     layer.weight.data, layer.bias.data = flat[1:31].view(6, 5), torch.zeros(6, dtype=dtype)
-    changes = [
-        lambda: layer.weight.data[5, 4].add_(1),
-        lambda: layer.bias.data.neg_(),
-    ]
+    changes = [lambda: layer.weight.data[5, 4].add_(1), lambda: layer.bias.data.neg_()]
     found = [weights_version(layer.parameters())]
     for change in changes:
         change()
