@@ -2,7 +2,6 @@
 
 import random
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ class ByPrompt:
     def __init__(self) -> None:
         self.rounds: list[list[str]] = []
 
-    def __call__(self, rows: list[str], trainer: Any) -> dict[str, list]:
+    def __call__(self, rows: list[str], trainer) -> dict[str, list]:
         self.rounds.append(rows[::GROUP])
         torch.manual_seed(0)  # the shuffle of a window follows
         return {
@@ -38,7 +37,7 @@ def has_signal(prompt: str, reward: ScriptedReward) -> bool:
     return len(set(rewards)) > 1
 
 
-def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int, ranks: int = 1) -> list[list[int]]:
+def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ranks: int = 1) -> list[list[int]]:
     """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
     windows, first, room = [], 0, ROOM * ranks
     for _ in range(count):

@@ -15,11 +15,10 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import EOS, run
+from tests.tiny import EOS, conversations, prompts, run
 
 # Of the clock
 TIMES = ("runtime", "per_second", "step_time", "time/")
@@ -38,11 +37,11 @@ class Rollouts:
         row: makes the rows of token ids and masks; TRL takes tensors, too.
     """
 
-    def __init__(self, *, equal: bool, masked: bool, row: Any = list):
+    def __init__(self, *, equal: bool, masked: bool, row=list):
         self.equal, self.masked, self.row = equal, masked, row
         self.calls = 0
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
+    def __call__(self, prompts: list[Any], trainer) -> dict[str, list]:
         chance = random.Random(f"{self.calls} {trainer.accelerator.process_index}")
         self.calls += 1
         trainer.reward_weights = trainer.reward_weights * 1.1  # as a callback may change them
@@ -64,7 +63,7 @@ class Rollouts:
         return output
 
 
-def encoded(tokenizer: Any, prompt: Any) -> list[int]:
+def encoded(tokenizer, prompt) -> list[int]:
     text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, tokenize=False)
     return tokenizer(text=text)["input_ids"]
 
@@ -83,13 +82,6 @@ def first(completions, completion_ids, log_extra, log_metric, difficulty=None, f
 def second(completion_ids, **columns):
     """Applies to two thirds of the rows, and once to none of a batch."""
     return [None if sum(ids) % 3 == 0 else float(sum(ids) % 3 == 1) for ids in completion_ids]
-
-
-def problems(count: int, *, conversational: bool) -> Dataset:
-    texts = [f"{number} + {3 * number} = " for number in range(count)]
-    if conversational:
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
-    return Dataset.from_dict({"prompt": texts})
 
 
 class ByTokens(GRPOTrainer):
@@ -134,7 +126,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def logged(
-    kind: Any,
+    kind,
     model: str,
     output: Path,
     *,
@@ -142,19 +134,29 @@ def logged(
     masked: bool = False,
     conversational: bool = False,
     generated: bool = False,
-    **settings: Any,
-) -> Any:
+    **settings,
+):
     """The trainer after steps with evaluations between them; its tables are in `output`."""
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         trainer.processing_class.chat_template = TEMPLATE
 
-    defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-3}
-    defaults |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "log_completions": True}
-    defaults |= {"loss_type": "dapo", "reward_weights": [1.0, 0.5], "max_completion_length": 20}
+    defaults = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "log_completions": True,
+        "loss_type": "dapo",
+        "reward_weights": [1.0, 0.5],
+        "max_completion_length": 20,
+    }
     ours = issubclass(kind, DASHTrainer)
     own = {"gradient_filter_threshold": None} if ours else {}
     row = torch.tensor if ours and masked else list
+    rows = conversations if conversational else lambda dataset: dataset
     torch.manual_seed(0)
     return run(
         kind,
@@ -163,8 +165,8 @@ def logged(
         reward=[first, second],
         rollouts=None if generated else Rollouts(equal=equal, masked=masked, row=row),
         in_process=generated,
-        dataset=problems(12, conversational=conversational),
-        eval_dataset=problems(2, conversational=conversational),
+        dataset=rows(prompts(12)),
+        eval_dataset=rows(prompts(2)),
         prepare=prepare,
         **{**defaults, **own, **settings},
     )

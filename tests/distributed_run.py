@@ -43,9 +43,8 @@ from dash_trl.sampling import model_log_probs
 from tests.by_prompt import ByPrompt, expected_windows
 from tests.contract import SCENARIOS, check_contract
 from tests.fake_server import Varied, Watch, factory
-from tests.scripted_turns import RandomTurns, plays, save_tool_model
-from tests.test_families import config_of
-from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
+from tests.models import config_of
+from tests.scripted_turns import LONGEST, TOOLS, RandomTurns, check_tools_contract, plays, problems, save_tool_model
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -476,7 +475,7 @@ def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_prompts_that_are_read_ahead(tiny_model, output, is_stream):
     """Of each rank, also from a checkpoint in the second epoch."""
-    from tests.test_prompts import check, walked
+    from tests.walks import check, walked
 
     dataset = prompts(13).to_iterable_dataset() if is_stream else prompts(13)
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2}

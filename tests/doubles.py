@@ -1,4 +1,4 @@
-"""Rollouts, rewards and callbacks of runs that are resumed, cut or delayed, for several files of tests."""
+"""Rollouts, rewards, callbacks and subclasses of trainers, for several files of tests."""
 
 import random
 import threading
@@ -6,8 +6,8 @@ import threading
 import torch
 from transformers import TrainerCallback
 
-from dash_trl import DASHCallback, DASHTrainer
-from tests.tiny import noting, prompts, run
+from dash_trl import DASHCallback, DASHTrainer, RolloutBatch
+from tests.tiny import noting, prompts, rows_of
 
 # Other shapes than the default ones of `tiny.run`
 WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
@@ -57,12 +57,12 @@ def same(whole, resumed):
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
-def recorded(model, output, resume=None, **settings):
-    """The prompts of each round of a run, and the trainer."""
+def recorded(train, resume=None, **settings):
+    """The prompts of each round of a run by the fixture `train`, and the trainer."""
     watch = noting("on_rollouts_sampled", lambda rollouts: [row["prompt"] for row in rollouts.examples[::4]])
     defaults = {"rollouts": SeededRollouts(), "optimizer": "adamw_torch", "dataset": prompts(64), **settings}
     callbacks = [watch, *defaults.pop("callbacks", [])]
-    return watch.noted, run(DASHTrainer, model, output, resume=resume, callbacks=callbacks, **defaults)
+    return watch.noted, train(resume=resume, callbacks=callbacks, **defaults)
 
 
 def odd(completion, completion_ids):
@@ -99,3 +99,34 @@ class SavesBetween(TrainerCallback):
     def on_substep_end(self, args, state, control, **kwargs):
         if self.trainer._step == 2:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+def token_log_probs(trainer, model, inputs) -> torch.Tensor:
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = inputs["completion_ids"].shape[1]
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, length)[0] * inputs["completion_mask"]
+
+
+class Penalised(DASHTrainer):
+    """Adds the mean of −log π over the tokens that are trained on."""
+
+    @torch.enable_grad()  # or another decorator, as TRL's methods have
+    def _compute_loss(self, model, inputs):
+        mean = -token_log_probs(self, model, inputs).sum() / inputs["completion_mask"].sum().clamp(min=1)
+        term = inputs["regularizer_scale"] * mean / self.current_gradient_accumulation_steps
+        return super()._compute_loss(model, inputs) + term
+
+
+class Replaced(DASHTrainer):
+    def _compute_loss(self, model, inputs):
+        return token_log_probs(self, model, inputs).sum()
+
+
+def rollouts() -> RolloutBatch:
+    batch = rows_of([[2, 3], [5, 6, 7], [8, 9, 10, 11]], [[0, 1, 2], [5], [10, 11, 12, 13, 14]])
+    batch.policy_version = torch.zeros(3, 2, dtype=torch.long)
+    batch.rewards = torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]])
+    batch.advantages = torch.tensor([0.5, -0.5, 1.0])
+    batch.importance_sampling_ratio = torch.ones(3, 1)
+    return batch

@@ -29,7 +29,7 @@ class FakeFusion(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers: list[tuple[int, dict[str, str], bytes]] = []
         self.requests: list[tuple[str, Any]] = []
-        self.headers: list[Any] = []
+        self.headers = []
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -54,14 +54,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_) -> None:
         pass
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """As documented: the status is that of the command, and Failed for a time-out or an exit code that is not 0."""
     assert request["language"] == "python" and isinstance(request["code"], str)
-    result: dict[str, Any] = {"status": "Finished", "execution_time": 0.1, "stderr": ""}
+    result = {"status": "Finished", "execution_time": 0.1, "stderr": ""}
     try:
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(

@@ -9,7 +9,7 @@ from aiohttp import web
 from toy_judge import ToyJudge
 
 
-def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
+def chat(content, *, refusal=None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
     """Return the body of a chat completion."""
     message = {"role": "assistant", "content": content, "refusal": refusal}
     return {
@@ -21,7 +21,7 @@ def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choi
     }
 
 
-def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
+def says(score, explanation="because") -> dict[str, Any]:
     return chat(json.dumps({"explanation": explanation, "score": score}))
 
 
@@ -32,8 +32,8 @@ class FakeJudge(ToyJudge):
         answer: takes the body of a request; returns a body (with status 200), (status, body), "hangs" or "hangs up".
     """
 
-    def __init__(self, answer: Callable[[dict], Any] = lambda request: says(7)):
-        self.reset(answer)
+    def __init__(self, *answer: Callable[[dict], Any]):
+        self.reset(*answer)
         super().__init__()
 
     def reset(self, answer: Callable[[dict], Any] = lambda request: says(7)) -> None:

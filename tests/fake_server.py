@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling import ServerGeneration, tensor_checksum
+from dash_trl.sampling import ServerGeneration, ServerPool, tensor_checksum
 from tests.tiny import EOS, ON_GPU, log_probs, run
 
 NAN = float("nan")
@@ -62,22 +62,13 @@ class Fake:
         well, hold: events; while they are cleared, no look and no prompt is answered.
     """
 
-    def __init__(
-        self,
-        fault: str | None = None,
-        times: int = 10**9,
-        *,
-        spared: int = 0,
-        poison: int | None = None,
-    ):
+    def __init__(self, fault: str | None = None, times: int = 10**9, *, spared: int = 0, poison: int | None = None):
         self.fault, self.times, self.spared, self.poison = fault, times, spared, poison
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
         self.tag = "default"  # tag of the weights; "default" is that of a server that was just started
         self.report = {"dtype": "float32", "shape": {}, "comparable": True}
-        self.config = {
-            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
-        }
+        self.config = {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096}}
         self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
         self.key: str | None = None  # if set, requests need this key
         self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
@@ -259,6 +250,11 @@ def is_idle(pool):
     return not pool.fleet.jobs()
 
 
+def pool_of(*fakes, **options):
+    """Returns a pool of fake servers, none of which it has seen."""
+    return ServerPool([fake.url for fake in fakes], **{"server_timeout": 60.0, **options})
+
+
 def sampler_of(fakes, model, folder, **options):
     """Returns a sampler on fake servers, to which no weights have been sent."""
     return ServerGeneration(
@@ -291,11 +287,11 @@ class Dated(Fake):
         log_prob: the log-prob of every token.
     """
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options):
         self.requests: list[dict[str, Any]] = []
         self.answered: list[tuple[int, ...]] = []
         self.version, self.log_prob = 0, -0.5
-        self.step: Any = lambda: 0
+        self.step = lambda: 0
         super().__init__(**options)
 
     @property
@@ -306,14 +302,14 @@ class Dated(Fake):
         super().load(path)
         self.version = self.step()
 
-    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+    def answer(self, send, request: dict[str, Any], fault: str | None) -> None:
         came = self.version
         if rollout := request["max_tokens"] > 1:  # else a trial
             self.requests.append(request)
             self.hold.wait(SECONDS)
         self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
 
-    def send_rows(self, send: Any, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
+    def send_rows(self, send, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
         most, choices = request["max_tokens"], []
         for index, ids in enumerate(rows):
             log_probs = {"token_logprobs": [self.log_prob] * len(ids[:most])}
@@ -353,7 +349,7 @@ class Watch(DASHCallback):
 
     def __init__(self) -> None:
         self.windows: list[SimpleNamespace] = []
-        self.wait: Any = lambda window: None
+        self.wait = lambda window: None
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
         self.windows.append(
@@ -369,12 +365,12 @@ class Watch(DASHCallback):
         self.wait(len(self.windows) - 1)
 
 
-def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, **settings: Any) -> tuple[Any, Any]:
+def asynchronous(tiny_model: str, output, fakes: list[Dated], level: int, **settings) -> tuple[Any, Any]:
     """Trains with fake servers, which are sent the weights; returns the trainer and the watch."""
     watch = settings.pop("watch", None) or Watch()
     prepare_more = settings.pop("prepare", lambda trainer: None)
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         for fake in fakes:
             fake.serve(tiny_model)
             fake.step = lambda: trainer.state.global_step

@@ -51,7 +51,7 @@ from trl import GRPOConfig, GRPOTrainer
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
 from tests.fake_server import Varied, loaded
-from tests.test_families import DELTA
+from tests.models import DELTA
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

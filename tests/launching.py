@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
+SHARED = ROOT.parent / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K, MATH-500 and MBPP+ are not in {SHARED}")
 Done = subprocess.CompletedProcess[str]
 HANGS = 1800.0  # seconds; a last resort
 
@@ -30,10 +32,12 @@ def toy() -> str:
 def python() -> Callable[..., Done]:
     """Returns a function that runs a new interpreter with arguments, to its end."""
 
-    def run(*arguments: object, **settings: object) -> Done:
-        """Args: settings: of `subprocess.run`."""
+    def run(*arguments: object, fails: bool = False, **settings: object) -> Done:
+        """Args: fails: True = its exit code must not be 0, False = it must be. settings: of `subprocess.run`."""
         command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=HANGS, **settings)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, **settings)
+        assert (done.returncode != 0) == fails, done.stdout[-9000:] + done.stderr[-6000:]
+        return done
 
     return run
 
@@ -69,3 +73,7 @@ def ends(process: int) -> bool:
     gone = bool(select.select([handle], [], [], 60)[0])
     os.close(handle)
     return gone
+
+
+def flags(settings: dict[str, object]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]

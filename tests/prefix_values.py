@@ -4,6 +4,8 @@ import math
 import random
 from statistics import fmean
 
+import pytest
+
 from dash_trl.process_rewards import ValueRequest
 from tests.tiny import log_probs
 
@@ -21,6 +23,12 @@ def random_requests(count: int = 5, longest: int = 40) -> list[ValueRequest]:
         answers = (str(generator.randrange(100)), "1 + 2")[: generator.randint(1, 2)]
         requests.append(ValueRequest(ids(generator.randint(1, 9)), completion, (0, *sorted(inner)), answers))
     return requests
+
+
+def check_values(values, model, tokenizer, requests, force_prompt: str = " = ", near: float = 1e-5) -> None:
+    """Asserts that the values of requests are those of `by_prefix`."""
+    for request, row in zip(requests, values, strict=True):
+        assert row == pytest.approx(by_prefix(model, tokenizer, request, force_prompt, -10.0), abs=near)
 
 
 def by_prefix(model, tokenizer, request: ValueRequest, force_prompt: str, floor: float) -> list[float]:

@@ -29,11 +29,7 @@ def normalised(column: list[float | None]) -> list[float | None]:
 
 
 def group_advantages(
-    rewards: list[list[float | None]],
-    weights: list[float],
-    group_size: int,
-    scale_rewards: str,
-    aggregation: str,
+    rewards: list[list[float | None]], weights: list[float], group_size: int, scale_rewards: str, aggregation: str
 ) -> list[float]:
     """GRPO's outcome advantages; `None` = not applicable; a row of `None` only has advantage 0."""
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from dash_trl import DASHTrainer
 from tests.contract import ByTokens, check_logs, first, second
-from tests.tiny import EOS, log_probs, run, save_tiny_model
+from tests.tiny import EOS, corrects, log_probs, run, save_tiny_model, user
 
 END = "<|im_end|>"
 # As in GPT-OSS's template, a result is named after the call before it.
@@ -61,17 +62,13 @@ SMALL = {  # a step on two rows of a prompt
 }
 
 
-def save_tool_model(directory: Path, **settings: Any) -> str:
+def save_tool_model(directory: Path, **settings) -> str:
     """A tiny model whose tokenizer knows tools."""
     path = save_tiny_model(directory, **settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE_TEMPLATE
     tokenizer.save_pretrained(path)
     return path
-
-
-def user(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
 
 
 def written(content: str, *calls: tuple[str, Any], kind: str = "function") -> str:
@@ -112,10 +109,10 @@ class ScriptedTurns:
         self._asked: dict[str, int] = {}
         self._rest: list[tuple[list[int], list[list[int]]]] = []  # (beginning of a later prompt, remaining turns)
 
-    def prepare(self, trainer: Any) -> None:
+    def prepare(self, trainer) -> None:
         """Makes `trainer` sample these turns; its transformer does not run."""
 
-        def sampled(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        def sampled(prompt_ids: list[list[int]], *args, **kwargs) -> tuple[list[list[int]], Any]:
             trainer._last_loaded_step = trainer.state.global_step  # as if sampled with the current weights
             turns = [self.turn(trainer._tokenizer, prompt) for prompt in prompt_ids]
             if self.noise is None:
@@ -124,7 +121,7 @@ class ScriptedTurns:
 
         trainer._generate_single_turn = sampled
 
-    def turn(self, tokenizer: Any, prompt: list[int]) -> list[int]:
+    def turn(self, tokenizer, prompt: list[int]) -> list[int]:
         prompt, text = list(prompt), tokenizer.decode(prompt)
         if self.anchor not in text:
             return [tokenizer.eos_token_id]  # a rank without waiting rows only takes part in the collective
@@ -145,20 +142,24 @@ class ScriptedTurns:
             self._rest.append((prompt + turn, rest))
         return list(turn)
 
-    def _log_probs(self, trainer: Any, prompt: list[int], turn: list[int]) -> list[float]:
+    def _log_probs(self, trainer, prompt: list[int], turn: list[int]) -> list[float]:
         chance = random.Random(str(turn))
         return [value + chance.gauss(0.0, self.noise) for value in log_probs(trainer.model, prompt, turn)]
 
 
-def plays(script: Any, *others: Callable[[Any], None], **options: Any) -> Callable[[Any], None]:
-    """Returns a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
+def together(*parts: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns a `prepare` that calls others."""
 
-    def prepare(trainer: Any) -> None:
-        ScriptedTurns(script, **options).prepare(trainer)
-        for one in others:
+    def prepare(trainer) -> None:
+        for one in parts:
             one(trainer)
 
     return prepare
+
+
+def plays(script, *others: Callable[[Any], None], **options) -> Callable[[Any], None]:
+    """Returns a `prepare` for several runs: each run begins the script anew. It also calls `others`."""
+    return together(lambda trainer: ScriptedTurns(script, **options).prepare(trainer), *others)
 
 
 RANDOM_CALLS = {"add": {"a": 1, "b": 2}, "later": {"text": "x"}, "fails": {}, "fill": {"length": 60}}
@@ -228,7 +229,7 @@ class Counter:
     def __init__(self) -> None:
         self.total, self.columns = 0, {}
 
-    def reset(self, **columns: Any) -> Any:
+    def reset(self, **columns):
         self.total, self.columns = 0, columns
         return {"text": " text", "parts": PARTS}.get(columns.get("observed"))
 
@@ -267,7 +268,7 @@ class Counter:
 class Echo:
     """Owns its reward, and gives it later."""
 
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         self.said = ""
         return f"echo {columns}"
 
@@ -291,7 +292,7 @@ class Echo:
 class Mute:
     """Owns no reward."""
 
-    def reset(self, **columns: Any) -> None: ...
+    def reset(self, **columns) -> None: ...
 
     def look(self) -> str:
         """Looks."""
@@ -308,7 +309,7 @@ class Judge:
         self.asked: list[dict[str, Any]] = []
         self.environments: list[list[Any]] = []  # of each call
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def __call__(self, completion_ids: list[list[int]], **columns) -> list[float]:
         self.environments.append(list(columns.pop("environments", ())))
         asked = {name: value for name, value in columns.items() if name not in self.IGNORED}
         states = [(type(one).__name__, vars(one)) for one in self.environments[-1]]
@@ -319,11 +320,11 @@ class Judge:
 def check_as_trl(
     model: str,
     folder: Path,
-    script: Any,
+    script,
     *others: Callable[[Any], None],
-    more: Any,
+    more,
     options: dict[str, Any] | None = None,
-    **settings: Any,
+    **settings,
 ) -> SimpleNamespace:
     """Compares the log, the tables, the prompts, and what reward functions got. Returns those of `DASHTrainer`.
 
@@ -335,13 +336,8 @@ def check_as_trl(
     found = []
     for kind in (ByTokens, DASHTrainer):
         judge, turns = Judge(), ScriptedTurns(script, **(options or {}))
-
-        def prepare(trainer: Any, parts: Any = (turns.prepare, *others)) -> None:
-            for one in parts:
-                one(trainer)
-
         own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
-        defaults: dict[str, Any] = {
+        defaults = {
             "learning_rate": 1e-3,
             "loss_type": "dapo",
             "reward": [first, second, judge],
@@ -349,19 +345,72 @@ def check_as_trl(
         }
         torch.manual_seed(0)
         output, settings_of_it = folder / kind.__name__, {**defaults, **settings, **own}
-        trainer = run(kind, model, output, in_process=True, prepare=prepare, more=more, **settings_of_it)
-        found.append(
-            SimpleNamespace(
-                trainer=trainer,
-                log=trainer.state.log_history,
-                prompts=turns.prompts,
-                asked=judge.asked,
-                environments=judge.environments,
-            )
+        trainer = run(
+            kind, model, output, in_process=True, prepare=together(turns.prepare, *others), more=more, **settings_of_it
         )
+        log = trainer.state.log_history
+        found.append(SimpleNamespace(trainer=trainer, log=log, prompts=turns.prompts, **vars(judge)))
     trl, dash = found
     check_logs([trl.trainer, dash.trainer])
     assert dash.prompts == trl.prompts and len(dash.asked) == len(trl.asked)
     for one, other in zip(trl.asked, dash.asked, strict=True):
         assert other == one
     return dash
+
+
+TOOLS = [add, later, fails, fill]
+
+OF_ENVIRONMENTS = {"add": {"a": 1, "b": 2}, "count": {"step": 2}, "count_later": {"step": 1}, "shout": {"text": "hey"}}
+
+LONGEST = 150  # tokens of a completion: some answers do not fit
+
+
+def problems(count: int) -> Dataset:
+    names = ["counter", "echo", "twin", "mute"]
+    return Dataset.from_dict(
+        {
+            "prompt": [user(f"{number} + {3 * number} = ") for number in range(count)],
+            "environment": [names[number % 4] for number in range(count)],
+            "observed": [("text", "")[number // 4 % 2] for number in range(count)],
+        }
+    )
+
+
+SEVERAL = {"environment_factory": {"counter": Counter, "twin": Counter, "echo": Echo, "mute": Mute}, "tools": [add]}
+
+# name → (arguments of the trainer, of the script, settings)
+SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "one call, truncated rows are masked": (
+        {"tools": TOOLS},
+        {},
+        {"max_tool_calling_iterations": 1, "mask_truncated_completions": True, "chat_template_kwargs": {"mark": "!"}},
+    ),
+    "environments": (SEVERAL, {"calls": OF_ENVIRONMENTS}, {}),
+    "tools and a sampler's log-probs": (
+        {"tools": TOOLS},
+        {"noise": 0.1, "also": [corrects]},
+        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.05},
+    ),
+}
+
+
+def check_tools_contract(model: str, folder: Path, name: str) -> None:
+    """Two steps, and their evaluations."""
+    arguments, of_script, settings = SCENARIOS[name]
+    options = dict(of_script)
+    turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS)), options.pop("also", ())
+    defaults = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "max_completion_length": LONGEST,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "dataset": problems(12),
+        "eval_dataset": problems(2),
+        "log_completions": True,
+        "num_completions_to_print": 1,
+    }
+    dash = check_as_trl(model, folder, turns, *also, more=arguments, options=options, **{**defaults, **settings})
+    for prefix in ("", "eval_"):
+        assert any(log.get(f"{prefix}tools/call_frequency", 0) > 0 for log in dash.log)

@@ -5,7 +5,6 @@ vllm serve … --logits-processors tests.slow_tokens:SlowTokens
 
 import os
 import time
-from typing import Any
 
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -17,13 +16,13 @@ SECONDS = 0.2  # without work: a server is not starved of its core, and hears of
 class SlowTokens(LogitsProcessor):
     """While the file `slow` exists, a token takes as long as one of a larger model; while `hold` exists, none comes."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args) -> None:
         self.slow, self.hold = (os.path.join(os.environ[FOLDER], name) for name in ("slow", "hold"))
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update: Any) -> None:
+    def update_state(self, batch_update) -> None:
         pass
 
     def apply(self, logits: Tensor) -> Tensor:

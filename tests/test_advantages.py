@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_trl import DASHTrainer
-from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages
+from dash_trl.update import ESTIMATORS, checked_advantages, group_advantages, outcome_advantages, weighted_rewards
 from tests import reference
-from tests.tiny import refused, run
+from tests.tiny import refused
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -127,17 +127,28 @@ def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
     assert one.dtype == torch.float32 and one.tolist() == [1.0, -1.0, 0.0, 0.5]
 
 
-def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model, tmp_path):
+def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(train):
     class Standardised(DASHTrainer):
         def compute_advantages(self, rewards):
             group = rewards.view(-1, self.num_generations)
             return ((group - group.mean(dim=1, keepdim=True)) / group.std(dim=1, keepdim=True)).flatten()
 
     refused(
-        "Standardised.compute_advantages returned nan .* spread of a constant group",
-        run,
-        Standardised,
-        tiny_model,
-        tmp_path,
-        constant=1.0,
+        "Standardised.compute_advantages returned nan .* spread of a constant group", train, Standardised, constant=1.0
     )
+
+
+REWARDS_OF_TWO = torch.zeros(4, 2)
+WEIGHTS = torch.zeros(2)
+
+
+def test_the_wrong_argument_is_named():
+    """One of another rank or length: broadcast, it would train on something else."""
+    for rewards, weights, said in (
+        (torch.zeros(4), WEIGHTS, r"rewards has the shape \[4\], which is not \[N, F\]"),
+        (REWARDS_OF_TWO, torch.zeros(1), r"weights has the shape \[1\], which is not \[F=2\]"),
+        (REWARDS_OF_TWO, torch.zeros(4, 1), r"weights has the shape \[4, 1\], which is not \[F=2\]"),
+        (REWARDS_OF_TWO, [1.0, 1.0], r"weights is a list. Pass a tensor \[F=2\]"),
+    ):
+        refused(said, weighted_rewards, rewards, weights)
+    refused("4 rewards do not split into groups of 3", group_advantages, REWARDS_OF_TWO, WEIGHTS, 3)

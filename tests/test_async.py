@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from dash_trl.rollout import RunAhead, StaleRollouts
 from dash_trl.sampling import ServerPool, WeightMismatch
@@ -25,10 +24,11 @@ from tests.fake_server import (
     Watch,
     asynchronous,
     factory,
+    pool_of,
     sampler_of,
     settle,
 )
-from tests.tiny import prompts, refusal, tiny_tokenizer
+from tests.tiny import load, prompts, refusal, tiny_tokenizer
 from tests.vllm_run import wait_until
 
 fakes = factory(Dated)
@@ -103,23 +103,14 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
     """A server with room for one group at a time; a callback that samples and scores for itself."""
     fake, own = fakes(), []
 
-    def prepare(trainer: Any) -> None:
+    def prepare(trainer) -> None:
         trainer.vllm_generation.pool.fleet.most_sequences = 4
 
     class Samples(Watch):
         def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
             own.append(trainer.vllm_generation.generate([[7, 8, 9]] * 4, None, 4)[1])
 
-    _, watch = asynchronous(
-        tiny_model,
-        tmp_path,
-        [fake],
-        2,
-        max_steps=3,
-        watch=Samples(),
-        prepare=prepare,
-        **STEP,
-    )
+    _, watch = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=3, watch=Samples(), prepare=prepare, **STEP)
     assert len(own) == 3 and all(len(rows) == 4 for rows in own)
     asked = [tiny_tokenizer()(text=window.prompts)["input_ids"] for window in watch.windows]
     trained = [ids for window in asked for ids in dict.fromkeys(map(tuple, window))]
@@ -141,12 +132,12 @@ def test_rollouts_that_are_too_old_are_an_error_with_every_number():
 
 
 @pytest.fixture
-def sampler(tiny_model, tmp_path, fakes) -> Any:
+def sampler(tiny_model, tmp_path, fakes):
     """A sampler whose server, `fake`, has been given the weights."""
     fake = fakes()
     fake.config["model_config"]["max_model_len"] = 20
     fake.serve(tiny_model)
-    vllm = sampler_of([fake], AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path, max_completion_length=8)
+    vllm = sampler_of([fake], load(tiny_model), tmp_path, max_completion_length=8)
     vllm.sync_weights()
     vllm.fake = fake
     return vllm
@@ -155,7 +146,7 @@ def sampler(tiny_model, tmp_path, fakes) -> Any:
 def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
     """A server that gets one has lost its old weights, and does not answer any more."""
     adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
-    fake, model = fakes(), get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)
+    fake, model = fakes(), get_peft_model(load(tiny_model), adapter)
     fake.serve(tiny_model)
     said = refusal(sampler_of([fake], model, tmp_path).sync_weights)
     assert "['model.embed_tokens.token_adapter." in said and not fake.loads
@@ -164,7 +155,7 @@ def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_
 def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fakes, caplog):
     """Rounding is no mismatch, but other weights are."""
     for fault, refused in ((None, nullcontext()), ("old copies", pytest.raises(WeightMismatch, match="bfloat16"))):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model = load(tiny_model)
         with torch.no_grad():
             model.lm_head.weight.mul_(8)  # so that rounding shows
         fake = fakes(fault=fault)
@@ -174,7 +165,7 @@ def test_a_trainer_in_bf16_beside_a_server_in_float32(tiny_model, tmp_path, fake
     assert all(caplog.text.count(one) == 2 for one in ("servers' context is 4096 tokens", "for the first time, twice"))
 
 
-def requests_of(sampler: Any, rows: list[list[int]], group: int, **kwargs: Any) -> list[dict[str, Any]]:
+def requests_of(sampler, rows: list[list[int]], group: int, **kwargs) -> list[dict[str, Any]]:
     sampler.fake.requests.clear()
     sampler.generation_kwargs = kwargs
     assert [len(answers) for answers in sampler.generate(rows, None, group)] == [len(rows)] * 4
@@ -190,7 +181,7 @@ def test_equal_neighbours_are_groups_of_their_own(sampler):
 def test_a_completion_fits_into_the_context(sampler):
     """Else the server refuses the request; a prompt that is too long alone is left for it to report."""
 
-    def limits(*lengths: int, **kwargs: Any) -> dict[int, int]:
+    def limits(*lengths: int, **kwargs) -> dict[int, int]:
         rows = [[0] * length for length in lengths]
         return {len(one["prompt"]): one["max_tokens"] for one in requests_of(sampler, rows, 1, **kwargs)}
 
@@ -201,11 +192,11 @@ def test_a_completion_fits_into_the_context(sampler):
 # ------------------------------------------------------------------------------------- the pool, while weights are sent
 
 
-def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
+def with_weights(*fakes: Dated, **options) -> ServerPool:
     """A pool whose servers have the current weights."""
-    pool = ServerPool([fake.url for fake in fakes], **{"server_timeout": SECONDS, **options})
+    pool = pool_of(*fakes, **{"server_timeout": SECONDS, **options})
 
-    async def refit(server: Any) -> int:
+    async def refit(server) -> int:
         return pool.fleet.version
 
     pool.refit = refit
@@ -216,17 +207,17 @@ def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
 SAMPLING = {"max_tokens": 8}
 
 
-def submit(pool: ServerPool, count: int) -> Any:
+def submit(pool: ServerPool, count: int):
     return pool.submit(pool.complete([i, 5], 1, SAMPLING) for i in range(count))
 
 
 def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):
     """A server that answers one request after the other, each in two thirds of the limit."""
     fake, clock = fakes(), Clock(monkeypatch)
-    pool = pool_of([fake], server_timeout=9000.0, request_timeout=300.0)
+    pool = with_weights(fake, server_timeout=9000.0, request_timeout=300.0)
     answer, go_on = fake.answer, threading.Semaphore(0)
 
-    def one_at_a_time(*arguments: Any) -> None:
+    def one_at_a_time(*arguments) -> None:
         fake.requests.append(arguments[1])
         assert go_on.acquire(timeout=SECONDS)
         answer(*arguments)
@@ -250,7 +241,7 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
 def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     """Its load fails, and it goes on with what it has; that is known when all have loaded."""
     bad, good = fakes(), fakes()
-    pool = pool_of([bad, good])
+    pool = with_weights(bad, good)
     bad.hold.clear()
     good.hold.clear()
     batch = submit(pool, 4)
@@ -271,7 +262,7 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
     alive, away = fakes(), fakes()
-    pool = pool_of([alive, away])
+    pool = with_weights(alive, away)
     alive.hold.clear()
     away.well.clear()
     batch = submit(pool, 2)

@@ -23,7 +23,6 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pebble.pool.process import PoolManager
@@ -40,9 +39,8 @@ from dash_trl.workers import (
     WorkerDied,
     call_all,
 )
-from tests.launching import ends
+from tests.launching import ROOT, ends
 
-ROOT = Path(__file__).parents[1]
 MINUTES = 300.0  # for what takes no time, on a machine however busy
 SOON = 0.5  # after which a call that hangs is given up
 
@@ -151,7 +149,7 @@ def check(outcome: object, expected: object, row: object = None) -> None:
         assert outcome == expected or outcome != outcome and expected != expected, (row, repr(outcome))
 
 
-def one(backend: Backend, function: Callable, timeout: float = MINUTES, **arguments: object) -> Any:
+def one(backend: Backend, function: Callable, timeout: float = MINUTES, **arguments: object):
     return call_all(backend, function, [arguments], timeout=timeout)[0]
 
 
@@ -162,7 +160,7 @@ class Everywhere:
     """The tests of all backends.
 
     Attributes:
-        kind: name of the backend in `RewardRunner`.
+        kind: name of the backend in `RewardRunner`. make: makes one.
         act, fated: the functions that are called.
         faults: what may befall a call.
         late: type of the error of a call that hangs.
@@ -170,9 +168,15 @@ class Everywhere:
     """
 
     kind, late = "", Overdue
+    make: Callable[[], Backend]
     act, fated = staticmethod(act), staticmethod(fated)
     faults: Sequence[str] = tuple(FAULTS)
     fates: Sequence[str] = tuple(FATES)
+
+    @pytest.fixture(scope="class")
+    def backend(self) -> Iterator[Backend]:
+        with closing(self.make()) as backend:
+            yield backend
 
     def test_a_call_ends_once_with_its_own_outcome_and_takes_no_other_along(self, backend, tmp_path):
         """All faults at once, among calls without any; each is called once, whatever becomes of its neighbours."""
@@ -220,21 +224,13 @@ class Everywhere:
 class TestThreads(Everywhere):
     kind, faults = "thread", tuple(ANYWHERE)
     fates = ("NaN", "raise", "exit when it is read", "hang when it is read")  # in the trainer's process nothing may die
-
-    @pytest.fixture(scope="class")
-    def backend(self) -> Iterator[Backend]:
-        with closing(ThreadCalls(4)) as backend:
-            yield backend
+    make = staticmethod(partial(ThreadCalls, 4))
 
 
 class TestEventLoop(Everywhere):
     kind, faults, fates = "asyncio", tuple(ANYWHERE), ("raise", "NaN", "exit when it is read")
     act, fated = staticmethod(act_async), staticmethod(fated_async)
-
-    @pytest.fixture(scope="class")
-    def backend(self) -> Iterator[Backend]:
-        with closing(AsyncCalls(4)) as backend:
-            yield backend
+    make = staticmethod(partial(AsyncCalls, 4))
 
 
 # ------------------------------------------------------------------------------------------------- other processes
@@ -324,11 +320,7 @@ def refuse() -> None:
 
 class TestProcesses(InAnotherProcess):
     kind, fates = "process", tuple(reversed(FATES))
-
-    @pytest.fixture(scope="class")
-    def backend(self) -> Iterator[Backend]:
-        with closing(ProcessCalls([act, as_it_is, leave_a_child], 2)) as backend:
-            yield backend
+    make = staticmethod(partial(ProcessCalls, [act, as_it_is, leave_a_child], 2))
 
     def test_the_call_before_a_death_keeps_its_value(self, monkeypatch, tmp_path):
         """The pool reads late what its workers have sent."""
@@ -450,11 +442,7 @@ print(call_all(RayCalls([mark]), mark, [{}] * 3, timeout=300))
 @pytest.mark.usefixtures("ray_cluster")
 class TestRay(InAnotherProcess):
     kind = "ray"
-
-    @pytest.fixture(scope="class")
-    def backend(self, ray_cluster) -> Iterator[Backend]:
-        with closing(RayCalls([act, as_it_is, leave_a_child], 64)) as backend:
-            yield backend
+    make = staticmethod(partial(RayCalls, [act, as_it_is, leave_a_child], 64))
 
     def test_a_call_whose_ray_worker_is_lost_is_made_once_more(self, tmp_path):
         with closing(RayCalls([kill_ray_worker])) as backend:

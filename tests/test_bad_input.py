@@ -17,15 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    Qwen2Config,
-    T5Config,
-    TrainerCallback,
-)
+from transformers import AutoModel, AutoTokenizer, BloomConfig, Qwen2Config, T5Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -44,23 +36,23 @@ from dash_trl.checks import (
 )
 from dash_trl.config import CHOICES
 from dash_trl.sampling import FileWeights
-from tests.test_regularizers import Penalised, Replaced
-from tests.tiny import ScriptedReward, prompts, refusal, refused, save_tiny_model
+from tests.doubles import Penalised, Replaced
+from tests.tiny import ScriptedReward, assistant, load, prompts, refusal, refused, save_tiny_model, user
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
 
-def config(**settings: Any) -> DASHConfig:
-    defaults = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "max_completion_length": 8}
+def config(**settings) -> DASHConfig:
+    defaults = {"use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 8}
     return DASHConfig("dash-output", **{**defaults, **settings})
 
 
-def build(model: Any, *, settings: dict[str, Any] | None = None, **given: Any) -> DASHTrainer:
+def build(model, *, settings: dict[str, Any] | None = None, **given) -> DASHTrainer:
     defaults = {"args": config(**(settings or {})), "train_dataset": prompts(16)}
     return DASHTrainer(model, ScriptedReward(), **{**defaults, **given})
 
 
-def checked(model: Any, *, eval_dataset: Any = None, train_dataset: Any = None, **settings: Any) -> None:
+def checked(model, *, eval_dataset=None, train_dataset=None, **settings) -> None:
     """The checks of arguments before weights are loaded."""
     others = {"rollout_func": settings.pop("rollout_func", None)}
     dataset = prompts(16) if train_dataset is None else train_dataset
@@ -199,7 +191,7 @@ def test_the_help_names_all_losses():
 # ---------------------------------------------------------------------- in the arguments, before a weight is loaded
 
 
-def of(*column: Any) -> Dataset:
+def of(*column) -> Dataset:
     return Dataset.from_dict({"prompt": list(column) * 16})
 
 
@@ -253,7 +245,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a number as a prompt": ({"train_dataset": of(1, 2)}, f"Row 0 of train_dataset has the prompt 1, {NEITHER}"),
     "an image to look at": (
-        {"eval_dataset": of([{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image"}]}])},
+        {"eval_dataset": of(user([{"type": "text", "text": "1"}, {"type": "image"}]))},
         f"Row 0 of eval_dataset has the prompt .*'image'.*{NEITHER}",
     ),
     "no prompt to evaluate": (
@@ -261,7 +253,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         rf"Row 1 of eval_dataset\['easy'\] has the prompt '', {NEITHER}",
     ),
     "an answer that has begun": (
-        {"train_dataset": of([{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>"}])},
+        {"train_dataset": of(user("1") + assistant("<think>"))},
         "Row 0 of train_dataset has the prompt .*, which ends with a message .* continue_final_message=True",
     ),
     # models
@@ -290,7 +282,7 @@ class OwnModel(Qwen2ForCausalLM):
 AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
 
 
-def with_config(source: str, directory: Path, **changes: Any) -> str:
+def with_config(source: str, directory: Path, **changes) -> str:
     """A copy of a model with other entries in its config.json."""
     shutil.copytree(source, directory)
     entries = json.loads((directory / "config.json").read_text()) | changes
@@ -321,24 +313,24 @@ def test_arguments(tiny_model, checkpoints, unloadable):
 
 
 def frozen(model: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
+    return load(model).requires_grad_(False)
 
 
 def hooked(model: str) -> torch.nn.Module:
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = load(model)
     loaded.lm_head.weight.register_post_accumulate_grad_hook(print)
     return loaded
 
 
-def adapted(config: Any) -> Callable[[str], torch.nn.Module]:
-    return lambda model: get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+def adapted(config) -> Callable[[str], torch.nn.Module]:
+    return lambda model: get_peft_model(load(model), config)
 
 
 def test_models(tiny_model):
     frozen_lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
     for make, said in (
         (AutoModel.from_pretrained, "a Qwen2Model, but .* with a language modeling head"),
-        (lambda name: torch.compile(AutoModelForCausalLM.from_pretrained(name)), "is compiled.* torch_compile=True"),
+        (lambda name: torch.compile(load(name)), "is compiled.* torch_compile=True"),
         (adapted(VIRTUAL), "PrefixTuningConfig: virtual tokens cannot be trained"),
     ):
         refused(said, check_model, make(tiny_model), config())
@@ -402,7 +394,7 @@ def test_what_is_warned_of(tiny_model, caplog):
         assert is_said or said != stale or not caplog.records
     caplog.clear()
     for trained, has_copies in ((True, True), (False, False)):  # of 16 bits, but with copies, or not trained
-        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).requires_grad_(trained)
+        model = load(tiny_model, dtype=torch.bfloat16).requires_grad_(trained)
         check_rounding(model, config(), has_copies=has_copies)
     assert not caplog.records
     model.config.attn_logit_softcapping = 50.0
@@ -430,10 +422,7 @@ def test_a_tokenizer_without_an_end(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.eos_token = None
     refused(
-        "has no eos_token, so no completion could end. Set one",
-        build,
-        AutoModelForCausalLM.from_pretrained(tiny_model),
-        processing_class=tokenizer,
+        "has no eos_token, so no completion could end. Set one", build, load(tiny_model), processing_class=tokenizer
     )
 
 
@@ -446,7 +435,7 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
         ("do_sample", False, "Use a low temperature"),
         ("return_dict_in_generate", True, "Use log_completions"),
     ):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model = load(tiny_model)
         tokenizer = AutoTokenizer.from_pretrained(tiny_model)
         if by_model:
             setattr(model.generation_config, name, value)
@@ -466,7 +455,7 @@ def test_what_generate_cannot_do_in_training_is_refused(tiny_model, by_model):
     ],
 )
 def test_what_makes_samples_or_updates_others_than_the_models_is_warned_of(tiny_model, caplog, option, dtype, logged):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+    model = load(tiny_model, dtype=dtype)
     model.generation_config.update(**option)
     build(model, processing_class=AutoTokenizer.from_pretrained(tiny_model))
     assert re.search(logged, "".join(one.getMessage() for one in caplog.records if one.name.startswith("dash_trl")))
@@ -492,9 +481,8 @@ def test_an_adapter_that_parts_tied_embeddings(tmp_path):
         ({"modules_to_save": ["norm"]}, RuntimeError, "did not answer"),
     ):
         lora = LoraConfig(**{"target_modules": ["q_proj"], **settings})
-        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(path), lora)
-        with pytest.raises(error, match=said):
-            build(adapted, args=args, processing_class=AutoTokenizer.from_pretrained(path))
+        adapted = get_peft_model(load(path), lora)
+        refused(said, build, adapted, error=error, args=args, processing_class=AutoTokenizer.from_pretrained(path))
 
 
 def test_a_server_that_is_not_there(tmp_path, tiny_model):
@@ -504,8 +492,13 @@ def test_a_server_that_is_not_there(tmp_path, tiny_model):
     other_run = FileWeights(tmp_path / "_vllm_weights", torch.float32)
     weights = other_run.write([], 1)
     for _ in range(2):  # a notebook's cell, run once more
-        with pytest.raises(RuntimeError, match=r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.2 s"):
-            build(tiny_model, args=args)
+        refused(
+            r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.2 s",
+            build,
+            tiny_model,
+            error=RuntimeError,
+            args=args,
+        )
     assert Path(weights.path).is_dir()
 
 

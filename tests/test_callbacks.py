@@ -7,10 +7,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.notebook import NotebookProgressCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RewardRunner
+from dash_trl import DASHCallback, ProcessRewardCallback, RewardRunner
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback, monitor
-from tests.test_rollouts import rollouts
-from tests.tiny import read_rows, refused, run
+from tests.doubles import rollouts
+from tests.tiny import read_rows, refused
 
 
 class Recorder(DASHCallback):
@@ -34,11 +34,11 @@ class Recorder(DASHCallback):
         self.seen.append(rollouts.advantages.tolist())
 
 
-def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(tiny_model, tmp_path):
+def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(train):
     """A reward that begins after the callback gets the columns that the callback has changed."""
     recorder, reward = Recorder(), RewardRunner(lambda completion, answer: float(answer == "changed"))
     settings = {"callbacks": [TrainerCallback(), recorder], "max_steps": 2, "reward": reward}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    trainer = train(**settings)
     scored = [[[1.0]] * 16, [0.0] * 16]
     assert recorder.seen == [[[0, 0]] * 16, *scored, [[1, 1]] * 16, *scored]
     plain = type("Plain", (TrainerCallback,), {"on_advantage": print})
@@ -70,7 +70,7 @@ class Changes(Recorder):
             rollouts.advantages[3, 0] = 2.0
 
 
-def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
+def test_changes_reach_advantages_filter_log_and_loss(train):
     """An infinite reward is a failed one, whatever the other function says; the rest of the group has its baseline."""
 
     def zero(completion_ids, **kwargs):
@@ -78,7 +78,7 @@ def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
 
     callback = Changes()
     settings = {"callbacks": [callback], "scale_rewards": "none", "max_steps": 3}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[zero, zero], **settings)
+    trainer = train(reward=[zero, zero], **settings)
     logs = trainer.state.log_history[:3]
     assert logs[0]["rewards/zero/mean"] == 0, "the log has rewards as functions gave them"
     first_group = [advantages[:4] for advantages in callback.seen[2::3]]
@@ -108,17 +108,14 @@ def test_a_broken_field_names_the_callback():
         refused(f"Careless left .*{said}", batch.validate, like=rollouts().tensors(), caller="Careless")
 
 
-def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
+def test_a_trainer_that_sends_no_rollouts(train):
     said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_rollouts.* Train with dash_trl.DASHTr"
     callbacks = [ProcessRewardCallback(lambda requests, trainer: [])]
-    refused(said, run, GRPOTrainer, tiny_model, tmp_path, callbacks=callbacks)
+    refused(said, train, GRPOTrainer, callbacks=callbacks)
 
 
 def test_a_misspelt_event():
-    for slip, event in (
-        ("on_advantage", "on_advantages"),
-        ("on_step_ends", "on_step_end"),
-    ):
+    for slip, event in (("on_advantage", "on_advantages"), ("on_step_ends", "on_step_end")):
         said = f"Careless.{slip} is no event.* Rename it to {event}"
         refused(said, type, "Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
     own = ("on_something_else", "on_train_epoch_end", "_on_rewards", "only_advantages")
@@ -144,7 +141,7 @@ def timed(monkeypatch, folder, *seconds, resume=None, **settings):
     monkeypatch.setattr("time.monotonic", lambda: model.now)
     callbacks = [TimeLimitCallback(10.0), MetricsFileCallback(path)]
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
-    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", **{**defaults, **settings})
+    args = TrainingArguments(str(folder), use_cpu=True, **{**defaults, **settings})
     trainer = Trainer(model, args, train_dataset=[{"x": 1.0}] * 99, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     lines = read_rows(path)
@@ -173,15 +170,9 @@ class Table(NotebookProgressCallback):
             raise KeyboardInterrupt
 
 
-def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(tiny_model, tmp_path, capsys, monkeypatch):
+def test_a_notebook_shows_the_rewards_and_no_code_after_an_interrupt(train, tmp_path, capsys, monkeypatch):
     table = Table()
-    trainer = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
-        prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)),
-        max_steps=2,
-    )
+    trainer = train(prepare=lambda trainer: (trainer.add_callback(table), monitor(trainer)), max_steps=2)
     log = trainer.state.log_history[0]
     names = ("step", "loss", "reward", "filter/kept_rows", "completions/mean_length", "step_time")
     assert table.lines[0] == ["Step", "Training Loss", "Reward", "Kept", "Mean length", "Seconds per step"]

@@ -5,7 +5,6 @@ And programs that read standard input: how they are run, and how outputs are com
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,9 @@ from dash_trl import CodeReward, load_code_dataset
 from dash_trl.sandbox import Sandbox, UnfitTests, same_output
 from tests.attacks import programs
 from tests.fake_fusion import found
-from tests.tiny import refused
+from tests.launching import SHARED, needs_data
+from tests.tiny import assistant, refused
 
-MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
 
 
@@ -117,7 +116,7 @@ def test_a_program_is_found_in_linear_time():
 
 def test_scores(reward):
     assert reward(fenced(RIGHT), TESTS) == (1.0, {"passed": 1.0})
-    assert reward([{"role": "assistant", "content": fenced(RIGHT)}], "\n".join(TESTS), entry_point="f")[0] == 1.0
+    assert reward(assistant(fenced(RIGHT)), "\n".join(TESTS), entry_point="f")[0] == 1.0
     score, notes = reward(fenced("def f(x): return 2"), TESTS)
     assert (score, notes) == (0.0, {"passed": pytest.approx(1 / 3), "explanation": "AssertionError: "})
     assert reward("I do not know.", TESTS) == (0.0, {"passed": 0.0, "explanation": "no program"})
@@ -146,14 +145,18 @@ def test_tests_that_score_no_program_are_an_error(reward):
         # an argument without an end
         ("a = {}\na[1] = (a,)\nassert f(a)", UnfitTests, "RecursionError"),
     ]:
-        with pytest.raises(error, match=reason):
-            reward(fenced(RIGHT), tests)
+        refused(reason, reward, fenced(RIGHT), tests, error=error)
     # a name that they do not define is not the program's, which could forge it
-    with pytest.raises(UnfitTests, match="do not define 'isclose'"):
-        reward(fenced(f"{RIGHT}\ndef isclose(*a): return True"), "assert isclose(f(1), 5)", "f")
+    refused(
+        "do not define 'isclose'",
+        reward,
+        fenced(f"{RIGHT}\ndef isclose(*a): return True"),
+        "assert isclose(f(1), 5)",
+        "f",
+        error=UnfitTests,
+    )
     for inputs, outputs in (("12", "24"), ('["1"]', '["2"]'), (["1"], "2")):
-        with pytest.raises(ValueError, match="are not lists"):
-            reward(fenced("print(input())"), inputs=inputs, outputs=outputs)
+        refused("are not lists", reward, fenced("print(input())"), inputs=inputs, outputs=outputs)
 
 
 def test_what_counts_as_a_test(reward):
@@ -400,8 +403,7 @@ def test_what_programs_and_tests_exchange(reward):
     ],
 )
 def test_what_cannot_be_sent_to_tests_is_unscored(program, test, reward):
-    with pytest.raises(UnfitTests, match="at what it returns|coroutine"):
-        reward.sandbox.run(program, [test])
+    refused("at what it returns|coroutine", reward.sandbox.run, program, [test], error=UnfitTests)
 
 
 def test_a_set_has_the_same_order_in_every_sandbox():
@@ -414,10 +416,10 @@ def test_a_set_has_the_same_order_in_every_sandbox():
 # ---------------------------------------------------------------------------------------------------------- MBPP+
 
 
-@pytest.mark.skipif(not MBPPPLUS.exists(), reason=f"MBPP+ is not in {MBPPPLUS}")
+@needs_data
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
-    problems = list(load_code_dataset(MBPPPLUS, split="all", solution=True))
+    problems = list(load_code_dataset(SHARED / "mbppplus", split="all", solution=True))
     chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 48)}
     with ThreadPoolExecutor(4) as pool:
 
@@ -570,8 +572,7 @@ def test_an_endless_program_is_wrong_and_megabytes_of_input_are_read(reward):
 
 def test_what_is_no_text_is_an_error_of_the_tests(reward):
     for tests in ([("1", None)], [(1, "1")]):
-        with pytest.raises(UnfitTests, match="TypeError"):
-            reward.sandbox.run(ADD, tests)
+        refused("TypeError", reward.sandbox.run, ADD, tests, error=UnfitTests)
 
 
 # --------------------------------------------------------------------------------------------------------- comparing

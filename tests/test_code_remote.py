@@ -10,6 +10,7 @@ from dash_trl import CodeReward
 from dash_trl.sandbox import SandboxError, SandboxFusion, UnfitTests, Verdict
 from tests.fake_fusion import FakeFusion
 from tests.launching import ends
+from tests.tiny import refused
 
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
 
@@ -29,6 +30,11 @@ def server(running, monkeypatch):
     running.headers.clear()
     yield running
     running.answers.clear()
+
+
+@pytest.fixture
+def sandbox(server):
+    return SandboxFusion(server.url, seconds=600)
 
 
 # ---------------------------------------------------------------------------------------------------------- protocol
@@ -56,14 +62,14 @@ def test_any_object_with_run_is_a_sandbox():
 # ----------------------------------------------------------------------------------------------------- SandboxFusion
 
 
-def test_verdicts_of_a_server(server):
+def test_verdicts_of_a_server(sandbox):
     for program, tests, passed, failed, reason in [
         (RIGHT, TESTS, 2, 0, None),
         ("def f(x): return 2", TESTS, 1, 1, "AssertionError: "),
         ("def f(x) return 2", TESTS, 0, 2, "SyntaxError: expected ':' (solution.py, line 1)"),
         ("print(int(input()) + 1)", [("1\n", "2\n"), ("5", "6.0"), ("1", "3")], 2, 1, ""),
     ]:
-        verdict = SandboxFusion(server.url, seconds=600).run(program, tests, "f")
+        verdict = sandbox.run(program, tests, "f")
         assert (verdict.passed, verdict.failed) == (passed, failed), program
         assert verdict.reason == reason or reason == "" and verdict.reason.startswith("AssertionError"), program
 
@@ -96,9 +102,9 @@ FORGED = {
 }
 
 
-def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(server):
+def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(sandbox):
     for name, program in FORGED.items():
-        assert not SandboxFusion(server.url, seconds=600).run(program, ["assert f(1) == 2"]).right, name
+        assert not sandbox.run(program, ["assert f(1) == 2"]).right, name
 
 
 def test_a_programs_time_out_is_wrong_and_its_process_ends(server, tmp_path):
@@ -127,7 +133,7 @@ def test_what_is_sent(server):
 ERROR = json.dumps({"status": "SandboxError", "message": "no pod", "run_result": None}).encode()
 
 
-def test_a_servers_failure_is_asked_again(server):
+def test_a_servers_failure_is_asked_again(server, sandbox):
     for answers, waits in [
         ([(500, {}, b"no")], [1.0]),
         ([(503, {}, b"no"), (429, {}, b""), (200, {}, ERROR)], [1.0, 2.0, 4.0]),
@@ -135,7 +141,7 @@ def test_a_servers_failure_is_asked_again(server):
         ([(200, {}, b"[]")], [1.0]),
     ]:
         server.answers, server.waits[:] = list(answers), []
-        assert SandboxFusion(server.url, seconds=600).run(RIGHT, TESTS).right
+        assert sandbox.run(RIGHT, TESTS).right
         assert server.waits == waits, answers
 
 
@@ -144,7 +150,7 @@ def finished(**result) -> bytes:
     return json.dumps({"status": "Failed", "message": "", "run_result": done}).encode()
 
 
-def test_a_servers_failure_is_no_verdict(server):
+def test_a_servers_failure_is_no_verdict(server, sandbox):
     for answer, count, message in [
         ((200, {}, ERROR), 4, "ValueError: .*SandboxError.*no pod"),
         ((500, {}, b"out of order"), 4, "HTTP Error 500"),
@@ -155,23 +161,26 @@ def test_a_servers_failure_is_no_verdict(server):
     ]:
         server.answers = [answer] * count
         server.requests.clear()
-        with pytest.raises(SandboxError, match=message):
-            SandboxFusion(server.url, seconds=600).run(RIGHT, TESTS)
+        refused(message, sandbox.run, RIGHT, TESTS, error=SandboxError)
         assert len(server.requests) == count, message
 
 
 def test_a_server_that_is_gone_is_no_verdict(server):
-    with pytest.raises(SandboxError, match="http://127.0.0.1:9/run_code gave no result: URLError"):
-        SandboxFusion("http://127.0.0.1:9").run(RIGHT, TESTS)
+    refused(
+        "http://127.0.0.1:9/run_code gave no result: URLError",
+        SandboxFusion("http://127.0.0.1:9").run,
+        RIGHT,
+        TESTS,
+        error=SandboxError,
+    )
 
 
-def test_tests_that_score_no_program_are_an_error_of_theirs(server):
+def test_tests_that_score_no_program_are_an_error_of_theirs(sandbox):
     for tests, message in [
         (["assert f(1) =="], "SyntaxError"),
         ([("x" * (7 << 20), "")] * 5, "a request of .* bytes, and the limit is 33,554,432"),
     ]:
-        with pytest.raises(UnfitTests, match=message):
-            SandboxFusion(server.url, seconds=600).run(RIGHT, tests)
+        refused(message, sandbox.run, RIGHT, tests, error=UnfitTests)
 
 
 def test_an_address_that_cannot_be():

@@ -11,10 +11,10 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer
 from dash_trl.collect import length_figures, reward_figures
 from dash_trl.seams import decoded, sync_weights
-from tests.tiny import prompts, refusal, run, said, tiny_tokenizer
+from tests.tiny import assistant, prompts, refusal, said, tiny_tokenizer, user
 
 
-def test_a_metric_is_a_float_and_of_two_columns_with_one_name_the_second_stays(tiny_model, tmp_path):
+def test_a_metric_is_a_float_and_of_two_columns_with_one_name_the_second_stays(train):
     """A checkpoint writes the log as JSON. Columns are as in TRL."""
 
     def measured(completions, log_extra, log_metric, **columns):
@@ -27,21 +27,21 @@ def test_a_metric_is_a_float_and_of_two_columns_with_one_name_the_second_stays(t
         log_extra("note", ["of the second"] * len(completions))
         return [0.0] * len(completions)
 
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[measured, noted])
+    trainer = train(reward=[measured, noted])
     log = trainer.state.log_history[0]
     assert [type(log[name]) for name in ("measured", "shortest")] == [float, float]
     assert set(trainer._logs["extra"]["note"]) == {"of the second"}
 
 
-def test_a_column_with_a_value_for_some_rows_only(tiny_model, tmp_path):
+def test_a_column_with_a_value_for_some_rows_only(train):
     """TRL fails with an IndexError while it writes the table."""
     settings = {"reward": lambda completions, log_extra, **_: log_extra("note", ["x"]) or [0.5] * len(completions)}
-    run(DASHTrainer, tiny_model, tmp_path, **settings)
-    said = refusal(run, DASHTrainer, tiny_model, tmp_path, log_completions=True, **settings)
+    train(**settings)
+    said = refusal(train, log_completions=True, **settings)
     assert re.search(r"log_extra\('note'\) got 1 values for 16 completions", said)
 
 
-def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):
+def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(train):
     """vLLM gets the weights once per optimizer step; here each window has two optimizer steps."""
     synced = []
     for kind in (GRPOTrainer, DASHTrainer):
@@ -54,7 +54,7 @@ def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, t
             trainer.vllm_generation = SimpleNamespace(sync_weights=sync)
 
         settings = {"vllm_importance_sampling_correction": False, "gradient_accumulation_steps": 2}
-        trainer = run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
+        trainer = train(kind, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
         synced.append(steps)
     assert synced == [[0, 2], [0, 2]]
     last = lambda: trainer._last_loaded_step  # noqa: E731
@@ -85,8 +85,8 @@ TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that
 }
 
 
-def test_some_rows_are_decoded_as_trl_decodes_all(tiny_model, tmp_path, monkeypatch):
-    trainer = run(GRPOTrainer, tiny_model, tmp_path)
+def test_some_rows_are_decoded_as_trl_decodes_all(train, monkeypatch):
+    trainer = train(GRPOTrainer)
     texts = [f"{thought}) it is {row}!" for row, thought in enumerate(["the sum", "no end", "(", ""] * 4)]
     completion_ids = tiny_tokenizer()(text=texts)["input_ids"]
     tokenizer = trainer._tokenizer
@@ -94,13 +94,13 @@ def test_some_rows_are_decoded_as_trl_decodes_all(tiny_model, tmp_path, monkeypa
     monkeypatch.setattr(tokenizer, "chat_template", chat_template)
     monkeypatch.setattr(trainer, "rollout_func", None)
     monkeypatch.setattr(trainer, "_generate_single_turn", lambda *args: (completion_ids, None))
-    said = [{"role": "assistant", "content": texts[0]}]
+    said = assistant(texts[0])
     thought = [{"role": "assistant", "reasoning_content": "the sum", "content": "it is 0"}]
     for template, is_chat, first in ((None, False, texts[0]), (None, True, said), (TEMPLATE, True, thought)):
         monkeypatch.setattr(tokenizer, "response_template", template, raising=False)
         asked = prompts(16)["prompt"][:]
         if is_chat:
-            asked = [[{"role": "user", "content": text}] for text in asked]
+            asked = [user(text) for text in asked]
         prompt_ids, _, _, expected, *_ = trainer._generate(asked)
         for own in (slice(8, 12), slice(0, 16)):
             assert decoded(tokenizer, asked[own], prompt_ids[own], completion_ids[own]) == expected[own]

@@ -10,13 +10,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from dash_trl.process_rewards import (
-    ESTIMATORS,
-    CreditSettings,
-    Rewards,
-    batch_figures,
-    place_rewards,
-)
+from dash_trl.process_rewards import ESTIMATORS, CreditSettings, Rewards, batch_figures, place_rewards
 from tests import process_reference
 
 CHOSEN = CreditSettings(process_weight=1.3, scale_floor=0.1, lam=0.8)

@@ -9,17 +9,9 @@ import pytest
 from sft import with_completions
 
 from dash_trl import MathAccuracyReward
-from dash_trl.data import (
-    PROMPT_TEMPLATES,
-    final_answer,
-    load_code_dataset,
-    load_math_dataset,
-    mbpp_row,
-)
-from tests.tiny import refused, write_rows
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
+from dash_trl.data import PROMPT_TEMPLATES, final_answer, load_code_dataset, load_math_dataset, mbpp_row
+from tests.launching import SHARED, needs_data
+from tests.tiny import assistant, refused, user, write_rows
 
 GSM8K = [{"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {"question": "2?", "answer": "#### 1,200"}]
 MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "level": 2}]
@@ -71,15 +63,15 @@ PLAIN = {"prompt_template": "plain"}
 READY = {"prompt": "p", "answer": "1"}
 BARE = {"prompt": "p", "solution": "34"}
 NAMED = {"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}
-CHAT = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}], "answer": "1"}
-WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
+CHAT = {"prompt": [{"role": "system", "content": "s"}, *user("p")], "answer": "1"}
+WHOLE_CHAT = {**CHAT, "completion": assistant("c")}
 
 
 def test_layouts(tmp_path):
     for rows, settings, expected in [
         (GSM8K, PLAIN, [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}]),
         (MATH, {}, [{"prompt": BOXED, "answer": r"\frac{1}{\sqrt{4}}"}]),
-        (MATH, {"chat": True}, [{"prompt": [{"role": "user", "content": BOXED}], "answer": r"\frac{1}{\sqrt{4}}"}]),
+        (MATH, {"chat": True}, [{"prompt": user(BOXED), "answer": r"\frac{1}{\sqrt{4}}"}]),
         # a ready prompt stays as it is unless a template is asked for, and a conversation always
         ([READY], {}, [READY]),
         ([READY], {"prompt_template": "Q {problem} {0}"}, [{"prompt": "Q p {0}", "answer": "1"}]),
@@ -229,22 +221,15 @@ def test_layouts_of_programs(tmp_path):
             {},
             [{**asked, "tests": [f"import math\nimport cmath\n{PLUS['test']}"]}, {**asked, "tests": PLUS_TESTS}],
         ),
-        ([MBPP], {"chat": True}, [{"prompt": [{"role": "user", "content": CODE_PROMPT}], **mbpp}]),
+        ([MBPP], {"chat": True}, [{"prompt": user(CODE_PROMPT), **mbpp}]),
         # ready-made
         (
             [ready, {"prompt": "q", "tests": ["assert g(1)"]}],
             {},
-            [
-                ready,
-                {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
-            ],
+            [ready, {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None}],
         ),
         # scripts and inputs
-        (
-            [{"Prompt": "p", **unnamed}],
-            {"chat": True},
-            [{"prompt": [{"role": "user", "content": "p"}], **unnamed, "entry_point": None}],
-        ),
+        ([{"Prompt": "p", **unnamed}], {"chat": True}, [{"prompt": user("p"), **unnamed, "entry_point": None}]),
     ]:
         assert load_code_dataset(new_file(tmp_path, rows), **settings).to_list() == expected, (rows, settings)
 
@@ -287,7 +272,7 @@ def test_completions_of_math(tmp_path):
         for chat in (False, True):
             (loaded,) = solved(load_math_dataset, path, prompt_template=template, chat=chat)
             text = completion.strip() if chat and "completion" not in row else completion
-            assert loaded["completion"] == ([{"role": "assistant", "content": text}] if chat else text), (row, template)
+            assert loaded["completion"] == (assistant(text) if chat else text), (row, template)
 
 
 def test_tests_that_use_several_names_of_the_solution_have_no_entry_point():
@@ -300,10 +285,10 @@ def test_completions_of_code(tmp_path):
     program = MBPP["code"]
     fenced = f"```python\n{program}\n```"
     for code, settings, completion in [
-        (program, {"chat": True}, [{"role": "assistant", "content": fenced}]),
+        (program, {"chat": True}, assistant(fenced)),
         (program, {}, "\n" + fenced),
         (program, PLAIN, "\n" + program),
-        (program, {**PLAIN, "chat": True}, [{"role": "assistant", "content": program}]),
+        (program, {**PLAIN, "chat": True}, assistant(program)),
         (program.replace("\n", "\r\n"), {}, "\n" + fenced),
     ]:
         (loaded,) = solved(load_code_dataset, new_file(tmp_path, [{**MBPP, "code": code}]), **settings)

@@ -172,11 +172,7 @@ def test_an_episode_ends_where_the_policy_s_next_turn_begins():
 
 
 @settings(max_examples=120)
-@given(
-    st.lists(st.tuples(texts, st.booleans()), min_size=1, max_size=6),
-    st.integers(10, 30),
-    st.integers(0, 3),
-)
+@given(st.lists(st.tuples(texts, st.booleans()), min_size=1, max_size=6), st.integers(10, 30), st.integers(0, 3))
 def test_any_completion(turns, longest, dropped):
     """Episodes are the completion, laid end to end; each begins with a token of the policy's, and each of its turns."""
     own, ids = [], []

@@ -7,12 +7,10 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 import math
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
-from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.log_probs import CorrectionInPass
@@ -20,39 +18,25 @@ from dash_trl.update import MicroBatch, Pass, Share
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
-    Snapshots,
     assert_same_update,
+    compare,
     corrects,
     load,
     pad,
     parameters,
     prompts,
     relative_difference,
-    run,
     tiny_tokenizer,
 )
 
-TOLERANCE = 1e-5
 END_OF_PROMPT = tiny_tokenizer()("= ")["input_ids"][-1:]
-OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch", "share_prompts")
-
-
-def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
-    """Trains TRL's and our trainer; returns (difference, update) after each step, and both trainers."""
-    own = {key: settings.pop(key) for key in list(settings) if key in OWN}
-    trainers, seen = [], []
-    for trainer_class, options in ((GRPOTrainer, {}), (DASHTrainer, own)):
-        seen.append(Snapshots())
-        trainers.append(run(trainer_class, model, output, callbacks=[seen[-1]], **settings, **options))
-    steps = [relative_difference(start, one, other) for one, other in zip(*(one.steps for one in seen), strict=True)]
-    return steps, *trainers
 
 
 ALL = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 WITH_POLICY_LOSS = {"entropy_coef": 1e-9}  # TRL logs it if the coefficient is not 0
 
 
-def one_token(trainer: Any) -> None:
+def one_token(trainer) -> None:
     trainer.rollout_func = ScriptedRollouts(0, longest=1)
 
 
@@ -90,13 +74,7 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
             **WITH_POLICY_LOSS,
             "max_tokens_per_microbatch": 4000,
         },
-        {
-            "loss_type": "dr_grpo",
-            "steps_per_generation": 8,
-            "max_steps": 4,
-            "scale_rewards": "none",
-            "prepare": pad,
-        },
+        {"loss_type": "dr_grpo", "steps_per_generation": 8, "max_steps": 4, "scale_rewards": "none", "prepare": pad},
         {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4, "off_policy_mask_threshold": 0.01},
         {"loss_type": "cispo", "steps_per_generation": 2, "max_tokens_per_microbatch": 60, "learning_rate": 10.0},
         {"loss_type": "sapo", "steps_per_generation": 3, "num_generations": 3, "max_steps": 3},
@@ -130,13 +108,13 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
     ],
     ids=lambda settings: str({name: getattr(value, "__name__", value) for name, value in settings.items()}),
 )
-def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
+def test_the_update_and_the_log(train, settings):
     """Every loss that is exact, every shape of windows and steps, both layouts, and KL if no row is dropped."""
     settings = {"learning_rate": 0.3, **settings}
     is_padded, is_filtered = settings.get("prepare") is pad, settings.get("gradient_filter_threshold", 0) is not None
     settings["dataset"] = prompts(settings.pop("prompts", 64))
-    steps, trl, dash = compare(start, tiny_model, tmp_path, **settings)
-    assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
+    steps, trl, dash = compare(train, **settings)
+    assert steps[-1][1] > 1e-4 and steps[-1][0] <= 1e-5
     logs = [log for log in dash.state.log_history if "filter/kept_rows" in log]
     assert (min(log["filter/kept_rows"] for log in logs) < 1) == is_filtered, "it means something if rows were dropped"
     assert (max(log.get("packing/padding_share", 0) for log in logs) > 0) == is_padded, "padded rows are not equal"
@@ -149,34 +127,34 @@ def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
         assert other.get("policy_loss") == pytest.approx(one.get("policy_loss"), abs=1e-5)
 
 
-def test_by_default_rows_of_small_advantages_are_trained_on(start, tiny_model, tmp_path):
+def test_by_default_rows_of_small_advantages_are_trained_on(train):
     """The paper's threshold, 0.1, would drop all of these."""
 
     def graded(completions, **kwargs):
         return [0.45, 0.55] * (len(completions) // 2)
 
     settings = {"reward": graded, "scale_rewards": "none", "learning_rate": 10.0}  # advantages of ±0.05
-    ((difference, update),), _, dash = compare(start, tiny_model, tmp_path, **settings)
-    assert update > 1e-3 and difference <= TOLERANCE
+    ((difference, update),), _, dash = compare(train, **settings)
+    assert update > 1e-3 and difference <= 1e-5
     assert dash.state.log_history[0]["filter/kept_rows"] == 1
 
 
 @pytest.mark.parametrize("silent", [range(0), range(6, 10)], ids=["signal", "none in the step after it"])
-def test_the_rest_of_a_stream_joins_the_next_step(start, tiny_model, tmp_path, silent):
+def test_the_rest_of_a_stream_joins_the_next_step(train, silent):
     """A stream of 6 windows in steps of 4: Transformers makes no step of the last two, and keeps their gradients."""
     reward = ScriptedReward(constant=0.3, silent=[*silent, *(10 + call for call in silent)])  # TRL's run, then ours
     settings = {"dataset": prompts(6).to_iterable_dataset(), "max_steps": 2, "steps_per_generation": 1}
-    steps, *trainers = compare(start, tiny_model, tmp_path, reward=reward, **settings, **WITH_POLICY_LOSS)
-    assert steps[1][1] > 1e-3 and steps[1][0] <= TOLERANCE
+    steps, *trainers = compare(train, reward=reward, **settings, **WITH_POLICY_LOSS)
+    assert steps[1][1] > 1e-3 and steps[1][0] <= 1e-5
     trl, ours = (trainer.state.log_history[1] for trainer in trainers)
     assert trl["grad_norm"] > 1e-3, "the second step was one"
     assert ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
-def test_kl_with_dropped_rows_is_the_stated_approximation(start, tiny_model, tmp_path):
+def test_kl_with_dropped_rows_is_the_stated_approximation(train):
     """Exact on the first step; from the second on the KL gradient of the dropped rows is missing, and only that."""
-    (first, _), (second, _) = compare(start, tiny_model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.3)[0]
-    assert first <= TOLERANCE
+    (first, _), (second, _) = compare(train, beta=0.5, max_steps=2, learning_rate=0.3)[0]
+    assert first <= 1e-5
     assert 1e-4 < second < 0.5
 
 
@@ -185,19 +163,19 @@ def test_kl_with_dropped_rows_is_the_stated_approximation(start, tiny_model, tmp
     [({"loss_type": "bnpo"}, 0.6), ({"top_entropy_quantile": 0.5}, 0.6), ({"bf16": True}, 0.05)],
     ids=str,
 )
-def test_the_approximate_ones_work(start, tiny_model, tmp_path, settings, near):
+def test_the_approximate_ones_work(train, settings, near):
     """The first two normalise over the local batch; close, and no error."""
-    ((difference, update),), *_ = compare(start, tiny_model, tmp_path, **settings)
+    ((difference, update),), *_ = compare(train, **settings)
     assert update > 1e-3 and difference < near
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "vespo", "luspo"])
-def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
+def test_packing_and_the_denominator(start, train, loss_type):
     """The update does not depend on packing; the average over survivors is the exact one times all / kept."""
 
-    def ended(**settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        trainer = run(DASHTrainer, tiny_model, tmp_path, loss_type=loss_type, **settings)
-        return parameters(trainer.model), trainer.state.log_history[0]
+    def ended(**settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        trainer = train(loss_type=loss_type, **settings)
+        return parameters(trainer), trainer.state.log_history[0]
 
     exact, log = ended()
     kept, _ = ended(filter_denominator="kept", max_tokens_per_microbatch=4000)
@@ -207,23 +185,23 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
     assert_same_update(start, exact, ended(max_tokens_per_microbatch=40)[0])
 
 
-CORRECTED = {"logprobs": True, "prepare": corrects, "constant": 0.3}
-CORRECTED |= {"vllm_importance_sampling_clip_min": 0.95, "vllm_importance_sampling_clip_max": 1.05}
+CORRECTED = {
+    "logprobs": True,
+    "prepare": corrects,
+    "constant": 0.3,
+    "vllm_importance_sampling_clip_min": 0.95,
+    "vllm_importance_sampling_clip_max": 1.05,
+}
 
 
 @pytest.mark.parametrize(
     ("loss_type", "mode"),
-    [
-        ("vespo", "token_truncate"),
-        ("dapo", "sequence_mask"),
-        ("grpo", "token_mask"),
-        ("grpo", "sequence_truncate"),
-    ],
+    [("vespo", "token_truncate"), ("dapo", "sequence_mask"), ("grpo", "token_mask"), ("grpo", "sequence_truncate")],
 )
-def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, mode):
+def test_importance_sampling_correction(train, loss_type, mode):
     settings = {"vllm_importance_sampling_mode": mode, "loss_type": loss_type, "max_steps": 2}
-    steps, _, dash = compare(start, tiny_model, tmp_path, **CORRECTED, **settings)
-    assert steps[1][1] > 1e-4 and steps[1][0] <= TOLERANCE
+    steps, _, dash = compare(train, **CORRECTED, **settings)
+    assert steps[1][1] > 1e-4 and steps[1][0] <= 1e-5
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
 
 
@@ -241,22 +219,27 @@ def passes(monkeypatch) -> list[bool]:
     return made
 
 
-def may_draw(trainer: Any) -> None:
+def may_draw(trainer) -> None:
     """A `prepare` for a model whose passes may differ, as far as the trainer knows. The module is never called."""
     corrects(trainer)
     trainer.model.dropout = torch.nn.Dropout(0.1)
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
-def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, passes, mode):
+def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, train, passes, mode):
     """Two windows per optimizer step: the update and the figures are those of a pass before training."""
-    settings = {**CORRECTED, "vllm_importance_sampling_mode": mode, "max_steps": 2}
-    settings |= {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
-    found = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    settings = {
+        **CORRECTED,
+        "vllm_importance_sampling_mode": mode,
+        "max_steps": 2,
+        "gradient_accumulation_steps": 8,
+        "steps_per_generation": 4,
+    }
+    found = train(**settings)
     assert all(passes)
-    before = run(DASHTrainer, tiny_model, tmp_path, **{**settings, "prepare": may_draw})
+    before = train(**{**settings, "prepare": may_draw})
     assert not all(passes)
-    assert_same_update(parameters(tiny_model), parameters(before.model), parameters(found.model), least=1e-4)
+    assert_same_update(tiny_model, before, found, least=1e-4)
     for log, other in zip(found.state.log_history, before.state.log_history, strict=True):
         figures = {name: value for name, value in other.items() if name.startswith(("sampling/", "off_policy/"))}
         assert log == log | {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in figures.items()}
@@ -271,9 +254,9 @@ def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model,
         {"num_iterations": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4},  # a cut may part the two
     ],
 )
-def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, passes, settings):
+def test_the_sampler_is_corrected_by_a_pass_of_its_own(train, passes, settings):
     """Where a training pass may find other log-probs than those of the weights that began the window."""
-    run(DASHTrainer, tiny_model, tmp_path, **CORRECTED, **settings)
+    train(**CORRECTED, **settings)
     assert not all(passes)
 
 
@@ -299,19 +282,14 @@ def test_what_a_training_pass_corrects():
         {"alora_invocation_tokens": END_OF_PROMPT},
     ],
 )
-def test_adapters(tiny_model, tmp_path, options):
+def test_adapters(train, options):
     """Reference log-probs come from the base model, with the adapter switched off. Prompts differ in length."""
     padding_free = "alora_invocation_tokens" not in options
     peft_config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options)
     settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0, "peft_config": peft_config}
-    before: dict[str, torch.Tensor] = {}
-
-    def prepare(trainer):
-        before.update(parameters(trainer.model))
-
-    steps, _, dash = compare(before, tiny_model, tmp_path, prepare=prepare, gradient_filter_threshold=None, **settings)
+    steps, _, dash = compare(train, gradient_filter_threshold=None, **settings)
     assert dash.state.log_history[0]["packing/padding_free"] == padding_free
-    assert steps[2][1] > 1e-3 and steps[2][0] <= TOLERANCE
+    assert steps[2][1] > 1e-3 and steps[2][0] <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -322,7 +300,7 @@ def test_adapters(tiny_model, tmp_path, options):
         (IA3Config(**ALL, feedforward_modules=[]), set()),
     ],
 )
-def test_an_adapter_gets_its_inputs_uncast(adapter, gets, tiny_model, tmp_path, monkeypatch):
+def test_an_adapter_gets_its_inputs_uncast(adapter, gets, tiny_model, train, monkeypatch):
     """Weights and autocast in bf16, an adapter in float32: the update is the one with PEFT's casts, to the bit."""
     dtypes: set[torch.dtype] = set()
 
@@ -338,8 +316,8 @@ def test_an_adapter_gets_its_inputs_uncast(adapter, gets, tiny_model, tmp_path, 
 
         torch.manual_seed(0)
         more = {"loaded": load(tiny_model).bfloat16(), "bf16": True, "gradient_checkpointing": True}
-        trainer = run(DASHTrainer, tiny_model, tmp_path, prepare=prepare, peft_config=deepcopy(adapter), **more)
-        return parameters(trainer.model)
+        trainer = train(prepare=prepare, peft_config=deepcopy(adapter), **more)
+        return parameters(trainer)
 
     found = trained()
     assert dtypes == gets

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from dash_trl.evaluation import (
     LocalSampler,
@@ -19,14 +19,14 @@ from dash_trl.evaluation import (
     pass_at_k,
 )
 from dash_trl.rewards import RewardRunner
-from tests.tiny import refused
+from tests.tiny import load, refused, user
 
 PROMPTS = ["1 + 2 = ", "the answer is ", "3"]
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
+    return load(tiny_model)
 
 
 def test_pass_at_k_is_the_share_of_lucky_subsets():
@@ -194,7 +194,7 @@ def test_the_chat_template_gets_the_arguments_of_training(tiny_model):
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} = {% endif %}"
-    prompts = [[{"role": "user", "content": [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]}]]
+    prompts = [user([{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}])]
     for settings, prompt in ((None, "1 + 1"), ({"enable_thinking": False}, "1 + 1 = ")):
         ((_, (sample,)),) = Echo(tokenizer, GenerationConfig()).sample(prompts, chat_template_kwargs=settings)
         assert sample.text == prompt

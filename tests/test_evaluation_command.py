@@ -9,14 +9,13 @@ import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dash_trl import command
 from dash_trl.evaluation import LocalSampler, main, open_sampler
-from tests.tiny import read_rows, save_tiny_model, write_rows
+from tests.launching import SHARED, needs_data
+from tests.tiny import load, read_rows, refused, save_tiny_model, write_rows
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"MATH-500 and MBPP+ are not in {SHARED}")
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(7)]
 FAST = ("--dataset_test_split", "train", "--max_completion_length", 6, "--output_dir", "out")
 
@@ -48,7 +47,7 @@ def evaluate(*arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def model(tiny_model) -> tuple:
-    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    return load(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
 
 
 def test_batches_may_split_a_prompt_and_have_seeds_of_their_own(model):
@@ -73,8 +72,7 @@ def test_a_lora_adapter_is_merged(tiny_model):
     """Unless the caller has it: its generation config is as before, which PEFT's generate writes into its model."""
     torch.manual_seed(0)
     adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tiny_model),
-        LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+        load(tiny_model), LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     )
     adapted.save_pretrained("lora")
     ids = torch.tensor([AutoTokenizer.from_pretrained(tiny_model)("1 + 2")["input_ids"]])
@@ -184,5 +182,6 @@ def test_mistakes_are_found_before_weights_are_loaded(tiny_model, problems, monk
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
     for arguments, message in MISTAKES:
-        with pytest.raises((ValueError, OSError), match=message):
-            evaluate(*(tiny_model if one == "TINY" else one for one in arguments))
+        refused(
+            message, evaluate, *(tiny_model if one == "TINY" else one for one in arguments), error=(ValueError, OSError)
+        )

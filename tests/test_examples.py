@@ -26,17 +26,12 @@ from transformers import TrainerCallback
 import dash_trl.script
 from dash_trl.rewards import load_reward
 from dash_trl.toy import WarmUp, toy_defaults
-from tests.launching import CONFIGS, ROOT
+from tests.launching import CONFIGS, ROOT, SHARED, flags, needs_data
 from tests.tiny import read_rows, refused
 
 DEMO = ROOT / "examples" / "train_math.py"
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 SETTINGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
-SMALL = {**SETTINGS, "max_steps": 1, "max_completion_length": 16, "use_cpu": True, "bf16": False, "report_to": "none"}
-
-
-def flags(settings: dict[str, object]) -> list[str]:
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+SMALL = {**SETTINGS, "max_steps": 1, "max_completion_length": 16, "use_cpu": True, "bf16": False}
 
 
 def steps(folder: Path) -> list[dict]:
@@ -63,7 +58,6 @@ def test_smoke_of_the_demo(launch, toy, tmp_path):
     config = CONFIGS / "single_process.yaml"
     few = flags({"output_dir": tmp_path, "max_steps": 2, "gradient_accumulation_steps": 4})
     done = launch(DEMO, *few, config=config, threads=2)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert measured(done.stdout).keys() == {"sampled", "greedy"}
     assert all(f"{name}=" in done.stderr for name in ("kept", "reward", "tokens/s"))  # the progress bar
     assert "FutureWarning" not in done.stderr and done.stdout.count("of the last completions: ") == 2
@@ -144,11 +138,11 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
     assert (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"GSM8K is not in {GSM8K}")
+@needs_data
 def test_real_problems_with_flags(toy, tmp_path, capsys):
     """GSM8K, the math reward on single completions, evaluation, checkpoints. The model solves next to no problem."""
     main(
-        *("train_math", "--model_name_or_path", toy, "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_math", "--model_name_or_path", toy, "--dataset_name", SHARED / "gsm8k", "--output_dir", tmp_path),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
         *flags({"per_device_eval_batch_size": 4, "reward_pipeline": True}),
@@ -182,8 +176,17 @@ def own_rewards(own_folder):
 
 def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     """`prompt`/`answer` rows, a prompt template, PEFT; a flag wins over the file, and a second run resumes."""
-    settings = {**SMALL, "model_name_or_path": "model", "dataset_name": "own.jsonl", "reward_path": "own.py"}
-    settings |= {"max_steps": 7, "prompt_template": "Add: {problem}", "use_peft": True, "lora_r": 2, "save_steps": 1}
+    settings = {
+        **SMALL,
+        "model_name_or_path": "model",
+        "dataset_name": "own.jsonl",
+        "reward_path": "own.py",
+        "max_steps": 7,
+        "prompt_template": "Add: {problem}",
+        "use_peft": True,
+        "lora_r": 2,
+        "save_steps": 1,
+    }
     Path("run.yaml").write_text(yaml.safe_dump({**settings, "output_dir": "run"}))
     main("train_math", "--config", "run.yaml", "--max_steps", 1, "--learning_rate", 1e-3)
     (step,) = steps(Path("run"))
@@ -250,8 +253,7 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(launch, tmp_path):
     (tmp_path / "judged.py").write_text(JUDGED)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "log_completions": True}
     settings["output_dir"] = tmp_path
-    done = launch(tmp_path / "judged.py", *flags(settings), config=CONFIGS / "cpu.yaml")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    launch(tmp_path / "judged.py", *flags(settings), config=CONFIGS / "cpu.yaml")
     (step,) = steps(tmp_path)
     assert 0.2 < step["rewards/judge/mean"] < 0.95 and step["filter/dropped_unscored"] == 0
     kept = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("*1.parquet"))).to_pylist()
@@ -284,21 +286,13 @@ MISTAKES: list[tuple[Any, list[str], str]] = [
     (train_math, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
     # options without effect
     (train_math, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
-    (
-        train_math,
-        ["--dataset_train_split", "trian"],
-        r"\['dataset_train_split'\] have no effect without --model_n",
-    ),
+    (train_math, ["--dataset_train_split", "trian"], r"\['dataset_train_split'\] have no effect without --model_n"),
     (
         train_math,
         [*MODEL, *DATA, "--dataset_test_split", "dev"],
         "no effect without --eval_strategy steps .or epoch., since nothing is evaluated",
     ),
-    (
-        train_math,
-        [*MODEL, *DATA, "--lora_r", "64", "--use_dora"],
-        r"\['lora_r', 'use_dora'\] have no effect without",
-    ),
+    (train_math, [*MODEL, *DATA, "--lora_r", "64", "--use_dora"], r"\['lora_r', 'use_dora'\] have no effect without"),
     (
         train_math,
         ["--resume_from_checkpoint", "true"],

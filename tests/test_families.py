@@ -1,14 +1,12 @@
 """Families of models with windows, with recurrent or convolutional layers, or with a vision tower, trained on text."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
@@ -17,17 +15,17 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.serve import vllm_servers
-from tests.test_values import by_prefix, random_requests
+from tests.models import FAMILIES, MULTIMODAL, config_of, fla
+from tests.prefix_values import check_values, random_requests
 from tests.tiny import (
-    VOCABULARY,
     ScriptedRollouts,
     assert_same_update,
+    conversations,
     load,
     on_varlen,
     parameters,
@@ -36,94 +34,7 @@ from tests.tiny import (
     with_flash_stand_in,
 )
 
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.2,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=1,
-)
-DELTA = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
-)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
-WINDOW = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
-FAMILIES: dict[str, dict[str, Any]] = {
-    # windows shorter than the prompts
-    "mistral": dict(sliding_window=5),
-    "qwen2": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "olmo3": WINDOW,
-    "gemma2": dict(head_dim=8, **WINDOW),
-    "gemma3_text": dict(head_dim=8, **WINDOW),
-    "gemma4_text": dict(head_dim=8, **WINDOW),
-    "ministral3": dict(head_dim=8, sliding_window=5),
-    # layers with a state
-    "qwen3_5_text": dict(head_dim=8, **DELTA),
-    "qwen3_next": dict(head_dim=8, **DELTA, **EXPERTS),
-    "olmo_hybrid": DELTA,
-    "kimi_linear": dict(
-        layer_types=["linear_attention", "full_attention"],
-        num_key_value_heads=4,
-        linear_head_dim=8,
-        linear_num_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-    "lfm2": dict(layer_types=["conv", "full_attention"]),
-    "falcon_h1": dict(
-        mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
-    ),
-    "nemotron_h": dict(
-        layer_types=["linear_attention", "full_attention"],
-        mamba_num_heads=8,
-        mamba_head_dim=8,
-        n_groups=1,
-        chunk_size=8,
-        ssm_state_size=8,
-    ),
-}
-
-
-def fla(states, q, k, v, g, beta, initial_state=None, cu_seqlens=None, of=torch_chunk_gated_delta_rule, **settings):
-    """The gated delta rule with FLA's signature. It notes the initial states."""
-    states.append(initial_state)
-    assert cu_seqlens is None
-    return of(q, k, v, g=g, beta=beta, initial_state=initial_state, **settings)
-
-
 PROBLEMS = Dataset.from_dict({"prompt": [f"{'1 + ' * (i % 5)}{i} = " for i in range(64)]})  # of different lengths
-MULTIMODAL = ("gemma3", "qwen3_5", "mistral3")
-
-
-def config_of(name: str) -> Any:
-    """Returns the configuration of a tiny model."""
-    if name not in MULTIMODAL:
-        return AutoConfig.for_model(name, **SIZES | FAMILIES[name])
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    if name == "qwen3_5":
-        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
-        wide = dict(hidden_size=64, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64)  # for vLLM's kernels
-        # Not too sharp: vLLM rounds to bf16.
-        text = SIZES | DELTA | wide | dict(num_attention_heads=2, num_key_value_heads=1, initializer_range=0.05)
-        ids = dict(image_token_id=296, video_token_id=297, vision_start_token_id=298, vision_end_token_id=299)
-        return AutoConfig.for_model(name, text_config=text, vision_config=vision, **ids)
-    text = SIZES | dict(head_dim=8)
-    text |= WINDOW if name == "gemma3" else dict(model_type="mistral", sliding_window=5)
-    return AutoConfig.for_model(name, text_config=text, vision_config=vision, image_token_id=299)
 
 
 def save_processor(folder: str) -> None:
@@ -140,7 +51,7 @@ def save_processor(folder: str) -> None:
 def test_the_update_is_trls(name, tmp_path):
     """In packed passes, in which the rows of a group share their prompt. Texts do not change a vision tower."""
     model = save_tiny_model(tmp_path / "model", config=config_of(name))
-    settings: dict[str, Any] = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "kimi_linear") else {}
+    settings = {"router_aux_loss_coef": 0.0} if name in ("qwen3_next", "kimi_linear") else {}
     settings |= {
         "learning_rate": 0.1,
         "beta": 0.04,
@@ -155,16 +66,16 @@ def test_the_update_is_trls(name, tmp_path):
         settings["dataset"] = Dataset.from_dict(
             {"prompt": [f"{'1 + ' * (100 * (i % 3 > 0))}{i} = " for i in range(64)]}
         )
-    trl = run(GRPOTrainer, model, tmp_path / "out", rollouts=ScriptedRollouts(longest=longest), **settings)
+    trl = run(GRPOTrainer, model, tmp_path, rollouts=ScriptedRollouts(longest=longest), **settings)
     settings |= {"rollouts": ScriptedRollouts(longest=longest), "gradient_filter_threshold": None}
     settings["max_tokens_per_microbatch"] = 9000  # all groups in one pass
-    dash = run(DASHTrainer, model, tmp_path / "out", **settings)
+    dash = run(DASHTrainer, model, tmp_path, **settings)
     figures = dash.state.log_history[0]
     is_packed = dash.model.config.get_text_config()._attn_implementation == "sdpa"
     assert is_packed or name == "gemma2"  # SDPA leaves out its softcap, so transformers 5.24 takes eager attention
     assert figures["packing/padding_free"] == is_packed == (figures["packing/shared_tokens"] > 0)
-    start, end = parameters(model), parameters(dash.model)
-    assert_same_update(start, parameters(trl.model), end, tolerance=1e-4)
+    start, end = parameters(model), parameters(dash)
+    assert_same_update(start, trl, end, tolerance=1e-4)
     towers = [one for one in start if "visual" in one or "vision" in one]
     assert bool(towers) == (name in MULTIMODAL) and all(torch.equal(start[one], end[one]) for one in towers)
 
@@ -173,17 +84,17 @@ def test_the_update_is_trls(name, tmp_path):
 def test_kernels_of_a_gpu(name, tmp_path, monkeypatch):
     """Windows and states with FlashAttention, SDPA's varlen kernel, and a delta rule with FLA's signature."""
     model = save_tiny_model(tmp_path / "model", config=config_of(name))
-    states: list[Any] = []
+    states = []
     noting = lambda *args, **kwargs: fla(states, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", noting)
-    trl = parameters(run(GRPOTrainer, model, tmp_path / "out", learning_rate=0.1).model)
+    trl = run(GRPOTrainer, model, tmp_path, learning_rate=0.1)
     states.clear()
-    flash = run(DASHTrainer, model, tmp_path / "out", learning_rate=0.1, loaded=with_flash_stand_in(model))
+    flash = run(DASHTrainer, model, tmp_path, learning_rate=0.1, loaded=with_flash_stand_in(model))
     with on_varlen(torch.float32):
-        sdpa = run(DASHTrainer, model, tmp_path / "out", learning_rate=0.1)
+        sdpa = run(DASHTrainer, model, tmp_path, learning_rate=0.1)
     for one in (flash, sdpa):
         assert one.state.log_history[0]["packing/shared_tokens"] > 0
-        assert_same_update(parameters(model), trl, parameters(one.model), tolerance=1e-4)
+        assert_same_update(model, trl, one, tolerance=1e-4)
     assert any(one is not None for one in states) == (name == "qwen3_5_text")
 
 
@@ -196,8 +107,7 @@ def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
         requests = random_requests(2)
         values = estimator.score(requests, model, tokenizer)
         assert "cannot do tree passes" not in caplog.text, name
-        for request, row in zip(requests, values, strict=True):
-            assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-4), name
+        check_values(values, model, tokenizer, requests, near=1e-4)
 
 
 @pytest.mark.xdist_group("vllm")
@@ -205,8 +115,8 @@ def test_a_multimodal_model_is_served(tmp_path, caplog):
     """Qwen3.5 with its processor: an adapter that is sent alone, then the model; vLLM's kernels for a CPU take bf16."""
     folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
     save_processor(folder)
-    more: dict[str, Any] = {"processing_class": AutoProcessor.from_pretrained(folder)}
-    more["train_dataset"] = PROBLEMS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    more = {"processing_class": AutoProcessor.from_pretrained(folder)}
+    more["train_dataset"] = conversations(PROBLEMS)
     options = ["--dtype", "bfloat16", "--max-model-len", "256", "--enable-lora", "--max-lora-rank", "8"]
     with vllm_servers(folder, options=options) as urls:
         train = partial(run, DASHTrainer, folder, vllm_server_urls=urls, max_steps=2, constant=0.0, more=more)
@@ -226,6 +136,6 @@ def test_only_the_language_model_of_a_checkpoint(tmp_path):
     folder = save_tiny_model(tmp_path / "model", config=config_of("qwen3_5"))
     save_processor(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = run(DASHTrainer, folder, tmp_path / "out", loaded=model, more={"processing_class": None})
+    trainer = run(DASHTrainer, folder, tmp_path, loaded=model, more={"processing_class": None})
     assert type(trainer.model).__name__ == "Qwen3_5ForCausalLM"
     assert trainer.state.log_history[0]["packing/padding_free"] == 1

@@ -9,7 +9,7 @@ from dash_trl.update import filter_rows
 VERDICTS = ("keep", "constant", "threshold", "unscored")
 
 
-def verdicts(advantages: list[Any], threshold: float | None, mask: Any = None, unscored: Any = ()) -> list[str]:
+def verdicts(advantages: list[Any], threshold: float | None, mask=None, unscored=()) -> list[str]:
     """Of rows of four tokens."""
     mask = torch.ones(len(advantages), 4, dtype=torch.long) if mask is None else torch.tensor(mask)
     scored = torch.tensor([row not in unscored for row in range(len(advantages))])

@@ -6,9 +6,9 @@ import math
 import torch
 
 from dash_trl.rewards import RewardRunner, Score, form_of, read_score, unpack
-from tests.tiny import refusal, refused
+from tests.tiny import assistant, refusal, refused
 
-ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
+ROW = {"prompt": "1 + 2 = ", "completion": assistant("3"), "completion_ids": [7], "answer": 3}
 
 
 class Judge:
@@ -162,11 +162,7 @@ def test_runners_that_cannot_be():
         (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
         (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
         (Judge, {"backend": "asyncio"}, "backend='asyncio' cannot run 'Judge': 'asyncio' runs coroutine functions"),
-        (
-            coroutine,
-            {"backend": "thread"},
-            "backend='thread' cannot run 'coroutine': 'asyncio' runs coroutine",
-        ),
+        (coroutine, {"backend": "thread"}, "backend='thread' cannot run 'coroutine': 'asyncio' runs coroutine"),
         (BATCH[0], {}, "has TRL's form and gets the whole batch, .* Pass it beside the runner"),
     ):
         refused(message, RewardRunner, functions, **settings)

@@ -8,15 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     DogeConfig,
     DogeForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     RobertaConfig,
     RobertaForCausalLM,
@@ -27,27 +24,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.update import (
-    TreeShape,
-    isolation_flaw,
-    packed_log_probs,
-    packing_flaw,
-    tree_attention,
-    varlen_arguments,
-)
-from tests.test_padding_free import passes_of
-from tests.test_values import by_prefix, random_requests
-from tests.tiny import VOCABULARY, assert_same_update, on_varlen, parameters, refused, run, save_tiny_model
-
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.2,
-)
+from dash_trl.update import TreeShape, isolation_flaw, packed_log_probs, packing_flaw, tree_attention, varlen_arguments
+from tests.models import MOE, SIZES, passes_of
+from tests.prefix_values import check_values, random_requests
+from tests.tiny import VOCABULARY, assert_same_update, load, on_varlen, refused, run, save_tiny_model
 
 
 class DeafAttention(Qwen2Attention):
@@ -70,16 +50,7 @@ MODELS = {
     "doge": (DogeForCausalLM, DogeConfig(**SIZES)),
     "roberta": (RobertaForCausalLM, RobertaConfig(**SIZES, is_decoder=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen2 moe": (
-        Qwen2MoeForCausalLM,
-        Qwen2MoeConfig(
-            **SIZES,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-        ),
-    ),
+    "qwen2 moe": (Qwen2MoeForCausalLM, MOE),
 }
 BLIND = ("qwen2", "qwen2 moe")  # the others see packed samples before their own
 
@@ -112,13 +83,9 @@ def flaw_of(model: torch.nn.Module, *, shared: bool = False) -> str | None:
         pytest.param(torch.bfloat16, 0.02, id="bfloat16, untrained"),
     ],
 )
-def test_the_verdict(tiny_model, caplog, dtype, scale):
+def test_the_verdict(tokenizer, caplog, dtype, scale):
     """Of the update on packed rows, and of V(prefix) on trees: one that cannot do them computes prefix by prefix."""
-    tokenizer, requests, estimator = (
-        AutoTokenizer.from_pretrained(tiny_model),
-        random_requests(2),
-        AnswerLogProbValue(" = "),
-    )
+    requests, estimator = random_requests(2), AnswerLogProbValue(" = ")
     for name in MODELS:
         model = made(name, dtype, scale)
         flaw = flaw_of(model)
@@ -127,8 +94,7 @@ def test_the_verdict(tiny_model, caplog, dtype, scale):
         values = estimator.score(requests, model, tokenizer)
         assert ("cannot do tree passes" in caplog.text) == (name not in BLIND), name
         if name == "nemotron" and dtype == torch.float32:
-            for request, row in zip(requests, values, strict=True):
-                assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+            check_values(values, model, tokenizer, requests)
             caplog.clear()
             estimator.score(requests, model, tokenizer)
             assert not caplog.text, "it is said once"
@@ -166,28 +132,26 @@ def test_the_update_is_trls(name, tmp_path, caplog):
     model = save_tiny_model(tmp_path / "model", *MODELS[name])
     settings = {"router_aux_loss_coef": 0.0} if "moe" in name else {}
     settings |= {"max_steps": 2, "learning_rate": 0.3, "beta": 0.04}
-    trl = run(GRPOTrainer, model, tmp_path / "out", **settings)
-    dash = run(DASHTrainer, model, tmp_path / "out", gradient_filter_threshold=None, **settings)
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
-    assert_same_update(start, parameters(trl.model), parameters(dash.model))
+    trl = run(GRPOTrainer, model, tmp_path, **settings)
+    dash = run(DASHTrainer, model, tmp_path, gradient_filter_threshold=None, **settings)
+    assert_same_update(model, trl, dash)
     assert {log["packing/padding_free"] for log in dash.state.log_history[:2]} == {float(name in BLIND)}
     assert (f"{type(dash.model).__name__}: model passes are padded" in caplog.text) == (name not in BLIND)
     assert [one.config._attn_implementation for one in (dash.model, dash.ref_model)] == ["sdpa"] * 2
 
 
-def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path, caplog):
+def test_a_reference_model_that_sees_more_is_padded_with_the_policy(train, caplog):
     def prepare(trainer):
         trainer.ref_model.set_attn_implementation("eager")
 
-    trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04, prepare=prepare)
+    trainer = train(beta=0.04, prepare=prepare)
     assert trainer.state.log_history[0]["packing/padding_free"] == 0
     assert "padding-free, because the log-probs of a sample differ" in caplog.text
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
-def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model, tokenizer):
+    model = load(tiny_model).eval()
     asked = []
 
     def most(number: int) -> int:

@@ -22,6 +22,7 @@ from toy_judge import JUDGE_NAME, ToyJudge
 
 from dash_trl.rewards import JudgeError, JudgeReward, RewardRunner
 from tests.fake_judge import FakeJudge, chat, says
+from tests.tiny import assistant, refused, user
 
 URL = "http://127.0.0.1:9/v1"  # where nobody listens
 
@@ -56,8 +57,7 @@ def ask(judge: JudgeReward, completion: object = "4", prompt: object = "2+2", **
 def test_without_the_client_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)  # its import fails
     monkeypatch.delitem(sys.modules, JudgeReward.__module__)
-    with pytest.raises(ImportError, match=r'pip install "dash_trl\[judge\]"'):
-        importlib.import_module(JudgeReward.__module__)
+    refused(r'pip install "dash_trl\[judge\]"', importlib.import_module, JudgeReward.__module__, error=ImportError)
 
 
 # --------------------------------------------------------------------------------------------------- what is asked
@@ -69,12 +69,12 @@ def test_a_score_is_scaled_and_comes_with_the_message_and_the_explanation(server
     score, message, explanation = ask(judge)
     assert (score, explanation) == (0.75, "mostly right")
     (request,) = server.requests
-    system, user = request["messages"]
+    system, asks = request["messages"]
     assert server.keys == ["Bearer key"]
     assert (request["model"], request["temperature"]) == ("model-x", 0.0)
     assert system["role"] == "system" and system["content"].startswith("Judge the sums.\n\n")
     assert "from 1 (worst) to 5 (best)" in system["content"]
-    assert user == {"role": "user", "content": message}
+    assert [asks] == user(message)
     answer = request["response_format"]["json_schema"]
     assert request["response_format"]["type"] == "json_schema" and answer["strict"]
     assert list(answer["schema"]["properties"]) == answer["schema"]["required"] == ["explanation", "score"]
@@ -82,10 +82,6 @@ def test_a_score_is_scaled_and_comes_with_the_message_and_the_explanation(server
     assert answer["schema"]["additionalProperties"] is False
 
 
-USER = {"role": "user", "content": "2+2?"}
-
-
-ASSISTANT = {"role": "assistant", "content": "4"}
 BOTH = "{prompt}|{completion}"
 MESSAGES = [
     (BOTH, {"prompt": "2+2", "completion": "4"}, "2+2|<4>"),
@@ -94,8 +90,8 @@ MESSAGES = [
      r"\boxed{answer} {completion}|<{prompt}>"),
     ("{answer} {completion}", {"completion": "4", "answer": 12, "prompt": "not asked for"}, "12 <4>"),
     ("{tests} {completion}", {"completion": "4", "tests": ["a é", 1]}, '["a é", 1] <4>'),
-    (BOTH, {"prompt": [USER], "completion": [ASSISTANT]}, "2+2?|<4>"),
-    (BOTH, {"prompt": [{"role": "system", "content": "Add."}, USER], "completion": []},
+    (BOTH, {"prompt": user("2+2?"), "completion": assistant("4")}, "2+2?|<4>"),
+    (BOTH, {"prompt": [{"role": "system", "content": "Add."}, *user("2+2?")], "completion": []},
      "system: Add.\n\nuser: 2+2?|<>"),
 ]  # fmt: skip
 
@@ -190,8 +186,7 @@ def test_it_asks_for_the_columns_that_its_template_names(server):
     assert judge.__name__ == "judge"
     assert ask(made(server, template="{self} {completion}"), **{"self": 1})[1].startswith("1 <completion")
     server.requests.clear()
-    with pytest.raises(ValueError, match="'answer', which the judge's template names, is None"):
-        ask(judge, answer=None)
+    refused("'answer', which the judge's template names, is None", ask, judge, answer=None)
     assert not server.requests
 
 
@@ -245,10 +240,13 @@ def test_what_is_no_judgement_is_an_error_and_what_may_pass_is_asked_again(serve
 
 def test_a_server_that_does_not_answer(server):
     with closing(FakeJudge(lambda request: "hangs")) as silent:
-        with pytest.raises(openai.APITimeoutError, match="timed out"):
-            ask(made(silent, max_retries=0, options={"timeout": 0.2}))
-    with pytest.raises(openai.APIConnectionError, match="(?s)Connection error. .*http://127.0.0.1:9/v1/. .*connect"):
-        ask(JudgeReward("m", base_url=URL, max_retries=0))
+        refused("timed out", ask, made(silent, max_retries=0, options={"timeout": 0.2}), error=openai.APITimeoutError)
+    refused(
+        "(?s)Connection error. .*http://127.0.0.1:9/v1/. .*connect",
+        ask,
+        JudgeReward("m", base_url=URL, max_retries=0),
+        error=openai.APIConnectionError,
+    )
     server.hold = True
     with RewardRunner(made(server), timeout=1.0) as runner:
         request = runner.submit([{"prompt": "2+2", "completion": "4", "completion_ids": []}])
@@ -298,8 +296,7 @@ def test_mistakes():
         ({"scores": (0.0, 1.0)}, "'float' object"),
         ({"options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            JudgeReward(**{"model": "m", "base_url": URL, **settings})
+        refused(message, JudgeReward, error=(ValueError, TypeError), **{"model": "m", "base_url": URL, **settings})
 
 
 def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch):
@@ -325,8 +322,7 @@ def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch)
 def test_a_redirect_is_not_followed(server):
     with closing(FakeJudge()) as other:
         server.headers, server.answer = {"Location": f"{other.url}/chat/completions"}, lambda request: (307, {})
-        with pytest.raises(openai.APIStatusError, match=server.url):
-            ask(made(server))
+        refused(server.url, ask, made(server), error=openai.APIStatusError)
         assert len(server.requests) == 1 and not other.requests
 
 
@@ -343,7 +339,7 @@ def test_the_toy_judge_marks_steps_and_the_answer(toy_judge):
         ("2+5", "1+2+5=7\nThe answer is 7", 0.5, 0, "right"),
         ("7+5-3", "", 0.0, 0, "wrong"),
     ):
-        given, _, explanation = ask(toy_judge, solution, [{"role": "user", "content": problem}])
+        given, _, explanation = ask(toy_judge, solution, user(problem))
         assert given == score and explanation.startswith(f"{steps} of ") and f"answer is {answer}." in explanation
 
 

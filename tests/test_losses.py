@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring import corrected_share
 from tests import reference
-from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, parameters, refused, run
+from tests.doubles import same
+from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, load, refused
 
 NAN = math.nan
 BOUND = 1.5
@@ -45,7 +45,7 @@ class Watch(Snapshots, DASHCallback):
         self.rollouts = rollouts
 
 
-def log_probs_of(model: Any, rollouts: Any) -> torch.Tensor:
+def log_probs_of(model, rollouts) -> torch.Tensor:
     """[B, T], by one plain pass over padded rows."""
     ids, mask = (
         torch.cat([getattr(rollouts, part + name) for part in ("prompt_", "completion_")], dim=1)
@@ -55,8 +55,8 @@ def log_probs_of(model: Any, rollouts: Any) -> torch.Tensor:
     return logits.log_softmax(dim=-1).gather(2, rollouts.completion_ids[..., None])[..., 0]
 
 
-def with_parameters(model: str, values: dict[str, torch.Tensor]) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+def with_parameters(model: str, values: dict[str, torch.Tensor]):
+    loaded = load(model)
     loaded.load_state_dict(values, strict=False)  # but for the tied head
     return loaded
 
@@ -93,15 +93,23 @@ class Scoring(DASHTrainer):
         ("aipo", InAnEnvironment(noise=0.7), "all", False),  # no loss counts what is not known
     ],
 )
-def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, per_token):
+def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_token):
     """Of two steps on one window, the run's second: in the first of them π is π_prox, in the other it has moved away.
 
     The loss that was logged is the formula's, and the parameters go where its gradient leads.
     """
     watch, rate = Watch(per_token), 0.5
-    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, "max_tokens_per_microbatch": 60}
-    settings |= {"filter_denominator": denominator, "callbacks": [watch], "rollouts": rollouts, **LOSSES[loss]}
-    trainer = run(Scoring, tiny_model, tmp_path, **settings)
+    settings = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "learning_rate": rate,
+        "max_tokens_per_microbatch": 60,
+        "filter_denominator": denominator,
+        "callbacks": [watch],
+        "rollouts": rollouts,
+        **LOSSES[loss],
+    }
+    trainer = train(Scoring, **settings)
     logs, rows, own = trainer.state.log_history, watch.rollouts, watch.rollouts.loss_mask.bool()
     credit = (rows.advantages if per_token else rows.advantages[:, None]).expand(own.shape)
     kept = (credit * own).any(dim=1)
@@ -149,42 +157,41 @@ class ByHand(DASHTrainer):
 @pytest.mark.parametrize(
     "others", [{"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, {"loss_type": "decoupled_ppo"}]
 )
-def test_a_loss_of_ones_own(tiny_model, tmp_path, others):
+def test_a_loss_of_ones_own(tiny_model, train, others):
     """Two steps on one window, in the second of which some ratios are clipped; with KL or a correction by TRL."""
     settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.5, "max_tokens_per_microbatch": 60}
     trl, own = (
-        run(kind, tiny_model, tmp_path, rollouts=ScriptedRollouts(noise=0.7), **settings, **others)
-        for kind in (DASHTrainer, ByHand)
+        train(kind, rollouts=ScriptedRollouts(noise=0.7), **settings, **others) for kind in (DASHTrainer, ByHand)
     )
     assert trl.state.log_history[1]["clip_ratio/region_mean"] > 0.01
-    assert_same_update(parameters(tiny_model), parameters(trl.model), parameters(own.model))
+    assert_same_update(tiny_model, trl, own)
     for wrong, said in (
         ({"loss_type": "sapo"}, "loss_type='sapo'. It must"),
         ({"beta": 0.1}, "Set use_bias_correc"),
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold=0.5 does not go"),
     ):
-        refused(said, run, ByHand, tiny_model, tmp_path, **wrong)
+        refused(said, train, ByHand, **wrong)
 
 
-def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):
+def test_resumed_in_the_middle_of_a_window(train, tmp_path):
     """Its old log-probs are the sampler's."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}
 
-    def trained(**others: Any) -> DASHTrainer:
-        return run(DASHTrainer, tiny_model, tmp_path, rollouts=ScriptedRollouts(noise=0.7), **{**settings, **others})
+    def trained(**others) -> DASHTrainer:
+        return train(rollouts=ScriptedRollouts(noise=0.7), **{**settings, **others})
 
     whole = trained(save_strategy="steps", save_steps=1)
-    resumed = trained(resume=str(tmp_path / "checkpoint-1"))
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    resumed = trained(resume=tmp_path / "checkpoint-1")
+    same(whole, resumed)
 
 
-def test_the_figures_of_trls_losses(tiny_model, tmp_path):
+def test_the_figures_of_trls_losses(train):
     """Wherever the sampler's log-probs are known; a share only where something is clipped or masked."""
     for rollouts, expected in (
         (None, set()),
         (ScriptedRollouts(noise=0.7), {"off_policy/ratio_mean", "off_policy/kl"}),
     ):
-        log = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts).state.log_history[0]
+        log = train(rollouts=rollouts).state.log_history[0]
         assert {name for name in log if name.startswith("off_policy/")} == expected
 
 

@@ -98,8 +98,7 @@ def test_the_scores_of_answers(reward):
 
 @needs_data
 @pytest.mark.parametrize(
-    ("gsm8k", "math500", "golds"),
-    [(400, 10, 19 + 4 + 50), pytest.param(1, 1, 9_292, marks=pytest.mark.exhaustive)],
+    ("gsm8k", "math500", "golds"), [(400, 10, 19 + 4 + 50), pytest.param(1, 1, 9_292, marks=pytest.mark.exhaustive)]
 )
 def test_golds(reward, tmp_path, gsm8k, math500, golds):
     """Every so many-th of GSM8K and of MATH-500."""

@@ -5,7 +5,7 @@ import torch
 
 from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, sampler_metrics
 from dash_trl.update import MicroBatch, Pass, Share, filter_rows
-from tests.test_rollouts import rollouts
+from tests.doubles import rollouts
 
 
 def test_shares_are_of_the_rows_of_all_ranks():

@@ -4,7 +4,6 @@ import math
 import random
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from tests.contract import check_logs
 from tests.scripted_turns import add, save_tool_model
-from tests.tiny import prompts, refused, run
+from tests.tiny import conversations, prompts, refused, run
 
 LONGEST = 24  # of the trainer's completions
 ROWS = 16  # of its generation batch
@@ -41,11 +40,11 @@ def rest(prefix: list[int], number: int) -> list[int]:
     return [generator.randrange(4, 260) for _ in range(generator.randint(1, LONGEST))]
 
 
-def even(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def even(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
 
 
-def third(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def third(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [float(len(ids) % 3) for ids in completion_ids]
 
 
@@ -54,7 +53,7 @@ def weighted(ids: list[int]) -> float:
 
 
 def check(
-    values: list[list[float]], requests: list[ValueRequest], k: int, reward: Any = weighted, context: int = 10**6
+    values: list[list[float]], requests: list[ValueRequest], k: int, reward=weighted, context: int = 10**6
 ) -> None:
     """Against the definition, prefix by prefix and rollout by rollout."""
     for request, row in zip(requests, values, strict=True):
@@ -71,10 +70,10 @@ def check(
 class Exchangeable:
     """A reward function of the trainer that calls another one, which a test may exchange."""
 
-    def __init__(self, function: Any):
+    def __init__(self, function):
         self.function, self.__name__ = function, function.__name__
 
-    def __call__(self, **columns: Any) -> list[float]:
+    def __call__(self, **columns) -> list[float]:
         return self.function(**columns)
 
 
@@ -146,8 +145,8 @@ def test_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
 
 
 def test_completions_of_several_turns_are_refused(trainer, monkeypatch, tmp_path):
-    data = prompts(16).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    data = conversations(prompts(16))
+    config = DASHConfig(str(tmp_path), use_cpu=True, bf16=False)
     with_tools = DASHTrainer(save_tool_model(tmp_path / "model"), even, config, data, tools=[add])
     monkeypatch.setattr(trainer, "rollout_func", even)
     for one in (with_tools, trainer):
@@ -180,7 +179,7 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
     assert caplog.text.count("The reward function 'even' failed on") == 1
 
 
-def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, tmp_path):
+def test_metrics_and_the_table_of_completions_are_those_without_it(train):
     """Two windows: what a reward function logs of the rollouts of the first would appear in the second."""
     rollouts = []
 
@@ -196,10 +195,7 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
     episodes = {"markers": lambda text: range(0, len(text), 3), "skip_silent": False}
     every = ProcessRewardCallback(MonteCarloValue(2), estimator="grpo", **episodes)  # so that credit is the outcome's
     own = {"reward": Talking(), "dataset": prompts(64).remove_columns("answer"), "max_steps": 2}
-    plain, valued = (
-        run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, max_completion_length=LONGEST, **own)
-        for callbacks in ([], [every])
-    )
+    plain, valued = (train(callbacks=callbacks, max_completion_length=LONGEST, **own) for callbacks in ([], [every]))
     check_logs([plain, valued])
     for name in ("prompt", "completion"):
         assert plain._logs[name] == valued._logs[name]

@@ -9,7 +9,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -46,7 +45,6 @@ TRAIN = {
     "lr_scheduler_type": "constant",
     "use_cpu": "true",
     "bf16": "false",
-    "report_to": "none",
 }
 
 
@@ -81,7 +79,7 @@ class Job:
         self.environment.pop("VLLM_API_KEY", None)
         self.commands: set[str] = set()
         self.keys: set[str] = set()
-        self.batch: Any = None
+        self.batch = None
 
     def start(self, **flags: object) -> None:
         arguments = [part for name, value in (TRAIN | flags).items() for part in (f"--{name}", str(value))]
@@ -93,7 +91,7 @@ class Job:
                 stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, condition: Any) -> None:
+    def wait_for(self, condition) -> None:
         """Waits, and records the commands and keys of processes."""
         end = time.monotonic() + SECONDS
         while not condition():

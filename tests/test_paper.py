@@ -180,8 +180,7 @@ def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tm
     assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["false"])
-    with pytest.raises(RuntimeError, match="false ended with 1"):
-        runner.Work(one).train(run)
+    refused("false ended with 1", runner.Work(one).train, run, error=RuntimeError)
     assert [path.name for path in one.home(run).iterdir()] == ["begun.json"]
     assert not one.figures("in", str(one.home(run))).exists()
     assert one.figures("in", one.models("no_kl", "0.5")[0]).exists()
@@ -230,8 +229,9 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(problems, "write_problems", lambda folder: None)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(SystemExit, match="Stopped. Run the same command again to continue."):
-            runner.main([*QUICK, str(tmp_path)])
+        refused(
+            "Stopped. Run the same command again to continue.", runner.main, [*QUICK, str(tmp_path)], error=SystemExit
+        )
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert not programs[-1].running and (half / "begun.json").exists() and not runner.is_done(half)
@@ -256,6 +256,5 @@ def test_the_problems_that_the_package_has_not(toy, tmp_path):
 
 @pytest.mark.exhaustive
 def test_real_runs_make_a_table(python, tmp_path):
-    done = python(EXAMPLES / "paper" / "run.py", *QUICK, tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    python(EXAMPLES / "paper" / "run.py", *QUICK, tmp_path)
     assert "–" not in (tmp_path / "table10.md").read_text()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     CamembertConfig,
     CamembertForCausalLM,
     Phi3Config,
@@ -22,18 +21,10 @@ from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.update import padding_effect
 from tests.doubles import Delayed
+from tests.models import SIZES
 from tests.prefix_values import random_requests
-from tests.tiny import VOCABULARY, assert_same_update, log_probs, pad, parameters, prompts, run, save_tiny_model
+from tests.tiny import assert_same_update, load, log_probs, pad, prompts, run, save_tiny_model
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    initializer_range=0.2,
-    pad_token_id=0,
-)
 WITHOUT_DROPOUT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ORIGINAL = 24  # tokens; some rows are longer
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
@@ -50,7 +41,7 @@ ODD = {"steps_per_generation": 4, "gradient_accumulation_steps": 3, "max_steps":
 MULTI = {"num_iterations": 2, "max_steps": 4}
 
 
-def saved(name: str, folder: Any) -> str:
+def saved(name: str, folder) -> str:
     kind, config, settings = MODELS[name]
     return save_tiny_model(folder / "model", kind, config, **settings)
 
@@ -58,7 +49,7 @@ def saved(name: str, folder: Any) -> str:
 class Noting(DASHTrainer):
     """Notes the rows of each pass, by whether it has a gradient, and the distances of its log-probs to the old ones."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.far: list[float] = []
         self.rows: dict[bool, list[Any]] = {True: [], False: []}
@@ -82,17 +73,17 @@ class Noting(DASHTrainer):
         (torch.bfloat16, {**MINI, "reward_pipeline": True}),
     ],
 )
-def test_without_learning_every_ratio_is_one(name, dtype, settings, tiny_model, tmp_path):
+def test_without_learning_every_ratio_is_one(train, name, dtype, settings, tiny_model, tmp_path):
     """In bf16, exactly: by autocast, or of weights. One row in 7 has no reward, so some groups are not kept whole.
 
     A GPU may round by the number of rows. So the training passes are some of the passes for the old log-probs.
     """
     model = tiny_model if name is None else saved(name, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or torch.float32)
+    loaded = load(model, dtype=dtype or torch.float32)
     settings = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.1, **settings}
     reward = RewardRunner(Delayed(fails=True))
     settings |= {"learning_rate": 0.0, "bf16": dtype is None, "loaded": loaded, "reward": reward}
-    trainer = run(Noting, model, tmp_path, **settings)
+    trainer = train(Noting, model=model, **settings)
     logs = [log for log in trainer.state.log_history if "kl" in log]
     assert len(trainer.far) >= 4 and not any(trainer.far)
     assert all(rows in trainer.rows[False] for rows in trainer.rows[True])
@@ -109,21 +100,18 @@ def test_models_whose_results_depend_on_padding_are_padded_as_in_trl(name, setti
     most = settings.pop("max_tokens_per_microbatch", 4 * 60)
     assert all(log.get("packing/max_tokens", 0) <= most for log in ours.state.log_history)
     trls = run(GRPOTrainer, model, tmp_path, **settings)
-    ends = [parameters(one.model) for one in (trls, ours)]
-    assert_same_update(parameters(model), *ends, tolerance=1e-4)
+    assert_same_update(model, trls, ours, tolerance=1e-4)
     assert caplog.text.count("passes are padded") == 1
 
 
-def test_noise_of_embeddings_has_the_width_of_the_window(tiny_model, tmp_path):
+def test_noise_of_embeddings_has_the_width_of_the_window(train):
     widths: list[int] = []
 
-    def note(trainer: Any) -> None:
+    def note(trainer) -> None:
         embeddings = trainer.model.get_input_embeddings()
         embeddings.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
 
-    trainer = run(
-        DASHTrainer, tiny_model, tmp_path, neftune_noise_alpha=5.0, prepare=note, max_tokens_per_microbatch=60
-    )
+    trainer = train(neftune_noise_alpha=5.0, prepare=note, max_tokens_per_microbatch=60)
     longest = trainer.state.log_history[0]["completions/max_length"]
     assert len({*widths[-4:]}) == 1 and widths[-1] > longest
 
@@ -152,7 +140,7 @@ class Changes(DASHTrainer):
                 self.compared = getattr(self, "compared", 0) + 1
         return compute(input_ids, attention_mask, logits_to_keep, **kwargs)
 
-    def alone(self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
+    def alone(self, model, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
         found, seen = torch.zeros(len(ids)), mask.bool()
         if seen.any():
             row = ids[seen].tolist()
@@ -161,12 +149,12 @@ class Changes(DASHTrainer):
 
 
 @pytest.mark.parametrize("prepare", [None, pad])
-def test_an_override_gets_log_probs_of_its_own_tensors(prepare, tiny_model, tmp_path):
-    assert run(Changes, tiny_model, tmp_path, prepare=prepare, max_tokens_per_microbatch=200).compared >= 4
+def test_an_override_gets_log_probs_of_its_own_tensors(prepare, train):
+    assert train(Changes, prepare=prepare, max_tokens_per_microbatch=200).compared >= 4
 
 
 def test_values_do_not_depend_on_their_neighbours_if_rope_depends_on_the_width(tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(saved("dynamic", tmp_path))
+    model = load(saved("dynamic", tmp_path))
     value, requests = AnswerLogProbValue(), random_requests()
     requests = [replace(one, prompt_ids=tuple(range(4, 4 + 2 * ORIGINAL))) for one in requests]
     together = value.score(requests, model, tokenizer)
@@ -178,7 +166,7 @@ def test_right_position_ids_are_taken_whichever_rounding_is_smaller():
     base, model = torch.randn(1, 64), torch.nn.Linear(2, 2)
     model.dtype = torch.float32
 
-    def near(noise: float) -> Any:
+    def near(noise: float):
         return lambda ids, mask, keep: (base[:, -keep:] + noise * (mask == 0).any(),)
 
     trial = {"vocabulary": 64, "pad_token_id": 0, "device": torch.device("cpu")}

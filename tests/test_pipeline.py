@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ import torch
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from tests.doubles import Delayed, SavesBetween
-from tests.tiny import ScriptedRollouts, assert_same_update, parameters, refused, run
+from tests.tiny import ScriptedRollouts, assert_same_update, parameters, refused
 
-SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
 
 
@@ -23,11 +21,9 @@ class Short(Delayed):
         return 0.5 if prompt.startswith("1") else float(len(completion_ids) < 8)
 
 
-def trained(model, tmp_path, seed, **settings):
-    fails = settings.pop("fails", False)
+def trained(train, seed, *, fails=False, **settings):
     rewards = [Delayed(seed, fails), *(Short() for _ in settings.get("reward_weights", [])[1:])]
-    trainer = run(DASHTrainer, model, tmp_path, reward=RewardRunner(rewards), **{**SHAPES, **settings})
-    return parameters(trainer.model), trainer
+    return train(reward=RewardRunner(rewards), **settings)
 
 
 SETTINGS = [  # pairs of the options that have a part in it
@@ -39,11 +35,11 @@ SETTINGS = [  # pairs of the options that have a part in it
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings, caplog):
+def test_the_update_is_the_one_without_it(start, train, settings, caplog):
     caplog.set_level("INFO", "dash_trl")
-    expected, plain = trained(tiny_model, tmp_path, 0, **settings)
-    found, piped = trained(tiny_model, tmp_path, 1, reward_pipeline=True, **settings)
-    assert_same_update(parameters(tiny_model), expected, found, **ROUNDING)
+    plain = trained(train, 0, **settings)
+    piped = trained(train, 1, reward_pipeline=True, **settings)
+    assert_same_update(start, plain, piped, **ROUNDING)
     assert caplog.text.count("reward_pipeline: training on a window begins when all of it is sampled") == 1
     for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
         timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
@@ -60,12 +56,12 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings, caplog
     assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
 
 
-def test_a_checkpoint_between_micro_steps_loses_no_row(tiny_model, tmp_path):
+def test_a_checkpoint_between_micro_steps_loses_no_row(start, train, tmp_path):
     saves, settings = SavesBetween(), {"max_tokens_per_microbatch": 60, "reward_pipeline": True}
-    expected, _ = trained(tiny_model, tmp_path, 0, **settings)
+    expected = trained(train, 0, **settings)
     settings |= {"callbacks": [saves], "prepare": lambda trainer: setattr(saves, "trainer", trainer)}
-    found, _ = trained(tiny_model, tmp_path, 1, **settings)
-    assert_same_update(parameters(tiny_model), expected, found, **ROUNDING)
+    found = trained(train, 1, **settings)
+    assert_same_update(start, expected, found, **ROUNDING)
     assert (tmp_path / "checkpoint-0").exists()
 
 
@@ -105,7 +101,7 @@ class InOrder:
 
     __name__ = "in_order"
 
-    def __init__(self, order: Sequence[int], turn: Any = lambda group: None):
+    def __init__(self, order: Sequence[int], turn=lambda group: None):
         self.order, self.turn = order, turn
         self.changed, self.scored = threading.Condition(), 0
 
@@ -122,18 +118,21 @@ class InOrder:
 
 
 ORDER = [2, 0, 3, 1]  # in which the groups of a window are scored
-MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 0.5}
+MINI = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 0.5}
 
 
-def mini(model, tmp_path, reward=None, trainer_class=Numbered, **settings):
+def mini(train, reward=None, trainer_class=Numbered, **settings):
     reward = RewardRunner(reward or InOrder(ORDER), timeout=120)
     rollouts = NumberedRollouts(noise=0.1 if settings.pop("logprobs", False) else None)
     settings = {**MINI, "reward_pipeline": True, **settings}
-    return run(trainer_class, model, tmp_path, reward=reward, rollouts=rollouts, **settings)
+    return train(trainer_class, reward=reward, rollouts=rollouts, **settings)
 
 
-@pytest.mark.parametrize(("event", "settings"), [("backward", SHAPES), ("step", {"max_steps": 4})])
-def test_training_begins_before_the_last_reward(tiny_model, tmp_path, event, settings):
+@pytest.mark.parametrize(
+    ("event", "settings"),
+    [("backward", {"gradient_accumulation_steps": 4, "max_steps": 1}), ("step", {"max_steps": 4})],
+)
+def test_training_begins_before_the_last_reward(train, event, settings):
     """The last group's rewards wait for the first backward pass or optimizer step: without the pipeline for ever.
 
     What says that it may see groups gets whole ones.
@@ -148,7 +147,7 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path, event, set
             return loss
 
     reward = InOrder(ORDER, turn=lambda place: waited.append(events[event].wait(60)) if place == 3 else None)
-    trainer = mini(tiny_model, tmp_path, reward, Watched, callbacks=[looks], **settings)
+    trainer = mini(train, reward, Watched, callbacks=[looks], **settings)
     assert waited == [True]
     assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
     known = any(name.startswith("reward") for name in trainer.state.log_history[0])
@@ -163,7 +162,7 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path, event, set
         {"mask_truncated_completions": True, "beta": 0.04, "loss_type": "dapo"},
     ],
 )
-def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch):
+def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, start, train, monkeypatch):
     """As one that waits for all rewards, if its shuffle had the order in which they came."""
     if settings.get("logprobs"):
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
@@ -175,11 +174,11 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
         def on_rewards(self, args, state, control, rollouts, **kwargs):
             arrived.extend(row["row"] % 16 for row in rollouts.examples)
 
-    piped = mini(tiny_model, tmp_path, callbacks=[Sees()], **settings)
+    piped = mini(train, callbacks=[Sees()], **settings)
     orders, drawn = iter(torch.tensor(arrived).split(16)), torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **more: drawn(n, **more) if more or n != 16 else next(orders))
-    plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
-    start, steps = parameters(tiny_model), 8 // settings.get("gradient_accumulation_steps", 1)
+    plain = mini(train, reward_pipeline=False, **settings)
+    steps = 8 // settings.get("gradient_accumulation_steps", 1)
     assert len(piped.ends) == len(plain.ends) == steps + 1
     for expected, found in zip(plain.ends, piped.ends, strict=True):
         assert_same_update(start, expected, found, **ROUNDING)
@@ -190,6 +189,7 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
     assert list(piped._logs["rewards"]["in_order"]) == list(plain._logs["rewards"]["in_order"])
 
 
+SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
 REFUSED = [
     ({"filter_denominator": "kept"}, "filter_denominator='kept' does not .*: it divides by all rows that are kept"),
     ({"scale_rewards": "batch"}, "reward_pipeline=True with scale_rewards='batch', which divides by the deviation"),
@@ -219,7 +219,7 @@ class OwnAdvantages(DASHTrainer):
         return rewards[:, 0]
 
 
-def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
+def test_what_sees_a_few_groups_must_say_that_it_may(train):
     all_at_once = {"reward": lambda completions, **kwargs: [1.0] * len(completions)}
     for trainer_class, changed, message in (
         (
@@ -240,5 +240,5 @@ def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path):
         (DASHTrainer, all_at_once, "'<lambda>' scores a whole batch at"),
         (DASHTrainer, {"callbacks": [ProcessRewardCallback(AnswerLogProbValue())]}, "its figures and checks are of wh"),
     ):
-        settings = {"reward": RewardRunner(Delayed()), "reward_pipeline": True, **SHAPES, **changed}
-        refused(message, run, trainer_class, tiny_model, tmp_path, **settings)
+        settings = {"reward": RewardRunner(Delayed()), "reward_pipeline": True, **changed}
+        refused(message, train, trainer_class, **settings)

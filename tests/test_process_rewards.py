@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
+from dash_trl import DASHCallback, ProcessRewardCallback
 from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
@@ -28,10 +28,8 @@ from tests.tiny import (
     ScriptedRollouts,
     assert_same_update,
     noting,
-    parameters,
     refusal,
     refused,
-    run,
     said,
     tiny_tokenizer,
 )
@@ -51,13 +49,17 @@ def callback(**arguments) -> ProcessRewardCallback:
     return ProcessRewardCallback(markers=every_third, max_episode_tokens=8, **given)
 
 
-def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
-    seen = noting("on_advantages")  # after the process rewards
-    settings = {"dataset": PROBLEMS, "reward": reward, "callbacks": [*callbacks, seen], **settings}
-    return run(DASHTrainer, model, output, **settings), seen.noted[-1]
+@pytest.fixture
+def train(train):
+    def with_callbacks(*callbacks, reward=lambda **kwargs: [0.0] * len(kwargs["prompts"]), **settings):
+        seen = noting("on_advantages")  # after the process rewards
+        settings = {"dataset": PROBLEMS, "reward": reward, "callbacks": [*callbacks, seen], **settings}
+        return train(**settings), seen.noted[-1]
+
+    return with_callbacks
 
 
-def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, tmp_path, monkeypatch):
+def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, train, monkeypatch):
     """And no float64 is sent to the device, which MPS refuses: what ranks exchange goes through the device."""
     sent = []
 
@@ -70,9 +72,8 @@ def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, tmp_path,
 
     for name in ("gather", "reduce", "pad_across_processes"):
         monkeypatch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
-    trainer, rollouts = train(tiny_model, tmp_path, callback())
-    start, end = parameters(tiny_model), parameters(trainer.model)
-    assert_same_update(start, end, end)
+    trainer, rollouts = train(callback())
+    assert_same_update(tiny_model, trainer, trainer)
     assert rollouts.advantages.shape == rollouts.completion_ids.shape
     log = trainer.state.log_history[0]
     assert log["filter/kept_rows"] > 0.8 and log["frac_reward_zero_std"] == 1.0
@@ -99,7 +100,7 @@ class Boundaries:
         return [[float(boundary) for boundary in request.boundaries] for request in requests]
 
 
-def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatch):
+def test_credit_knows_the_policy_s_tokens_alone(train, monkeypatch):
     seen = []
 
     def counted(rewards, settings):
@@ -108,7 +109,7 @@ def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatc
 
     monkeypatch.setitem(ESTIMATORS, "counted", Estimator(credit=counted))
     process = ProcessRewardCallback(Boundaries(), estimator="counted")
-    trainer, rollouts = train(tiny_model, tmp_path, process, rollouts=InTurns(), reward=ScriptedReward(constant=0.0))
+    trainer, rollouts = train(process, rollouts=InTurns(), reward=ScriptedReward(constant=0.0))
     (rewards,), own = seen, rollouts.loss_mask.bool()
     lengths = own.sum(dim=1).tolist()
     assert lengths[::4] == [0] * 4 and not rewards.valued[::4].any() and max(lengths) > 6
@@ -142,7 +143,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("arguments", [{}, {"skip_silent": False}])
-def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
+def test_rows_that_are_not_valued(arguments, train):
     def rewarded(number):
         return lambda prompts, **_: [row[number] for group, *_ in GROUPS for row in group]
 
@@ -151,7 +152,7 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
         function.__name__ = name
     process = ProcessRewardCallback(Boundaries(), **arguments)
     settings = {"reward": functions, "reward_weights": [1.0, 0.1, -0.5], "num_generations": 2}
-    trainer, rollouts = train(tiny_model, tmp_path, process, **settings)
+    trainer, rollouts = train(process, **settings)
     skipped = [not request.boundaries for request in process.value.requests]
     assert skipped == [
         silent and (solved or not arguments) or NAN in row for group, silent, solved in GROUPS for row in group
@@ -160,12 +161,12 @@ def test_rows_that_are_not_valued(arguments, tiny_model, tmp_path):
     assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
 
 
-def test_equal_outcomes_of_a_group_may_count(tiny_model, tmp_path):
+def test_equal_outcomes_of_a_group_may_count(train):
     """Against other groups; or with V alone, if it is asked for."""
     for estimator, skips, valued in (("rloo", True, False), ("single_path", True, True), ("rloo", False, True)):
         process = ProcessRewardCallback(Boundaries(), skip_silent=skips, markers=every_third)
         settings = {"reward": lambda prompts, **_: 8 * [1.0] + 8 * [0.0], "advantage_estimator": estimator}
-        _, rollouts = train(tiny_model, tmp_path, process, **settings)
+        _, rollouts = train(process, **settings)
         assert any(request.boundaries for request in process.value.requests) == valued, estimator
         assert rollouts.advantages.any() == valued
 
@@ -193,10 +194,7 @@ MISTAKES = [
     (dict(value="text"), "value='text' cannot estimate V.* a force prompt into AnswerLogProbValue"),
     (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
     # the estimator
-    (
-        dict(estimator="ppo"),
-        r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit=",
-    ),
+    (dict(estimator="ppo"), r"'ppo' is unknown. Use one of 'grpo', .*ESTIMATORS\['mine'\] = Estimator\(credit="),
     (dict(estimator="grpo_passk"), "'grpo_passk' is unknown"),  # for outcomes only
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .* is unknown"),
     *(
@@ -238,7 +236,7 @@ def test_values_are_numbers_one_per_boundary():
     assert str(checked_values([[np.float32(0.5), torch.tensor(NAN)]], requests[:1], None)) == "[[0.5, nan]]"
 
 
-def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_made(monkeypatch, tiny_model, tmp_path):
+def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_made(monkeypatch, train):
     """And not before: the registry may change after the modules have been imported."""
 
     def half(rewards):
@@ -246,12 +244,12 @@ def test_an_estimator_of_one_s_own_is_known_when_the_config_or_the_callback_is_m
 
     options = {"reward": ScriptedReward(constant=0.0), "advantage_estimator": "mine", "scale_rewards": "group"}
     options["reward_weights"] = [3.0]
-    assert "advantage_estimator='mine' is unknown" in refusal(train, tiny_model, tmp_path, **options)
+    assert "advantage_estimator='mine' is unknown" in refusal(train, **options)
     monkeypatch.setitem(ESTIMATORS, "mine", Estimator(half, an_estimator))
-    _, rollouts = train(tiny_model, tmp_path, **options)
+    _, rollouts = train(**options)
     assert rollouts.advantages.any() and torch.equal(rollouts.advantages, rollouts.rewards[:, 0] * 1.5)
     message = r"What estimator='mine' returned has the shape \[16\], which is not \[N=16, T=\d+\]"
-    refused(message, train, tiny_model, tmp_path, callback(estimator="mine"))
+    refused(message, train, callback(estimator="mine"))
     monkeypatch.setitem(ESTIMATORS, "mine", half)  # as before there was one registry
     assert r"Estimator(credit=function)" in refusal(callback, estimator="mine")
 
@@ -269,12 +267,12 @@ def test_accepted_answers():
     refused("The gold answer {'alias': 'seven'}", accepted_answers, {"answer": ["7", {"alias": "seven"}]}, "answer")
 
 
-def test_values_that_are_all_missing_are_said_once(tiny_model, tmp_path, caplog):
+def test_values_that_are_all_missing_are_said_once(train, caplog):
     class Missing(Boundaries):
         def __call__(self, requests, trainer):
             return [[NAN] * len(request.boundaries) for request in requests]
 
-    train(tiny_model, tmp_path, callback(value=Missing()), max_steps=2)
+    train(callback(value=Missing()), max_steps=2)
     assert said(caplog).count("No row has a value") == 1
 
 
@@ -297,18 +295,18 @@ class Counts(DASHCallback):
         self.count = state["count"]
 
 
-def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(tiny_model, tmp_path, caplog):
+def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(train, tmp_path, caplog):
     """A run with other shapes goes on with them; that a checkpoint lacks a state is said.
 
     Two callbacks of one class have a state each.
     """
     counts, second, again, third = Counts(), Counts(10), Counts(), Counts()
     wider, other = Counts(), type("Other", (Counts,), {})()
-    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, str(tmp_path / "checkpoint-2")
-    train(tiny_model, tmp_path, counts, second, SaveEarly(at=2), **settings)
-    train(tiny_model, tmp_path / "again", again, third, resume=checkpoint, **settings)
+    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, tmp_path / "checkpoint-2"
+    train(counts, second, SaveEarly(at=2), **settings)
+    train(again, third, output=tmp_path / "again", resume=checkpoint, **settings)
     assert (counts.count, second.count) == (again.count, third.count) == (8, 18)
     settings |= {**WIDER, "steps_per_generation": 2, "max_steps": 3}
-    train(tiny_model, tmp_path / "wider", wider, other, resume=checkpoint, **settings)
+    train(wider, other, output=tmp_path / "wider", resume=checkpoint, **settings)
     assert (wider.count, other.count) == (5, 1)
     assert "holds no state of Other," in said(caplog) and "holds no state of Counts," not in said(caplog)

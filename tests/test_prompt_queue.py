@@ -20,7 +20,7 @@ GROUP = 2
 Taken = tuple[int, int, list[tuple[int, int]], list[int]]  # window, round, places, rows of the dataset
 
 
-def reloaded(state: Any) -> Any:
+def reloaded(state):
     """As from a checkpoint's file."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -102,7 +102,7 @@ class Walk:
             self._optimizer_step(*one)
         return self
 
-    def _point(self) -> Any:
+    def _point(self):
         return self.step, self.global_step, self.firsts, reloaded(self.queue.state_dict())
 
     def _optimizer_step(self, short: int, rounds: list[list[int]]) -> None:
@@ -116,7 +116,7 @@ class Walk:
         self.global_step += 1
         self.after.append(self._point())
 
-    def _window(self, rows: Any, rounds: list[list[int]]) -> None:
+    def _window(self, rows, rounds: list[list[int]]) -> None:
         number = self.step // self.shape.window_batches
         assert rows is self.ahead.pop(number, rows)
         for window, known in enumerate(self.queue.upcoming(self.step), number + 1):
@@ -141,10 +141,7 @@ shapes = st.builds(
     batches=st.integers(1, 4),
     firsts=st.lists(sizes, min_size=1, max_size=3).map(tuple),
 )
-steps = st.tuples(
-    st.integers(0, 3),
-    st.lists(st.lists(sizes, max_size=3), min_size=1, max_size=3),
-)
+steps = st.tuples(st.integers(0, 3), st.lists(st.lists(sizes, max_size=3), min_size=1, max_size=3))
 scripts = st.lists(steps, min_size=2, max_size=8)
 
 

@@ -1,48 +1,11 @@
 """A queue of prompts: Transformers gets the same micro-batches as without it (`async_level=0`, its own reading)."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl import DASHTrainer
-from tests.tiny import prompts, refused, run
-
-
-class Walk(DASHTrainer):
-    """A trainer that does not train, and records the prompts of micro-steps.
-
-    `ends` contains (optimizer step, number of micro-steps at its end).
-    """
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.seen.append([row["prompt"] for row in inputs])
-        self._step += 1
-        return torch.zeros((), device=self.args.device)
-
-    def get_batch_samples(self, *args):
-        batches, num_items = super().get_batch_samples(*args)
-        self.ends.append((self.state.global_step + 1, len(self.seen) + len(batches)))
-        return batches, num_items
-
-    def train(self, *args, **kwargs):
-        self.seen, self.ends = [], []
-        return super().train(*args, **kwargs)
-
-
-def walked(model, output, *, level=0, **settings):
-    """Walk as if windows were sampled ahead; more than one are refused without servers."""
-    ahead = {"in_process": True, "prepare": lambda trainer: setattr(trainer.args, "async_level", level)}
-    return run(Walk, model, output, **{"num_generations": 2, **ahead, **settings})
-
-
-def check(model, output, **settings):
-    """A queue changes nothing in what is handed out."""
-    walk = walked(model, output, **settings)
-    seen, ends, walk.args.async_level = walk.seen, walk.ends, 2
-    walk.train()
-    assert walk.seen == seen and {*walk.ends} <= {*ends}, settings  # a stream that is over is tried again
-
+from tests.tiny import prompts, refused
+from tests.walks import check, walked
 
 SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
 
@@ -53,10 +16,7 @@ def stream(rows):
 
 # name → (dataset, settings)
 TABLE = {
-    "rows of tensors": (
-        prompts(8).add_column("weights", [[0.5, 0.5]] * 8).with_format("torch"),
-        {"max_steps": 5},
-    ),
+    "rows of tensors": (prompts(8).add_column("weights", [[0.5, 0.5]] * 8).with_format("torch"), {"max_steps": 5}),
     "workers that stay": (
         prompts(4),
         {"max_steps": 5, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},

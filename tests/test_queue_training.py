@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from dash_trl import RewardRunner
+from dash_trl import DASHTrainer, RewardRunner
 from tests.by_prompt import ByPrompt
 from tests.doubles import EndsTheEpoch, SaveEarly, recorded, same
-from tests.tiny import ScriptedReward, prompts, refused
+from tests.tiny import ScriptedReward, prompts, refused, run
 
 trained = partial(recorded, reward=ScriptedReward(constant=0.6), max_num_gen_batches=3, max_steps=6)
 
@@ -49,19 +49,19 @@ PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if long else ()) f
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_resumed_equals_uninterrupted(tiny_model, tmp_path, name):
+def test_resumed_equals_uninterrupted(train, tmp_path, name):
     settings, steps, _ = RUNS[name]
-    rounds, whole = trained(tiny_model, tmp_path / "whole", save_strategy="steps", save_steps=1, **settings)
+    rounds, whole = trained(train, save_strategy="steps", save_steps=1, **settings)
     assert max(log.get("prompts/epoch", 0) for log in whole.state.log_history) > 0
     for step in steps:
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        seen, resumed = trained(tiny_model, tmp_path / "on", resume=checkpoint, **settings)
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        seen, resumed = trained(train, resume=checkpoint, **settings)
         assert seen == rounds[len(rounds) - len(seen) :], step
         same(whole, resumed)
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path, most):
+def test_windows_ahead_go_on_after_an_epoch_was_cut(train, tmp_path, most):
     """Transformers no longer knows which prompts were used. With dynamic sampling, a first round expects no signal."""
     settings = {
         "dataset": prompts(24),
@@ -73,14 +73,14 @@ def test_windows_ahead_go_on_after_an_epoch_was_cut(tiny_model, tmp_path, most):
         "reward": RewardRunner(lambda completion: len(completion) if most == 1 else 1.0),
         "callbacks": [EndsTheEpoch()],
     }
-    rounds, _ = trained(tiny_model, tmp_path, save_strategy="steps", save_steps=4, **settings)
-    seen, _ = trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-4"), **settings)
+    rounds, _ = trained(train, save_strategy="steps", save_steps=4, **settings)
+    seen, _ = trained(train, resume=tmp_path / "checkpoint-4", **settings)
     assert seen == rounds[-len(seen) :] and len(seen) > 2
 
 
-def test_an_epoch_that_is_cut_within_a_step_is_refused(tiny_model, tmp_path):
+def test_an_epoch_that_is_cut_within_a_step_is_refused(train):
     settings = {"callbacks": [EndsItWithinAStep()], "dataset": prompts(4)}
-    refused("within an optimizer step.*on_step_end only", trained, tiny_model, tmp_path, **settings)
+    refused("within an optimizer step.*on_step_end only", trained, train, **settings)
 
 
 # ---------------------------------------------------------------------------------------------- with other settings
@@ -91,29 +91,19 @@ def saved(tiny_model, tmp_path_factory):
     """The rounds of a run, and the folder of its checkpoint 3, in the middle of its second window."""
     output = tmp_path_factory.mktemp("saved")
     settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 3}
-    rounds, _ = trained(tiny_model, output, save_strategy="steps", save_steps=3, **settings)
-    return rounds, str(output / "checkpoint-3")
+    rounds, _ = trained(partial(run, DASHTrainer, tiny_model, output), save_strategy="steps", save_steps=3, **settings)
+    return rounds, output / "checkpoint-3"
 
 
-def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path, saved):
-    for change in (
-        {"max_num_gen_batches": 1},
-        {"per_device_train_batch_size": 8},
-        {"dataset": prompts(22)},
-    ):
+def test_what_a_checkpoint_has_other_prompts_for_is_refused(train, saved):
+    for change in ({"max_num_gen_batches": 1}, {"per_device_train_batch_size": 8}, {"dataset": prompts(22)}):
         settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "resume": saved[1], **change}
-        refused(
-            r"was saved with .*\(now .*Resume with the values of the checkpoint, or",
-            trained,
-            tiny_model,
-            tmp_path,
-            **settings,
-        )
+        refused(r"was saved with .*\(now .*Resume with the values of the checkpoint, or", trained, train, **settings)
 
 
-def test_the_prompts_begin_again(tiny_model, tmp_path, saved):
+def test_the_prompts_begin_again(train, saved):
     """With `ignore_data_skip`; the rest of the checkpoint's window is left out, and another bound does not matter."""
     rounds, checkpoint = saved
     settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "max_num_gen_batches": 2}
-    seen, trainer = trained(tiny_model, tmp_path, resume=checkpoint, ignore_data_skip=True, **settings)
+    seen, trainer = trained(train, resume=checkpoint, ignore_data_skip=True, **settings)
     assert seen[0] == rounds[0] and trainer.state.global_step == 5

@@ -3,10 +3,10 @@
 import gc
 import socket
 
-import pytest
 import torch.distributed as dist
 
 from dash_trl.distributed import Lines, RankFailed, wait_for_all
+from tests.tiny import refused
 
 
 class Unsayable(RuntimeError):
@@ -19,8 +19,17 @@ def test_a_rank_that_failed_does_not_wait_for_ever_for_the_others():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(RankFailed, match=r"Rank 1 has waited 0 s .* for the ranks \[0, 2\]"):
-        wait_for_all(dist.HashStore(), 1, 3, None, 1, timeout=0.0)
+    refused(
+        r"Rank 1 has waited 0 s .* for the ranks \[0, 2\]",
+        wait_for_all,
+        dist.HashStore(),
+        1,
+        3,
+        None,
+        1,
+        error=RankFailed,
+        timeout=0.0,
+    )
 
 
 def test_the_text_of_an_error_reaches_the_others():
@@ -48,11 +57,30 @@ def test_a_rank_that_has_ended_is_named_at_once():
     lines = [Lines(store, rank, "localhost") for rank in range(3)]
     with socket.create_connection(("localhost", int(store.get("dash_trl/port")))) as stranger:
         stranger.sendall(b"GET / HTTP/1")
-    with pytest.raises(RankFailed, match=r"Rank 2 has waited 0 s .* \[0, 1\]"):
-        wait_for_all(store, 2, 3, None, 1, timeout=0.0, lines=lines[2])
-    with pytest.raises(RankFailed, match=r"Rank 0 has waited 0 s .* \[1\]"):
-        wait_for_all(store, 0, 3, None, 1, timeout=0.0, lines=lines[0])
+    refused(
+        r"Rank 2 has waited 0 s .* \[0, 1\]",
+        wait_for_all,
+        store,
+        2,
+        3,
+        None,
+        1,
+        error=RankFailed,
+        timeout=0.0,
+        lines=lines[2],
+    )
+    refused(
+        r"Rank 0 has waited 0 s .* \[1\]",
+        wait_for_all,
+        store,
+        0,
+        3,
+        None,
+        1,
+        error=RankFailed,
+        timeout=0.0,
+        lines=lines[0],
+    )
     lines[1] = None  # its connection is closed, as when its process is killed
     gc.collect()
-    with pytest.raises(RankFailed, match="Rank 1 has ended"):
-        wait_for_all(store, 0, 3, ValueError(), 2, lines=lines[0])
+    refused("Rank 1 has ended", wait_for_all, store, 0, 3, ValueError(), 2, error=RankFailed, lines=lines[0])

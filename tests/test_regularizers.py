@@ -4,47 +4,25 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, RewardRunner
-from tests.test_isolation import MODELS
-from tests.tiny import ScriptedReward, noting, parameters, prompts, refusal, refused, run, save_tiny_model
+from tests.doubles import Penalised, Replaced
+from tests.models import MOE
+from tests.tiny import ScriptedReward, load, noting, parameters, prompts, refusal, refused, save_tiny_model
 
 BUDGETS = [30, 4000]  # a pass per row or two, everything in one
 
 
 def update_of(trainer, start) -> torch.Tensor:
-    end = parameters(trainer.model)
+    end = parameters(trainer)
     return torch.cat([(end[name] - start[name]).flatten() for name in start])
 
 
-def token_log_probs(trainer, model, inputs) -> torch.Tensor:
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    length = inputs["completion_ids"].shape[1]
-    return trainer._get_per_token_logps_and_entropies(model, ids, mask, length)[0] * inputs["completion_mask"]
-
-
-class Penalised(DASHTrainer):
-    """Adds the mean of −log π over the tokens that are trained on."""
-
-    @torch.enable_grad()  # or another decorator, as TRL's methods have
-    def _compute_loss(self, model, inputs):
-        mean = -token_log_probs(self, model, inputs).sum() / inputs["completion_mask"].sum().clamp(min=1)
-        term = inputs["regularizer_scale"] * mean / self.current_gradient_accumulation_steps
-        return super()._compute_loss(model, inputs) + term
-
-
-class Replaced(DASHTrainer):
-    def _compute_loss(self, model, inputs):
-        return token_log_probs(self, model, inputs).sum()
-
-
-def test_a_loss_without_the_weights_of_passes_is_refused(tiny_model, tmp_path):
-    assert "Replaced computes the loss without super" in refusal(run, Replaced, tiny_model, tmp_path)
+def test_a_loss_without_the_weights_of_passes_is_refused(train):
+    assert "Replaced computes the loss without super" in refusal(train, Replaced)
     piped = {"reward": RewardRunner(lambda completion: 1.0), "reward_pipeline": True}
-    refused("a term of your own", run, Penalised, tiny_model, tmp_path, **piped)
+    refused("a term of your own", train, Penalised, **piped)
 
 
 def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,17 +40,22 @@ def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("loss_type", "budget"), [("dapo", None), ("grpo", 30), ("bnpo", 4000)])
-def test_terms_are_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
+def test_terms_are_added_once_per_step(tiny_model, train, loss_type, budget):
     """The entropy bonus adds c · ∇H to the update (learning rate 1), −c · H to the loss; H is the survivors' mean.
 
     A subclass's own term has the same weight.
     """
     start, recorder = parameters(tiny_model), noting("on_advantages")
-    settings = {"loss_type": loss_type, "max_tokens_per_microbatch": budget, "callbacks": [recorder]}
-    settings |= {"eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
-    without, bonus = (run(DASHTrainer, tiny_model, tmp_path, entropy_coef=one, **settings) for one in (0.0, 0.5))
-    own = run(Penalised, tiny_model, tmp_path, **settings)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    settings = {
+        "loss_type": loss_type,
+        "max_tokens_per_microbatch": budget,
+        "callbacks": [recorder],
+        "eval_dataset": prompts(4),
+        "per_device_eval_batch_size": 4,
+    }
+    without, bonus = (train(entropy_coef=one, **settings) for one in (0.0, 0.5))
+    own = train(Penalised, **settings)
+    model = load(tiny_model)
     entropy, log_prob = survivors_means(model, recorder.noted[-1])
     for trainer, term in ((bonus, 0.5 * entropy), (own, log_prob)):
         added = update_of(trainer, start) - update_of(without, start)
@@ -86,43 +69,43 @@ def test_terms_are_added_once_per_step(tiny_model, tmp_path, loss_type, budget):
     assert own.evaluate()["eval_loss"] > without.evaluate()["eval_loss"]
 
 
-def test_the_entropy_controller_is_trls(tiny_model, tmp_path):
-    settings = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1, "max_steps": 4}
-    settings |= {"entropy_coef": 0.2, "entropy_coef_max": 0.5, "learning_rate": 0.2, "constant": 0.0}
-    trl = run(GRPOTrainer, tiny_model, tmp_path, **settings)
+def test_the_entropy_controller_is_trls(train):
+    settings = {
+        "use_adaptive_entropy": True,
+        "entropy_target": 5.0,
+        "entropy_coef_delta": 0.1,
+        "max_steps": 4,
+        "entropy_coef": 0.2,
+        "entropy_coef_max": 0.5,
+        "learning_rate": 0.2,
+        "constant": 0.0,
+    }
+    trl = train(GRPOTrainer, **settings)
     logged = [log["entropy_coef"] for log in trl.state.log_history[:-1]]
     assert len(set(logged)) > 1
     ours = {"gradient_filter_threshold": None, "max_tokens_per_microbatch": 30}
-    dash = run(DASHTrainer, tiny_model, tmp_path, **ours, **settings)
+    dash = train(**ours, **settings)
     assert [log["entropy_coef"] for log in dash.state.log_history[:-1]] == pytest.approx(logged)
     assert dash.entropy_coef == trl.entropy_coef
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), *MODELS["qwen2 moe"])
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), config=MOE)
 
 
-def test_the_router_loss(moe, tmp_path):
+def test_the_router_loss(train, moe):
     """Not linear in the batch, so no equality; but its weight is TRL's for every packing (it was 4 or 1/4 of it)."""
     start = parameters(moe)
     settings = {"router_aux_loss_coef": 10.0, "learning_rate": 0.01, "constant": 0.0}
-    trl = run(GRPOTrainer, moe, tmp_path, **settings)
+    trl = train(GRPOTrainer, model=moe, **settings)
     expected = update_of(trl, start)
     for budget in BUDGETS:
-        dash = run(DASHTrainer, moe, tmp_path, max_tokens_per_microbatch=budget, **settings)
+        dash = train(model=moe, max_tokens_per_microbatch=budget, **settings)
         update = update_of(dash, start)
         assert dash.state.log_history[0]["packing/padding_free"] == 1
         assert (update @ expected / (expected @ expected)).item() == pytest.approx(1.0, abs=0.12), budget
-        refused(
-            "a router loss",
-            run,
-            DASHTrainer,
-            moe,
-            tmp_path,
-            reward=RewardRunner(lambda completion: 1.0),
-            reward_pipeline=True,
-        )
+        refused("a router loss", train, model=moe, reward=RewardRunner(lambda completion: 1.0), reward_pipeline=True)
         for name in ("loss", "aux_loss"):
             logged = [one.state.log_history[0][name] for one in (trl, dash)]
             assert logged[1] == pytest.approx(logged[0], rel=0.1), (budget, name)
@@ -148,25 +131,25 @@ class PerMicroStep(GRPOTrainer):
         ("cispo_clip_ratio", {"loss_type": "cispo", "epsilon_high": 1.0}, 4000),
     ],
 )
-def test_the_figures_of_passes_are_trls(tiny_model, tmp_path, name, settings, budget):
+def test_the_figures_of_passes_are_trls(train, name, settings, budget):
     """TRL's micro-steps weighed by what they count: rows with a ratio per sequence, tokens otherwise.
 
     What is clipped on the second use of a window, with half of the groups dropped.
     """
     settings = {"num_iterations": 2, "max_steps": 2, "epsilon": 0.02, "learning_rate": 0.05, **settings}
-    trl = run(PerMicroStep, tiny_model, tmp_path, **settings)
+    trl = train(PerMicroStep, **settings)
     column = 1 if "importance_sampling_level" in settings else 0
-    logs = run(DASHTrainer, tiny_model, tmp_path, max_tokens_per_microbatch=budget, **settings).state.log_history
+    logs = train(max_tokens_per_microbatch=budget, **settings).state.log_history
     assert logs[0]["filter/kept_rows"] < 0.8
     expected = sum(one[column] * one[2][name] for one in trl.seen) / sum(one[column] for one in trl.seen)
     assert logs[1][name] == pytest.approx(expected, rel=1e-4, abs=1e-6) and expected > 0.01
 
 
-def test_a_step_without_signal_clips_nothing(tiny_model, tmp_path):
+def test_a_step_without_signal_clips_nothing(train):
     """It counts in the mean over logged steps, as in TRL, where all of its advantages are 0."""
     settings = {"num_iterations": 2, "max_steps": 4, "epsilon": 0.02, "learning_rate": 0.05, "logging_steps": 4}
     trl, dash = (
-        run(one, tiny_model, tmp_path, reward=ScriptedReward(constant=0.0, silent=[1]), **settings).state.log_history[0]
+        train(one, reward=ScriptedReward(constant=0.0, silent=[1]), **settings).state.log_history[0]
         for one in (GRPOTrainer, DASHTrainer)
     )
     assert dash["clip_ratio/region_mean"] == pytest.approx(trl["clip_ratio/region_mean"], rel=0.1)

@@ -91,18 +91,18 @@ def test_of_a_large_file_each_kth_part_counts(tmp_path):
         assert manifest.checksum(tmp_path / "file") == [10, zlib.crc32(b"0167")]
 
 
-def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(tiny_model, tmp_path, caplog):
+def test_a_run_in_an_old_folder_goes_on_from_its_own_checkpoints(train, tmp_path, caplog):
     saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 4}
-    recorded(tiny_model, tmp_path, **saving, max_steps=3)
+    recorded(train, **saving, max_steps=3)
     (tmp_path / "checkpoint-1" / "old").touch()
     with suppress(OSError), mock.patch.object(manifest, "finish", side_effect=OSError):
-        recorded(tiny_model, tmp_path, **saving, max_steps=1, save_total_limit=1)
+        recorded(train, **saving, max_steps=1, save_total_limit=1)
     refused("checkpoint-1, _files.json is missing", checkpoint_to_resume, str(tmp_path / "checkpoint-1"), "")
-    recorded(tiny_model, tmp_path, **saving, max_steps=1)
+    recorded(train, **saving, max_steps=1)
     assert not (tmp_path / "checkpoint-1" / "old").exists()
     for old in tmp_path.glob("checkpoint-*"):  # Transformers deletes by age, if this is more than a second
         os.utime(old, (0, 0))
-    windows, resumed = recorded(tiny_model, tmp_path, True, **saving, max_steps=2, save_total_limit=1)
+    windows, resumed = recorded(train, True, **saving, max_steps=2, save_total_limit=1)
     assert len(windows) == 1 and resumed.state.global_step == 2
     assert "/checkpoint-1, not from a later one:" in caplog.text and "checkpoint-3 is of another" in caplog.text
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -115,15 +115,15 @@ def saved(tiny_model, tmp_path_factory):
     """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end."""
     output = tmp_path_factory.mktemp("saved")
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "callbacks": [SaveEarly()]}
-    windows, whole = recorded(tiny_model, output, **settings)
+    windows, whole = recorded(partial(run, DASHTrainer, tiny_model, output), **settings)
     assert len(windows) == 3 and len(windows[0]) == 8
     return windows, output, whole
 
 
 @pytest.mark.parametrize("at", [3, 5], ids=["in the middle of a window", "within a step, which is repeated"])
-def test_resumed_equals_uninterrupted(tiny_model, tmp_path, saved, at):
+def test_resumed_equals_uninterrupted(train, tmp_path, saved, at):
     windows, output, whole = saved
-    seen, resumed = recorded(tiny_model, tmp_path, str(output / f"checkpoint-{at}"), max_steps=6)
+    seen, resumed = recorded(train, output / f"checkpoint-{at}", max_steps=6)
     assert seen == windows[(at + 1) // 2 :]
     same(whole, resumed)
     assert not (tmp_path / manifest.RUN).exists()  # it saves none
@@ -136,18 +136,16 @@ STREAM = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7}
 
 
 @pytest.mark.parametrize(
-    ("settings", "windows_left"),
-    [(EPOCHS, {3: 2, 4: 2, 5: 1}), (STREAM, {5: 1})],
-    ids=["epochs", "stream"],
+    ("settings", "windows_left"), [(EPOCHS, {3: 2, 4: 2, 5: 1}), (STREAM, {5: 1})], ids=["epochs", "stream"]
 )
-def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, windows_left):
+def test_the_second_epoch_goes_on_where_it_was(train, tmp_path, settings, windows_left):
     """From between two uses of a window, the last one of an epoch too, and from an epoch's end."""
     saves = {"save_strategy": "steps", "save_steps": 1}
-    windows, whole = recorded(tiny_model, tmp_path / "whole", **settings, **saves)
+    windows, whole = recorded(train, **settings, **saves)
     assert whole.state.epoch > 1
     for at, left in windows_left.items():
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{at}")
-        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings)
+        checkpoint = tmp_path / f"checkpoint-{at}"
+        seen, resumed = recorded(train, checkpoint, **settings)
         assert seen == windows[-left:] and resumed.state.global_step == whole.state.global_step
         same(whole, resumed)
 
@@ -155,10 +153,10 @@ def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, w
 # ---------------------------------------------------------------------- with other shapes than the checkpoint's
 
 
-def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
+def test_other_shapes_go_on_at_the_first_unused_prompt(train, caplog, saved):
     windows, output, _ = saved
     with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
-        seen, trainer = recorded(tiny_model, tmp_path, str(output / "checkpoint-2"), **WIDER, max_steps=6)
+        seen, trainer = recorded(train, output / "checkpoint-2", **WIDER, max_steps=6)
     assert seen == windows[1:]
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
     assert len(norms) == 4 and min(norms) > 0.1
@@ -169,43 +167,43 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, cap
     )
 
 
-def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved):
+def test_others_in_the_middle_of_a_window_are_refused(train, saved):
     message = r"size=4 \(now 8\).*above 0=False \(now True\), correction=None .* 4 of 8 micro.*ignore_data_skip=True"
     changed = {**WIDER, "beta": 0.04, "loss_type": "decoupled_ppo"}
-    refused(message, recorded, tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **changed, max_steps=6)
+    refused(message, recorded, train, saved[1] / "checkpoint-1", **changed, max_steps=6)
 
 
-def test_a_run_that_has_ended_makes_no_further_step(tiny_model, tmp_path, saved):
-    assert recorded(tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), max_steps=1)[1].state.global_step == 1
+def test_a_run_that_has_ended_makes_no_further_step(train, saved):
+    assert recorded(train, saved[1] / "checkpoint-1", max_steps=1)[1].state.global_step == 1
 
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
-def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shapes):
+def test_the_prompts_of_the_epoch_begin_again(train, saved, shapes):
     """With `ignore_data_skip` they do; the rest of the checkpoint's window is left out."""
     windows, output, _ = saved
-    checkpoint = str(output / "checkpoint-3")  # half of the second window is used
-    seen, trainer = recorded(tiny_model, tmp_path, checkpoint, max_steps=6, ignore_data_skip=True, **shapes)
+    checkpoint = output / "checkpoint-3"  # half of the second window is used
+    seen, trainer = recorded(train, checkpoint, max_steps=6, ignore_data_skip=True, **shapes)
     assert seen == windows[:2]
     assert trainer.state.global_step == 6
 
 
-def test_another_kind_of_weights_is_refused(tiny_model, tmp_path, saved):
+def test_another_kind_of_weights_is_refused(train, tiny_model, tmp_path, saved):
     """Else the weights would not be loaded."""
     lora = LoraConfig(target_modules=["q_proj"])
     adapted = tmp_path / "adapted"
-    run(DASHTrainer, tiny_model, adapted, peft_config=lora, save_strategy="steps", save_steps=1)
+    train(output=adapted, peft_config=lora, save_strategy="steps", save_steps=1)
     card = (adapted / "README.md").read_text()
     assert f"of `{tiny_model}`" in card and f"model='{adapted}'" in card
-    full, adapter = str(saved[1] / "checkpoint-3"), str(adapted / "checkpoint-1")
+    full, adapter = saved[1] / "checkpoint-3", adapted / "checkpoint-1"
     for checkpoint, settings, said in (
         (full, {"peft_config": lora}, "the weights of a whole model, but .* an adapter"),
         (adapter, {}, "the weights of an adapter, but this run trains all weights"),
     ):
         said = f"{checkpoint} .*{said}.* new run with its weights"
-        refused(said, recorded, tiny_model, tmp_path, checkpoint, max_steps=6, **settings)
+        refused(said, recorded, train, checkpoint, max_steps=6, **settings)
 
 
-def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, saved):
+def test_a_checkpoint_without_a_window_is_said(train, tmp_path, caplog, saved):
     windows, output, _ = saved
     for name, works in ("checkpoint-2", True), ("checkpoint-1", False):
         checkpoint = tmp_path / name
@@ -215,28 +213,28 @@ def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, sav
         with (
             nullcontext() if works else pytest.raises(ValueError, match="has no generation window. Transformers would")
         ):
-            seen, _ = recorded(tiny_model, tmp_path, str(checkpoint), max_steps=4)
+            seen, _ = recorded(train, checkpoint, max_steps=4)
             assert seen == windows[1:2]
     assert "has no generation window; training goes on with a new" in caplog.text
     assert re.search("-2 has no optimizer.* anew; no scheduler.pt.* anew; no rng_state.* anew", caplog.text)
 
 
-def test_settings_of_the_checkpoint(tiny_model, tmp_path, caplog, saved):
+def test_settings_of_the_checkpoint(train, caplog, saved):
     """Those of the optimizer hold, and it is said. Others may change between two windows."""
-    middle, end = (str(saved[1] / f"checkpoint-{step}") for step in (1, 2))
+    middle, end = (saved[1] / f"checkpoint-{step}" for step in (1, 2))
     change = {"temperature": 2.0, "learning_rate": 1e-5, "weight_decay": 0.5, "adam_beta2": 0.9}
-    _, trainer = recorded(tiny_model, tmp_path, end, max_steps=3, **change)
+    _, trainer = recorded(train, end, max_steps=3, **change)
     assert trainer.state.log_history[-2]["learning_rate"] == 1e-3
     for said in ("learning_rate=0.001", "weight_decay=0.0", r"adam_beta=\(0.9, 0.999\)"):
         assert re.search(rf"{end} has .*{said}, which holds", caplog.text)
     assert "new generation window" not in caplog.text
     said = r"temperature=1.0 \(now 2.0\), sampler_is_old=False \(now True\).* 4 of 8 micro-batches"
-    refused(said, recorded, tiny_model, tmp_path, middle, max_steps=3, temperature=2.0, loss_type="aipo")
+    refused(said, recorded, train, middle, max_steps=3, temperature=2.0, loss_type="aipo")
     for optimizer in ("sgd", "adafactor"):
-        refused("another optimizer: .*'betas'", recorded, tiny_model, tmp_path, end, max_steps=3, optimizer=optimizer)
+        refused("another optimizer: .*'betas'", recorded, train, end, max_steps=3, optimizer=optimizer)
 
 
-def test_a_damaged_file_is_refused(tiny_model, tmp_path, saved):
+def test_a_damaged_file_is_refused(train, tmp_path, saved):
     """Also of a checkpoint that does not list its files."""
     torch.save({"window": {}}, other := tmp_path / "of_another_version.pt")
     assert "cannot be loaded: it is damaged, or of another version" in refusal(SavedRun.load, str(other))
@@ -245,7 +243,7 @@ def test_a_damaged_file_is_refused(tiny_model, tmp_path, saved):
         (checkpoint / manifest.LIST).unlink()
         (checkpoint / name).write_bytes(b"a note")
         said = f"{name} cannot be loaded: .*Resume from another checkpoint"
-        refused(said, recorded, tiny_model, tmp_path, str(checkpoint))
+        refused(said, recorded, train, checkpoint)
 
 
 # ---------------------------------------------------------------------- the rule, without a model

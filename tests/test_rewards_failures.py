@@ -6,9 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dash_trl import DASHTrainer
 from dash_trl.rewards import FailureWatch, failure_of, raise_reward_error, watch
-from tests.tiny import refused, run
+from tests.tiny import refused
 
 NAN = float("nan")
 
@@ -49,7 +48,7 @@ def test_a_failure_outweighs_another_functions_number(caplog):
     assert "on the first of them it returned nan. These completions (25.0% of the batch) are unscored" in of_model
 
 
-def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
+def test_unscored_rows_leave_a_run_and_the_baseline(train):
     """Row 0 of each group fails; the other three keep the baseline of three. Coroutine functions are watched, too."""
 
     async def half_failed(completion_ids, **kwargs):
@@ -58,7 +57,7 @@ def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
     def always(completion_ids, **kwargs):
         return [0.25] * len(completion_ids)
 
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[half_failed, always], scale_rewards="none")
+    trainer = train(reward=[half_failed, always], scale_rewards="none")
     log = trainer.state.log_history[0]
     assert log["filter/dropped_unscored"] == 0.25 and log["filter/kept_rows"] == 0.75
     assert log["reward"] == pytest.approx(0.25 + 1 / 3, abs=1e-5)
@@ -127,26 +126,31 @@ def test_all_ranks_decide_alike():
     assert number == 9 and "Its last failure: it failed on another rank" in str(error)
 
 
-def test_every_training_begins_anew(tiny_model, tmp_path, caplog):
+def test_every_training_begins_anew(train, caplog):
     """Twice six batches of failures are not ten. The scores of evaluations do not excuse ten in a row."""
 
     def dead(answer, **kwargs):
         return [1.0 if value < 0 else NAN for value in answer]
 
     evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 4, "max_steps": 6}
-    settings |= {"gradient_accumulation_steps": 1, "eval_dataset": evaluation}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=dead, **settings)
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 6,
+        "gradient_accumulation_steps": 1,
+        "eval_dataset": evaluation,
+    }
+    trainer = train(reward=dead, **settings)
     trainer.train()
     assert "No row was kept in 10" not in caplog.text
     trainer.args.max_steps = 11
-    with pytest.raises(RuntimeError, match="'dead' failed on every completion that it applied to in 10 batches"):
-        trainer.train()
+    refused("'dead' failed on every completion that it applied to in 10 batches", trainer.train, error=RuntimeError)
     assert trainer.state.log_history[-1]["step"] >= 8 and "eval_reward" in str(trainer.state.log_history)
 
 
-def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog):
-    trainer = run(DASHTrainer, tiny_model, tmp_path, constant=1.0, gradient_accumulation_steps=1, max_steps=11)
+def test_windows_without_a_row_are_said_with_the_remedy(train, caplog):
+    trainer = train(constant=1.0, gradient_accumulation_steps=1, max_steps=11)
     assert trainer.state.global_step == 11
     assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1

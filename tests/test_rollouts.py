@@ -2,18 +2,8 @@
 
 import torch
 
-from dash_trl import RolloutBatch
 from dash_trl.rollout import widened
-from tests.tiny import rows_of
-
-
-def rollouts() -> RolloutBatch:
-    batch = rows_of([[2, 3], [5, 6, 7], [8, 9, 10, 11]], [[0, 1, 2], [5], [10, 11, 12, 13, 14]])
-    batch.policy_version = torch.zeros(3, 2, dtype=torch.long)
-    batch.rewards = torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]])
-    batch.advantages = torch.tensor([0.5, -0.5, 1.0])
-    batch.importance_sampling_ratio = torch.ones(3, 1)
-    return batch
+from tests.doubles import rollouts
 
 
 def test_a_micro_batch():

@@ -17,9 +17,10 @@ from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import Score, failure_of, raise_reward_error, unpack, watch
 from dash_trl.workers import ThreadCalls
-from tests.tiny import prompts, refusal, refused, run
+from tests.tiny import prompts, refusal, refused
 
 NAN = math.nan
+both_kinds = pytest.mark.parametrize("asynchronous", [False, True])
 
 
 def rows(count, **columns):
@@ -53,7 +54,7 @@ def test_groups_are_handed_out_in_the_order_in_which_they_are_complete():
     assert [one.value for one in evaluation.outcomes[0]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@both_kinds
 def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
     """Nor more than a function allows. Calls wait until as many run as may."""
     running, most = [], []
@@ -83,7 +84,7 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
         assert max(most) == expected and outcomes == [Score(None)] * 64, limit
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@both_kinds
 def test_starts_keep_their_distance(asynchronous):
     """10 starts at 100 per second over 2 ranks, 50 for this one."""
     started = []
@@ -204,7 +205,7 @@ def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     assert len(started) == 3
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@both_kinds
 def test_a_runner_may_be_used_in_a_process_forked_from_its_own(asynchronous):
     """As by `notebook_launcher`: the threads of the parent are not there."""
 
@@ -259,15 +260,14 @@ def test_a_call_outside_of_a_trainer_starts_only_its_function():
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}
 
 
-def test_what_runs_the_calls_may_fail(monkeypatch, tiny_model, tmp_path):
+def test_what_runs_the_calls_may_fail(monkeypatch, train):
     """As a cluster that does not answer: an error of the run, on all ranks."""
 
     def fail(self, function, arguments, *, timeout):
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr(ThreadCalls, "submit", fail)
-    with pytest.raises(ConnectionError, match="no cluster"):
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardRunner(lambda completion: 1.0))
+    refused("no cluster", train, error=ConnectionError, reward=RewardRunner(lambda completion: 1.0))
 
 
 class Mute(Exception):
@@ -314,11 +314,11 @@ def flaky(completion_ids, completion):
     return float(len(completion_ids))
 
 
-def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
+def test_failures_leave_the_batch_and_are_counted(train, caplog):
     """They are unscored, though the other function scores them. And nothing holds the trainer afterwards."""
     runner = RewardRunner(flaky)
     rewards = [runner, lambda completions, **kw: [1.0] * len(completions)]
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=rewards)
+    trainer = train(reward=rewards)
     log = trainer.state.log_history[0]
     assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
     (said,) = [record for record in caplog.records if "flaky" in record.message]

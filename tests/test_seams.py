@@ -6,12 +6,11 @@ from trl import GRPOTrainer
 
 from dash_trl.seams import with_settings
 from dash_trl.update import OFF_POLICY_LOSSES
-from tests.tiny import run
 
 
-def test_the_settings_of_our_losses_are_trls(tiny_model, tmp_path):
+def test_the_settings_of_our_losses_are_trls(train):
     """Attributes that its loss reads. `use_vllm`, which we set beside them, only turns its correction on."""
-    trainer = run(GRPOTrainer, tiny_model, tmp_path)
+    trainer = train(GRPOTrainer)
     source = "".join(map(inspect.getsource, (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)))
     correction = "self.use_vllm and self.vllm_importance_sampling_correction"
     assert source.count("self.use_vllm") == source.count(correction) > 0

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from dash_trl import DASHConfig, DASHTrainer
-from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts
 
 
 class Reward(ScriptedReward):
@@ -58,30 +58,30 @@ def logged(trainer):
         (None, {"use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_coef_delta": 0.1}, 8),
     ],
 )
-def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted_in, settings, micro_steps):
+def test_a_second_run_is_that_of_a_new_trainer(train, interrupted_in, settings, micro_steps):
     trainers = []
     settings = {"reward": Reward(interrupted_in), "max_steps": 2, "prepare": trainers.append, **settings}
     with suppress(KeyboardInterrupt):
-        run(DASHTrainer, tiny_model, tmp_path, **settings)
+        train(**settings)
     (trainer,) = trainers
     assert trainer._step == micro_steps
-    weights = parameters(trainer.model)
+    weights = parameters(trainer)
     trainer._last_loaded_step = 0  # as sampling with vLLM leaves it
     set_out(trainer, weights)
     trainer.train()
     assert trainer._last_loaded_step == -1
     settings |= {"prepare": lambda new: set_out(new, weights)}
-    new = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    new = train(**settings)
     assert logged(trainer) == logged(new) and len(logged(new)) == 3
-    after = parameters(new.model)
-    for name, value in parameters(trainer.model).items():
+    after = parameters(new)
+    for name, value in parameters(trainer).items():
         assert torch.equal(value, after[name]) and not torch.equal(value, weights[name]), name
 
 
-def test_a_trainer_keeps_its_precision_when_another_is_made(tiny_model, tmp_path):
+def test_a_trainer_keeps_its_precision_when_another_is_made(train, tiny_model, tmp_path):
     """accelerate has one state, which the settings of another trainer reset. Its precision became that of the first."""
-    trainer = run(DASHTrainer, tiny_model, tmp_path)
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "num_generations": 4, "report_to": "none"}
+    trainer = train()
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "num_generations": 4}
     args = DASHConfig(**settings, bf16=True)
     trainer.train()
     other = DASHTrainer(tiny_model, ScriptedReward(), args, prompts(16))

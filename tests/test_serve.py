@@ -139,8 +139,7 @@ def test_without_gpus_the_cores_are_shared_out(program, monkeypatch):
 
 
 def test_a_server_that_does_not_start_says_why(program):
-    with pytest.raises(ValueError, match="(?s)did not start.*server_0.log:.*no such model"):
-        said(program, "no-model")
+    refused("(?s)did not start.*server_0.log:.*no such model", said, program, "no-model")
 
 
 def test_without_vllm_an_install_that_works_is_named(monkeypatch):

@@ -14,13 +14,11 @@ from transformers import AutoTokenizer
 from dash_trl import script
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.launching import CONFIGS as LAUNCHES
-from tests.launching import ROOT
-from tests.test_examples import flags
-from tests.tiny import read_rows, refused, write_rows
+from tests.launching import ROOT, flags
+from tests.tiny import assistant, read_rows, refused, user, write_rows
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
-ON_CPU = {"report_to": "none"}
-SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
+SMALL = {"max_steps": 2, "per_device_train_batch_size": 4}
 
 
 # ------------------------------------------------------------------------------------------- solutions by humans
@@ -75,8 +73,15 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
 def test_table_8():
     """Each file is one without mistakes, and its values are the paper's. `test_paper.py` says which there are."""
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
-    expected = {"learning_rate": 2e-5, "num_train_epochs": 3, "max_length": None, "completion_only_loss": None}
-    expected |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "eos_token": "<|im_end|>"}
+    expected = {
+        "learning_rate": 2e-5,
+        "num_train_epochs": 3,
+        "max_length": None,
+        "completion_only_loss": None,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "eos_token": "<|im_end|>",
+    }
     data = {
         "sft_h": ("nlile/hendrycks-MATH-benchmark", None),
         "sft_m": (None, "outputs/traces_qwen2.5-7b-instruct.jsonl"),
@@ -116,15 +121,15 @@ def test_mistakes(own_folder, monkeypatch):
 
 def test_a_chat_template_that_never_ends_is_refused(toy):
     tokenizer = AutoTokenizer.from_pretrained(toy)
-    chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
+    chat = user("1+1"), assistant("2")
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
-    args = sft.SupervisedConfig("out", **ON_CPU)
+    args = sft.SupervisedConfig("out")
     check = partial(sft.check_completions, rows, tokenizer)
     check(args)
     tokenizer.eos_token = "<|endoftext|>"  # as a base model's, whose template is a chat model's
     refused(r"ends a message with '<\|im_end\|>\\n', without .*'<\|endoftext\|>'.*--eos_token", check, args)
     for settings in ({"eos_token": "<|im_end|>"}, {"chat_template_path": "other"}):
-        check(sft.SupervisedConfig("out", **settings, **ON_CPU))
+        check(sft.SupervisedConfig("out", **settings))
 
 
 # ----------------------------------------------------------------------------------------------------- traces.py
@@ -136,7 +141,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     _, *rows = read_rows(own_folder / "t" / "model.jsonl")
     problems = arithmetic_dataset("train").select(range(12)).to_list()
     expected = [
-        {"prompt": problem["prompt"], "completion": [{"role": "assistant", "content": one["text"]}]}
+        {"prompt": problem["prompt"], "completion": assistant(one["text"])}
         for problem, row in zip(problems, rows, strict=True)
         for one in row["samples"]
         if arithmetic_reward([one["text"]], [problem["answer"]]) == [1.0]

@@ -8,7 +8,7 @@ import torch
 from dash_trl import DASHTrainer
 from dash_trl.update import SkippedSteps
 from tests.doubles import grad_scaler
-from tests.tiny import ScriptedReward, Snapshots, run
+from tests.tiny import ScriptedReward, Snapshots, refused
 
 
 def spoiled(value, steps):
@@ -49,11 +49,18 @@ def same(one, other):
         (1e30, 0.0, grad_scaler),  # which the scaler does not see
     ],
 )
-def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path, value, max_grad_norm, prepare):
+def test_a_gradient_that_is_not_finite_changes_nothing(train, value, max_grad_norm, prepare):
     seen = Watch()
-    settings = {"lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm, "weight_decay": 0.1, "max_steps": 4}
-    settings |= {"optimizer": "adamw_torch", "callbacks": [seen], "prepare": prepare}
-    trainer = run(spoiled(value, steps={2}), tiny_model, tmp_path, **settings)
+    settings = {
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1,
+        "max_steps": 4,
+        "optimizer": "adamw_torch",
+        "callbacks": [seen],
+        "prepare": prepare,
+    }
+    trainer = train(spoiled(value, steps={2}), **settings)
     assert same(seen.steps[0], seen.steps[1]) and same(seen.momenta[0], seen.momenta[1])
     assert not same(seen.steps[1], seen.steps[2]) and not same(seen.steps[2], seen.steps[3])
     assert all(value.isfinite().all() for value in seen.steps[3].values())
@@ -76,29 +83,43 @@ def test_what_counts_as_a_row():
         for step, one in enumerate(skipped, 1):
             steps.count(math.nan if one else 1.0, step)
         assert steps.total == sum(skipped)
-        with pytest.raises(RuntimeError, match=said):
-            steps.count(math.inf, len(skipped) + 1)
+        refused(said, steps.count, math.inf, len(skipped) + 1, error=RuntimeError)
 
 
 def test_deepspeed_must_not_apply_it():
     for norm in (math.nan, math.inf, -1.0):
-        with pytest.raises(RuntimeError, match=r"step 3: the parameters are lost.*check_grad_overflow"):
-            SkippedSteps(loss_scaling=False).count(norm, 3, by_deepspeed=False)
+        refused(
+            r"step 3: the parameters are lost.*check_grad_overflow",
+            SkippedSteps(loss_scaling=False).count,
+            norm,
+            3,
+            error=RuntimeError,
+            by_deepspeed=False,
+        )
         SkippedSteps(loss_scaling=False).count(norm, 3, by_deepspeed=True)
     for usable in (0.0, 1.5, None):
         SkippedSteps(loss_scaling=False).count(usable, 3, by_deepspeed=False)
 
 
-def test_a_resumed_run_goes_on_counting(tiny_model, tmp_path):
+def test_a_resumed_run_goes_on_counting(train, tmp_path):
     trainer_class, settings = spoiled(math.nan, steps={1}), {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    run(trainer_class, tiny_model, tmp_path, **settings)
-    resumed = run(trainer_class, tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-1"), **settings)
+    train(trainer_class, **settings)
+    resumed = train(trainer_class, resume=tmp_path / "checkpoint-1", **settings)
     assert resumed.state.log_history[1]["skipped_steps"] == 1
 
 
-def test_a_step_without_a_pass_has_its_own_step_time(tiny_model, tmp_path):
+def test_a_step_without_a_pass_has_its_own_step_time(train):
     """In the log of this step, not added to that of the next one."""
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=ScriptedReward(constant=0.0, silent=[1, 2]), max_steps=4)
+    trainer = train(reward=ScriptedReward(constant=0.0, silent=[1, 2]), max_steps=4)
     steps = trainer.state.log_history[:4]
     assert [log["filter/kept_rows"] > 0 for log in steps] == [True, False, False, True]
     assert all(log["step_time"] > 0 for log in steps) and trainer._current_train_step_time == 0
+
+
+def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(train):
+    """As with fp16, whose loss scaler accelerate offers on GPUs only."""
+
+    settings = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0, "prepare": grad_scaler}
+    trainer = train(spoiled(math.inf, steps={1}), reward=ScriptedReward(constant=0.3, silent=[1]), **settings)
+    rates = [log["learning_rate"] for log in trainer.state.log_history[:4]]
+    assert rates[0] == rates[1] > rates[2] > rates[3]

@@ -8,24 +8,20 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer, serve
 from tests.launching import ROOT
-from tests.tiny import assert_same_update, noting, parameters, run
+from tests.tiny import assert_same_update, load, noting, run, user
 
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Is 7 a prime number?", "Say hello."]
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "max_completion_length": 64,
     "max_steps": 2,
     "learning_rate": 0.03,  # smaller updates would be lost in the rounding of the weights
     "shuffle_dataset": False,
 }
-
-
-def in_float32(path: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def vllm_servers(path) -> Iterator[list[str]]:
         yield urls
 
 
-def as_sampled(rollouts: Any) -> dict[str, Any]:
+def as_sampled(rollouts) -> dict[str, Any]:
     """What a `rollout_func` would return."""
     tables = {"prompt_ids": rollouts.prompt_mask, "completion_ids": rollouts.completion_mask}
     return {"logprobs": None} | {
@@ -48,17 +44,17 @@ def as_sampled(rollouts: Any) -> dict[str, Any]:
     }
 
 
-def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def odd(completion_ids: list[list[int]], **columns) -> list[float]:
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
 def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_path):
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
     sampled, tokenizer = noting("on_rollouts_sampled", as_sampled), AutoTokenizer.from_pretrained(path)
-    prompts = [[{"role": "user", "content": one}] for one in QUESTIONS]
+    prompts = [user(one) for one in QUESTIONS]
 
-    def trained(kind: Any, **settings: Any) -> Any:
-        model, dataset = in_float32(path), Dataset.from_dict({"prompt": prompts})
+    def trained(kind, **settings):
+        model, dataset = load(path, dtype=torch.float32), Dataset.from_dict({"prompt": prompts})
         return run(kind, path, tmp_path, loaded=model, reward=odd, dataset=dataset, **SETTINGS, **settings)
 
     server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}
@@ -73,5 +69,4 @@ def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_p
     assert all(abs(log["off_policy/ratio_mean"] - 1) < 1e-3 and log["off_policy/kl"] < 1e-6 for log in logs)
     assert logs[1]["servers/healthy"] == 1 and 0 < logs[0]["filter/kept_rows"]
     trl = trained(GRPOTrainer, rollouts=lambda prompts, trainer: sampled.noted.pop(0))
-    start = parameters(in_float32(path))
-    assert_same_update(start, parameters(trl.model), parameters(ours.model), tolerance=2e-5)
+    assert_same_update(load(path, dtype=torch.float32), trl, ours, tolerance=2e-5)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -194,21 +195,23 @@ def test_a_benchmark_overrides_a_method_as_it_is(monkeypatch):
 INSIDE = {"test_sandbox.py", "test_code_remote.py", "__main__.py", Path(__file__).name}
 
 
+def defined(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of functions, classes and attributes that are set."""
+    found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    return found | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+
+
 def privates() -> set[str]:
     """Private names that the package defines, without those of TRL and Transformers that it overrides or sets."""
     nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
-    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     theirs = names_of(Trainer, GRPOTrainer, VLLMGeneration)
-    return {name for name in defined - theirs if name.startswith("_") and not name.endswith("__")}
+    return {name for name in defined(nodes) - theirs if name.startswith("_") and not name.endswith("__")}
 
 
 def looks_inside(path: Path, private: set[str]) -> list[str]:
     """What a file of the tests uses of the package that is not for others: not public, private, or patched."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    found = []
+    found, own = [], defined(nodes)
     for node in nodes:
         line = getattr(node, "lineno", 0)
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []

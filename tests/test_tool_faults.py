@@ -9,17 +9,16 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHTrainer, ProcessTool
+from dash_trl import ProcessTool
 from dash_trl.tools import ToolCalls
-from tests.scripted_turns import SMALL, Judge, answered, parsed, plays, user, written
-from tests.tiny import corrects, noting, run
+from tests.scripted_turns import SMALL, Judge, answered, parsed, plays, written
+from tests.tiny import corrects, load, noting, refused, user
 
 TIMEOUT = 1.0  # of calls that wait for what never comes; others may take as long as they like
 NEVER = threading.Event()
@@ -35,7 +34,7 @@ def hung_threads_end():
 # ---------------------------------------------------------------------- what becomes of a row
 
 
-def raises(error: BaseException) -> Any:
+def raises(error: BaseException):
     raise error
 
 
@@ -78,7 +77,7 @@ FATES: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def act(fate: str) -> Any:
+def act(fate: str):
     """Acts.
 
     Args:
@@ -87,7 +86,7 @@ def act(fate: str) -> Any:
     return FATES[fate][0]()
 
 
-async def act_later(fate: str) -> Any:
+async def act_later(fate: str):
     """Acts later.
 
     Args:
@@ -101,7 +100,7 @@ async def act_later(fate: str) -> Any:
 def act_apart_of() -> Callable[..., Any]:
     """A tool for worker processes, which do not import this file, and torch with it."""
 
-    def act_apart(fate: str) -> Any:
+    def act_apart(fate: str):
         """Acts in another process.
 
         Args:
@@ -120,11 +119,7 @@ def act_apart_of() -> Callable[..., Any]:
     return act_apart
 
 
-APART = {
-    "works": "works there",
-    "dies": error("killed by SIGKILL"),
-    "hangs": error(f"took more than {TIMEOUT:g} s"),
-}
+APART = {"works": "works there", "dies": error("killed by SIGKILL"), "hangs": error(f"took more than {TIMEOUT:g} s")}
 OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs"]
 ROWS: list[tuple[str, str]] = [  # where, fate
     *(("act", fate) for fate in FATES),
@@ -148,12 +143,12 @@ class Fated:
         self.rows: list[str] = []
         self.failed: list[str] = []
 
-    def reset(self, where: str, fate: str, **columns: Any) -> Any:
+    def reset(self, where: str, fate: str, **columns):
         self.where, self.fate = where, fate
         self.rows.append(f"{where}: {fate}")
         return self._meets("reset")
 
-    def method(self, fate: str) -> Any:
+    def method(self, fate: str):
         """Acts.
 
         Args:
@@ -163,12 +158,12 @@ class Fated:
             self.failed.append(self.rows[-1])
         return act(fate)
 
-    def get_reward(self) -> Any:
+    def get_reward(self):
         if self.fate in ("NaN", "None"):
             return float("nan") if self.fate == "NaN" else None
         return 1.0 if self._meets("get_reward") is None else 0.0
 
-    def _meets(self, where: str) -> Any:
+    def _meets(self, where: str):
         if self.where != where or not self.fate:
             return None
         self.failed.append(self.rows[-1])
@@ -178,7 +173,7 @@ class Fated:
 def expected(where: str, fate: str) -> tuple[list[dict[str, Any]], bool]:
     """What becomes of a row: its completion, and whether it is scored."""
     if where == "reset":
-        return [{"role": "assistant", "content": ""} if fate else parsed("no")], not fate
+        return [parsed("" if fate else "no")], not fate
     if where == "get_reward":
         return [parsed("no")], fate in ("", "None")
     read = APART[fate] if where == "act_apart" else FATES[fate][1]
@@ -196,7 +191,7 @@ def script(text: str, asked: int) -> Sequence[str]:
     return [written("", (where, {"fate": fate})), written("done")]
 
 
-def rows_of(rollouts: Any) -> list[tuple[dict[str, Any], Any, list[float]]]:
+def rows_of(rollouts) -> list[tuple[dict[str, Any], Any, list[float]]]:
     """The rows of a window: their columns, completion, rewards."""
     return [*zip(rollouts.examples, rollouts.completions, rollouts.rewards.tolist(), strict=True)]
 
@@ -211,19 +206,20 @@ def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
     )
 
 
-def train(model: str, output: Path, **settings: Any) -> Any:
-    defaults = {"tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
-    return run(DASHTrainer, model, output, **{**SMALL, **defaults, **settings})
+@pytest.fixture
+def train(train, tool_model) -> Callable[..., Any]:
+    defaults = {**SMALL, "tool_timeout": 600.0, "prepare": plays(script), "reward": Judge(), "in_process": True}
+    return partial(train, model=tool_model, **defaults)
 
 
-def test_what_becomes_of_a_row(tool_model, tmp_path):
+def test_what_becomes_of_a_row(train):
     """Rows that hang are by themselves, so that no other call runs out of time on a busy machine."""
     hanging = [row for row in ROWS if "hangs" in row[1]]
-    check_window(tool_model, tmp_path, [row for row in ROWS if row not in hanging], 600.0, "raises")
-    check_window(tool_model, tmp_path, hanging, TIMEOUT, "hangs")
+    check_window(train, [row for row in ROWS if row not in hanging], 600.0, "raises")
+    check_window(train, hanging, TIMEOUT, "hangs")
 
 
-def check_window(model: str, output: Path, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
+def check_window(train, rows: Sequence[tuple[str, str]], timeout: float, evaluated: str) -> None:
     """A window with these rows, an evaluation with a call that fails, and a window in which nothing happens."""
     made: list[Fated] = []
 
@@ -234,8 +230,6 @@ def check_window(model: str, output: Path, rows: Sequence[tuple[str, str]], time
     seen = noting("on_rewards", rows_of)
     fine = [("fine", f"{number}") for number in range(len(rows))]
     trainer = train(
-        model,
-        output,
         dataset=problems([*rows, *fine]),
         eval_dataset=problems([("method", evaluated), ("fine", "")]),
         per_device_train_batch_size=2 * len(rows),
@@ -273,7 +267,7 @@ def numbers(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [user(f"fine: {one}") for one in range(count)], "number": range(count)})
 
 
-def test_nothing_of_a_run_stays(tool_model, tmp_path):
+def test_nothing_of_a_run_stays(train):
     """An environment that has failed goes at once, the others with the trainer, but for those in hung calls."""
     made: list[weakref.ref[Any]] = []
 
@@ -289,7 +283,7 @@ def test_nothing_of_a_run_stays(tool_model, tmp_path):
     rows = [("reset", "raises"), ("act", "hangs"), ("method", "hangs"), ("fine", "0")]
     more = {"environment_factory": factory, "tools": [act]}
     settings = {"dataset": problems(rows), "per_device_train_batch_size": 8, "max_steps": 2, "tool_timeout": TIMEOUT}
-    trainer = train(tool_model, tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
+    trainer = train(reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
     trainer.environments = None
     # Of six that failed, two did so in the last window, and one is in a call; TRL keeps the first.
     assert len(made) == 12 and left() <= 6 + 2 + 1 + 1
@@ -299,41 +293,45 @@ def test_nothing_of_a_run_stays(tool_model, tmp_path):
 
 
 class Talkative:
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         return "z" * 200
 
 
-def test_an_observation_beyond_the_sampler_s_context_fails_its_row(tool_model, tmp_path):
+def test_an_observation_beyond_the_sampler_s_context_fails_its_row(train):
     """A server may have room for less than the model, and would refuse the request."""
 
-    def small(trainer: Any) -> None:
+    def small(trainer) -> None:
         trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
 
     prepare = plays(script, corrects, small)
-    with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
-        train(tool_model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
+    refused(
+        "failed on every row .* the model's context is 150",
+        train,
+        error=RuntimeError,
+        dataset=numbers(1),
+        prepare=prepare,
+        more={"environment_factory": Talkative},
+    )
 
 
 class Away:
     """Cannot be reset for the second prompt."""
 
-    def reset(self, number: int, **columns: Any) -> None:
+    def reset(self, number: int, **columns) -> None:
         if number == 1:
             raise ConnectionError("away")
 
 
-def test_a_later_window_whose_rows_all_fail_costs_its_step(tool_model, tmp_path):
+def test_a_later_window_whose_rows_all_fail_costs_its_step(train):
     """vLLM in this process is not asked then, and has the weights of the step before."""
 
     settings = {"dataset": numbers(3), "max_steps": 3, "prepare": plays(script, corrects)}
-    trainer = train(tool_model, tmp_path, more={"environment_factory": Away}, **settings)
+    trainer = train(more={"environment_factory": Away}, **settings)
     assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
 
 
-def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(tool_model, tmp_path):
+def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(train):
     trainer = train(
-        tool_model,
-        tmp_path,
         reward=lambda completions, **_: [1000.0 if "tool_calls" in one[-1] else 7.0 for one in completions],
         dataset=problems([("fine", "")]),
         eval_dataset=problems([("act", "hangs"), ("fine", "")]),
@@ -349,16 +347,16 @@ def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(tool_model, tmp_pat
 # ---------------------------------------------------------------------- what the policy writes
 
 
-def test_what_the_policy_writes_ends_no_run(tool_model, tmp_path):
+def test_what_the_policy_writes_ends_no_run(train, tool_model):
     """JSON that is too deep, and half a character."""
     deep = "<function:act>" + "[" * 3000 + "</>"
     turns = {"deep": deep + "<|im_end|>", "half": '<function:act>{"fate": "\\ud800"}</><|im_end|>'}
     judge, said = Judge(), lambda text, asked: [turns["deep" if "deep" in text else "half"], written("done")]
     settings = {"prepare": plays(said), "max_completion_length": 4000, "per_device_train_batch_size": 4}
-    loaded = AutoModelForCausalLM.from_pretrained(tool_model)
+    loaded = load(tool_model)
     loaded.config.max_position_embeddings = 8192
     rows = problems([(name, "") for name in turns])
-    train(tool_model, tmp_path, loaded=loaded, dataset=rows, more={"tools": [act]}, reward=judge, **settings)
+    train(loaded=loaded, dataset=rows, more={"tools": [act]}, reward=judge, **settings)
     first = [completion[0] for completion in judge.asked[0]["completions"][::2]]
     assert first == [parsed(deep), parsed("", ("act", {"fate": "\ud800"}))]
 

@@ -13,7 +13,6 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
-from dash_trl import DASHTrainer
 from tests.scripted_turns import (
     END,
     PARTS,
@@ -28,10 +27,9 @@ from tests.scripted_turns import (
     later,
     parsed,
     save_tool_model,
-    user,
     written,
 )
-from tests.tiny import EOS, refusal, refused, run, tiny_tokenizer
+from tests.tiny import EOS, refusal, refused, tiny_tokenizer, user
 
 BUDGET = SMALL["max_completion_length"]
 CONTEXT = 512
@@ -50,7 +48,7 @@ def length(text: str) -> int:
     return len(tokenizer()(text=text)["input_ids"])
 
 
-def with_templates(model: str, **templates: Any) -> Any:
+def with_templates(model: str, **templates):
     """The model's tokenizer with other templates."""
     other = PreTrainedTokenizerFast.from_pretrained(model)
     for name, template in templates.items():
@@ -58,7 +56,7 @@ def with_templates(model: str, **templates: Any) -> Any:
     return other
 
 
-def check(model: str, output: Path, script: Any, *, more: Any, **settings: Any) -> Any:
+def check(model: str, output: Path, script, *, more, **settings):
     """A step on two rows of a prompt, unless the settings say otherwise."""
     return check_as_trl(model, output, script, more=more, **{**SMALL, "dataset": PROBLEM, **settings})
 
@@ -66,7 +64,7 @@ def check(model: str, output: Path, script: Any, *, more: Any, **settings: Any) 
 # ---------------------------------------------------------------------- tools
 
 
-def value(name: str) -> Any:
+def value(name: str):
     """Returns what is no text.
 
     Args:
@@ -292,7 +290,7 @@ def test_environments_of_a_run(tool_model, tmp_path):
 class OwnsItsData:
     """Has no tools."""
 
-    def reset(self, **columns: Any) -> str:
+    def reset(self, **columns) -> str:
         return "guess"
 
 
@@ -305,18 +303,16 @@ def test_an_environment_may_own_the_prompts(tool_model, tmp_path):
         assert not any(name.startswith("tools/") and name.endswith("frequency") for name in found.log[0])
 
 
-def test_an_environment_may_be_the_only_reward(tool_model, tmp_path):
+def test_an_environment_may_be_the_only_reward(train, tool_model, tmp_path):
     more = {"environment_factory": Counter, "reward_funcs": None}
     script = lambda text, asked: [DONE] if asked else calling(("count", {"step": 4}))  # noqa: E731
     log = check(tool_model, tmp_path, script, reward_weights=None, more=more).log[0]
     assert log["rewards/Counter/mean"] == log["reward"] == 2 and log["grad_norm"] > 0
     settings = {**SMALL, "dataset": PROBLEM, "in_process": True, "reward_pipeline": True}
-    assert "an environment that has get_reward" in refusal(
-        run, DASHTrainer, tool_model, tmp_path, more=more, **settings
-    )
+    assert "an environment that has get_reward" in refusal(train, model=tool_model, more=more, **settings)
 
 
-def test_an_unknown_environment(tool_model, tmp_path):
+def test_an_unknown_environment(train, tool_model):
     more, dataset = {"environment_factory": {"a": Counter}}, PROBLEM.add_column("environment", ["b"])
     settings = {**SMALL, "in_process": True, "more": more, "dataset": dataset}
-    refused("environment='b', which is not among", run, DASHTrainer, tool_model, tmp_path, **settings)
+    refused("environment='b', which is not among", train, model=tool_model, **settings)

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dash_trl import RewardRunner
 from tests.fake_server import SECONDS, STEP, Dated, asynchronous, factory, is_idle
-from tests.scripted_turns import parsed, user, written
-from tests.tiny import EOS, noting
+from tests.scripted_turns import parsed, written
+from tests.tiny import EOS, noting, user
 from tests.vllm_run import wait_until
 
 ROWS, TURNS = 16, 3  # of a window, of a row
@@ -32,10 +32,10 @@ class Writer(Dated):
 
     def __init__(self, model: str, name: str):
         self.tokenizer, self.name = PreTrainedTokenizerFast.from_pretrained(model), name
-        self.before: Any = lambda prompt: None
+        self.before = lambda prompt: None
         super().__init__()
 
-    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+    def answer(self, send, request: dict[str, Any], fault: str | None) -> None:
         rollout = request["max_tokens"] > 1
         with self.lock:  # a tokenizer is for one thread at a time
             prompt = self.tokenizer.decode(request["prompt"])
@@ -57,11 +57,11 @@ class Notes:
         number: of its prompt. resets: how often it began anew.
     """
 
-    def __init__(self, made: list["Notes"], noted: Any):
+    def __init__(self, made: list["Notes"], noted):
         self.resets, self.noted = 0, noted
         made.append(self)
 
-    def reset(self, number: int, **columns: Any) -> None:
+    def reset(self, number: int, **columns) -> None:
         self.number, self.resets, self.said = number, self.resets + 1, []
 
     def note(self, text: str) -> str:
@@ -90,13 +90,7 @@ def watch_rows():
 
 
 def train(
-    model: str,
-    output: Any,
-    servers: list[Any],
-    noted: Any = lambda environment: None,
-    *,
-    level: int = 0,
-    **settings: Any,
+    model: str, output, servers: list[Any], noted=lambda environment: None, *, level: int = 0, **settings
 ) -> list[Notes]:
     """A run without shuffling; returns the environments."""
     made = settings.pop("made", [])
@@ -108,11 +102,11 @@ def train(
     return made
 
 
-def ends(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def ends(completion_ids: list[list[int]], **columns) -> list[float]:
     return [float(ids[-1] == EOS) for ids in completion_ids]
 
 
-def check_rows(watch: Any, tokenizer: Any) -> list[str]:
+def check_rows(watch, tokenizer) -> list[str]:
     """Each row is whole, and its own tokens are those of its turns. Returns the servers that wrote each."""
     rows = [row for window in watch.noted for row in window]
     authors = ["".join(one["content"] for one in row if one["role"] == "assistant") for row, _ in rows]
@@ -162,7 +156,7 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(tool_model, tmp_pa
             seen["tool"].append(environment)
             end.wait(SECONDS)
 
-    def reward(completion: Any, number: int) -> float:
+    def reward(completion, number: int) -> float:
         if not run_ended.is_set():
             seen["end"].append(number)
         return float(number)
@@ -206,7 +200,7 @@ def test_the_reward_of_a_row_begins_when_it_ends(tool_model, tmp_path, writers):
         if ">0+1=" in prompt and "noted" in prompt:
             waited.append(rewarded.wait(SECONDS))
 
-    def reward(completion: Any, number: int) -> float:
+    def reward(completion, number: int) -> float:
         rewarded.set()
         return float(number)
 
@@ -220,17 +214,11 @@ def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(tool_mode
     """All rows of a prompt get the same reward: each window samples as much as it may."""
     writer, rows, rewarded = writers(tool_model, "a"), watch_rows(), []
 
-    def reward(number: list[int], environments: list[Notes], **columns: Any) -> list[float]:
+    def reward(number: list[int], environments: list[Notes], **columns) -> list[float]:
         rewarded.extend((one.number, len(one.said)) for one in environments)
         return list(map(float, number))
 
-    settings = {
-        "max_steps": 3,
-        "max_num_gen_batches": 3,
-        "watch": rows,
-        "level": level,
-        "reward": reward,
-    }
+    settings = {"max_steps": 3, "max_num_gen_batches": 3, "watch": rows, "level": level, "reward": reward}
     made = train(tool_model, tmp_path, [writer], **settings)
     assert sorted(rewarded) == [(number, TURNS - 1) for number in range(36) for _ in range(4)]
     assert check_rows(rows, writer.tokenizer) == ["aaa"] * 4 * 36

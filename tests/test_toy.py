@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, arithmetic_tokenizer, cached_model, toy_model
-from tests.tiny import refused
+from tests.tiny import assistant, refused, user
 
 LARGEST_TOTAL = 20
 END_OF_TURN = "<|im_end|>"
@@ -78,7 +78,7 @@ def test_the_reward_reads_the_last_answer():
         ("", 0.0),
     ]:
         assert arithmetic_reward([text], ["12"]) == [reward]
-        assert arithmetic_reward([[{"role": "assistant", "content": text}]], ["12"]) == [reward]
+        assert arithmetic_reward([assistant(text)], ["12"]) == [reward]
 
 
 # ------------------------------------------------------------------------------------------------------ the tokenizer
@@ -95,7 +95,7 @@ def test_the_reloaded_tokenizer_is_the_same(small_model):
     for text in (TASK_TEXT, "naïve 7 − 5 = 2, 🙂 don't", " 20\n\n 19  "):
         assert loaded(text)["input_ids"] == made(text)["input_ids"]
         assert loaded.decode(made(text)["input_ids"]) == text
-    messages = [{"role": "user", "content": "1+2-3"}]
+    messages = user("1+2-3")
     assert loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
         "<|im_start|>user\n1+2-3<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -202,7 +202,7 @@ def token_ids(tokenizer, messages, **settings) -> list[int]:
 def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(tool_tokenizer):
     """TRL's condition for tools. What is sampled are the tokens between two renderings."""
     solution = CALCULATOR_LESSONS.solution("512-291+204", random.Random(0), 0.0, 0.0)
-    messages = [{"role": "user", "content": "512-291+204"}, *solution]
+    messages = [*user("512-291+204"), *solution]
     assert [one["role"] for one in messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
     whole = token_ids(tool_tokenizer, messages)
     for k, message in list(enumerate(messages))[1:]:

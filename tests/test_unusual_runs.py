@@ -11,28 +11,25 @@ import torch
 from kernels import Mode
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 from transformers.integrations import hub_kernels
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
-from tests.doubles import EndsTheEpoch, SaveEarly, SeededRollouts, grad_scaler
+from tests.doubles import EndsTheEpoch, SaveEarly, SeededRollouts, odd
 from tests.tiny import (
     ScriptedReward,
     assert_same_update,
+    load,
     on_varlen,
     packed_by_mask,
     parameters,
     prompts,
     refusal,
-    run,
+    refused,
     save_tiny_model,
     with_flash_stand_in,
 )
-
-
-def odd(completion, completion_ids):
-    return float(sum(completion_ids) % 2)
 
 
 def long(completion, completion_ids):
@@ -42,10 +39,6 @@ def long(completion, completion_ids):
 @pytest.fixture
 def small_model(tmp_path):
     return save_tiny_model(tmp_path / "small", num_hidden_layers=1)
-
-
-def updates_are_equal(start, one, other):
-    assert_same_update(start, parameters(one.model), parameters(other.model))
 
 
 class Rope(torch.nn.Module):
@@ -58,15 +51,12 @@ class Norm(torch.nn.Module):
         return hidden_states.detach()
 
 
-def test_kernels_of_the_hub_without_a_backward_pass_do_not_train(tiny_model, tmp_path, monkeypatch):
+def test_kernels_of_the_hub_without_a_backward_pass_do_not_train(tiny_model, train, monkeypatch):
     """That of RoPE, which is mapped for training, and those for inference, which the trial of a run takes."""
     rope, norm = (Mock(**{"load.return_value": kind}) for kind in (Rope, Norm))
     mapping = {"rotary_pos_emb": {"cpu": rope}, "RMSNorm": {"cpu": {Mode.INFERENCE: norm}}}
     monkeypatch.setattr(hub_kernels, "_KERNEL_MAPPING_CACHE", mapping)
-    plain, fused = (
-        run(DASHTrainer, tiny_model, tmp_path, loaded=AutoModelForCausalLM.from_pretrained(tiny_model, use_kernels=use))
-        for use in (False, True)
-    )
+    plain, fused = (train(loaded=load(tiny_model, use_kernels=use)) for use in (False, True))
     assert fused.model.use_kernels and fused.state.log_history[0]["packing/padding_free"] == 1
     assert all(one.equal(other) for one, other in zip(plain.model.parameters(), fused.model.parameters(), strict=True))
 
@@ -82,74 +72,60 @@ def one_sample_when_traced(*args, **settings):
 
 
 @pytest.mark.parametrize("backend", ["EAGER", pytest.param("INDUCTOR", marks=pytest.mark.exhaustive)])
-def test_a_compiled_model(small_model, tmp_path, monkeypatch, backend):
+def test_a_compiled_model(train, small_model, monkeypatch, backend):
     """By the variable that `accelerate launch --dynamo_backend` sets, as `torch_compile` does."""
     settings = {"gradient_accumulation_steps": 2}
-    plain = run(GRPOTrainer, small_model, tmp_path, **settings)
+    plain = train(GRPOTrainer, model=small_model, **settings)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
     for attention, on_gpu in ((None, False), (None, True), (packed_by_mask, False), (one_sample_when_traced, False)):
         torch.compiler.reset()  # what the runs before have traced counts towards its limit
         loaded = attention and with_flash_stand_in(small_model, attention)  # `None`: SDPA
         with on_varlen(torch.float32) if on_gpu else nullcontext():
-            compiled = run(DASHTrainer, small_model, tmp_path, loaded=loaded, max_tokens_per_microbatch=150, **settings)
-        updates_are_equal(parameters(small_model), plain, compiled)
+            compiled = train(model=small_model, loaded=loaded, max_tokens_per_microbatch=150, **settings)
+        assert_same_update(small_model, plain, compiled)
         assert compiled.state.log_history[0]["packing/padding_free"] == (on_gpu or attention is packed_by_mask)
 
 
-def test_an_epoch_that_ends_within_an_optimizer_step(start, tiny_model, tmp_path):
+def test_an_epoch_that_ends_within_an_optimizer_step(start, train):
     settings = {"max_steps": 4, "learning_rate": 1.0, "dataset": prompts(16)}
-    updates_are_equal(
-        start,
-        *(
-            run(kind, tiny_model, tmp_path, callbacks=[EndsTheEpoch()], **settings)
-            for kind in (GRPOTrainer, DASHTrainer)
-        ),
+    assert_same_update(
+        start, *(train(kind, callbacks=[EndsTheEpoch()], **settings) for kind in (GRPOTrainer, DASHTrainer))
     )
 
 
-def test_the_model_that_is_given_is_the_reference(tiny_model, tmp_path):
+def test_the_model_that_is_given_is_the_reference(tiny_model, train):
     """Not the model that its config names; in its dtype, whatever `model_init_kwargs` says, and without dropout."""
-    given = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16").train()
+    given = load(tiny_model, dtype="bfloat16").train()
     with torch.no_grad():
         given.lm_head.weight.neg_()
     before = parameters(given)
     settings = {"loaded": given, "beta": 0.1, "learning_rate": 0.0, "model_init_kwargs": {"dtype": "float32"}}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    trainer = train(**settings)
     assert trainer.state.log_history[0]["kl"] == 0.0 and not trainer.ref_model.training
     assert all(torch.equal(value, before[name]) for name, value in trainer.ref_model.named_parameters())
 
 
-def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_path):
+def test_the_adapter_that_training_began_with_is_the_reference(train, tiny_model, tmp_path):
     torch.manual_seed(1)
     adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter).save_pretrained(tmp_path / "adapter")
+    get_peft_model(load(tiny_model), adapter).save_pretrained(tmp_path / "adapter")
 
     def trained(kind, **own):
-        base = AutoModelForCausalLM.from_pretrained(tiny_model)
+        base = load(tiny_model)
         model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)  # TRL copies it to "ref"
         before, settings = parameters(model), {"beta": 0.2, "max_steps": 2, "learning_rate": 0.3, **own}
-        return before, parameters(run(kind, tiny_model, tmp_path, loaded=model, **settings).model)
+        return before, parameters(train(kind, loaded=model, **settings))
 
     before, plain = trained(GRPOTrainer)
     _, ours = trained(DASHTrainer, gradient_filter_threshold=None)
     assert_same_update(before, plain, ours)
     saving = {"save_strategy": "steps", "save_steps": 1, "rollouts": SeededRollouts()}
     _, whole = trained(DASHTrainer, **saving)
-    _, rest = trained(DASHTrainer, **saving, resume=str(tmp_path / "checkpoint-1"))  # has a folder for "ref"
+    _, rest = trained(DASHTrainer, **saving, resume=tmp_path / "checkpoint-1")  # has a folder for "ref"
     assert_same_update(before, whole, rest)
 
 
 # ---------------------------------------------------------------------------------------------- rewards that come later
-
-
-@pytest.mark.parametrize("at", [1, 3])  # 3: the window's last step
-def test_a_checkpoint_from_within_a_step(start, tiny_model, tmp_path, at):
-    """It holds the rows of that step."""
-    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 0.1}
-    settings |= {"reward": RewardRunner(odd), "reward_pipeline": True, "rollouts": SeededRollouts()}
-    whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=[SaveEarly(at)], **settings)
-    rest = run(DASHTrainer, tiny_model, tmp_path / "rest", resume=str(tmp_path / f"checkpoint-{at}"), **settings)
-    updates_are_equal(start, whole, rest)
 
 
 class LaterTokensOfSomeGroups(DASHCallback):
@@ -161,19 +137,35 @@ class LaterTokensOfSomeGroups(DASHCallback):
             rollouts.advantages = rollouts.advantages.unsqueeze(1) * tokens / 10
 
 
-def test_a_mini_run_with_credit_per_token_in_some_groups_is_resumed(start, tiny_model, tmp_path):
-    """The checkpoint holds four of the five groups, so that both kinds of credit are in it."""
-    settings = {"steps_per_generation": 5, "gradient_accumulation_steps": 1, "max_steps": 5, "learning_rate": 0.1}
-    settings |= {"reward": RewardRunner(odd), "reward_pipeline": True, "gradient_filter_threshold": None}
-    callbacks = [LaterTokensOfSomeGroups()]
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, **settings, **saving)
-    checkpoint = str(tmp_path / "checkpoint-2")
-    rest = run(DASHTrainer, tiny_model, tmp_path / "rest", callbacks=callbacks, resume=checkpoint, **settings)
-    updates_are_equal(start, whole, rest)
+@pytest.mark.parametrize(
+    ("at", "settings"),
+    [
+        # Saved within a step, whose rows it holds; 3: within the window's last step.
+        (1, {"rollouts": SeededRollouts(), "callbacks": [SaveEarly(1)]}),
+        (3, {"rollouts": SeededRollouts(), "callbacks": [SaveEarly(3)]}),
+        # It holds four of the five groups, so that both kinds of credit are in it.
+        (
+            2,
+            {
+                "callbacks": [LaterTokensOfSomeGroups()],
+                "gradient_filter_threshold": None,
+                "steps_per_generation": 5,
+                "max_steps": 5,
+                "save_strategy": "steps",
+                "save_steps": 2,
+            },
+        ),
+    ],
+)
+def test_a_mini_run_is_resumed(start, train, tmp_path, at, settings):
+    shape = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 0.1}
+    settings = {**shape, "reward": RewardRunner(odd), "reward_pipeline": True, **settings}
+    whole = train(**settings)
+    rest = train(output=tmp_path / "rest", resume=tmp_path / f"checkpoint-{at}", **settings)
+    assert_same_update(start, whole, rest)
 
 
-def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
+def test_a_failure_while_a_checkpoint_waits_leaves_none(train, tmp_path):
     """Half of one would be what `resume_from_checkpoint=True` picks."""
     stepped = threading.Event()
 
@@ -192,25 +184,24 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
             if stepped.is_set():
                 raise RuntimeError("a failure")
 
-    with pytest.raises(RuntimeError, match="a failure"):
-        run(
-            DASHTrainer,
-            tiny_model,
-            tmp_path,
-            reward=RewardRunner(late),
-            reward_pipeline=True,
-            callbacks=[Steps()],
-            shuffle_dataset=False,
-            steps_per_generation=4,
-            gradient_accumulation_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-        )
+    refused(
+        "a failure",
+        train,
+        error=RuntimeError,
+        reward=RewardRunner(late),
+        reward_pipeline=True,
+        callbacks=[Steps()],
+        shuffle_dataset=False,
+        steps_per_generation=4,
+        gradient_accumulation_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+    )
     assert stepped.is_set() and not (tmp_path / "checkpoint-1").exists()
 
 
 @pytest.mark.parametrize(("order", "piped"), [((1, 0), False), ((1,), True), ((1, 0, 1), True)])
-def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_path, order, piped):
+def test_columns_and_weights_are_those_of_reward_funcs(start, train, order, piped):
     """What a trainer has of a runner is called once for each completion, whatever its place, and nothing else is."""
     calls, functions = Counter(), [odd, long]
 
@@ -227,45 +218,36 @@ def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_pa
     settings = {"reward_weights": [0.25, 1.0, 0.5][: len(order)]}
     rewards = RewardRunner([noted(0), noted(1)]).rewards
     ours = {"reward_pipeline": piped, "gradient_filter_threshold": 0.0}
-    one = run(DASHTrainer, tiny_model, tmp_path, reward=[rewards[i] for i in order], **settings, **ours)
-    other = run(GRPOTrainer, tiny_model, tmp_path, reward=[trls(functions[i]) for i in order], **settings)
-    updates_are_equal(start, one, other)
+    one = train(reward=[rewards[i] for i in order], **settings, **ours)
+    other = train(GRPOTrainer, reward=[trls(functions[i]) for i in order], **settings)
+    assert_same_update(start, one, other)
     assert calls == dict.fromkeys(order, 16)
 
 
 # ------------------------------------------------------------------------------------------------- one run, and another
 
 
-def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model, tmp_path):
-    """As with fp16, whose loss scaler accelerate offers on GPUs only."""
-
-    class Overflows(DASHTrainer):
-        def _compute_loss(self, model, inputs):
-            loss = super()._compute_loss(model, inputs)
-            return loss * torch.inf if self.state.global_step == 0 else loss
-
-    settings = {"lr_scheduler_type": "linear", "max_steps": 4, "max_grad_norm": 1.0, "prepare": grad_scaler}
-    trainer = run(Overflows, tiny_model, tmp_path, reward=ScriptedReward(constant=0.3, silent=[1]), **settings)
-    rates = [log["learning_rate"] for log in trainer.state.log_history[:4]]
-    assert rates[0] == rates[1] > rates[2] > rates[3]
-
-
-def test_sampling_from_another_distribution_is_refused_ahead(tiny_model, tmp_path, unloadable):
+def test_sampling_from_another_distribution_is_refused_ahead(train, unloadable):
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "reward": RewardRunner(odd)}
     for others in ({"top_p": 0.9}, {"top_k": 5}, {"generation_kwargs": {"repetition_penalty": 1.1}}):
-        assert "generate does not report them" in refusal(run, DASHTrainer, tiny_model, tmp_path, **settings, **others)
+        assert "generate does not report them" in refusal(train, **settings, **others)
     two = {**settings, "async_level": 2}
-    assert "async_level=2 lets servers sample" in refusal(run, DASHTrainer, tiny_model, tmp_path, **two)
+    assert "async_level=2 lets servers sample" in refusal(train, **two)
 
 
 # ------------------------------------------------------------------------------- what the trainer asks of the libraries
 
 
-def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(tiny_model, tmp_path, monkeypatch):
-    trainer = run(DASHTrainer, tiny_model, tmp_path)
+def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(train, monkeypatch):
+    trainer = train()
     monkeypatch.setattr(trainer.ranks, "steps_in_backward", True)
-    with pytest.raises(RuntimeError, match="DeepSpeed applied a gradient that is not finite"):
-        trainer._get_grad_norm(trainer.model, math.nan)
+    refused(
+        "DeepSpeed applied a gradient that is not finite",
+        trainer._get_grad_norm,
+        trainer.model,
+        math.nan,
+        error=RuntimeError,
+    )
 
 
 class Evaluates(TrainerCallback):
@@ -274,7 +256,7 @@ class Evaluates(TrainerCallback):
 
 
 @pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
-def test_evaluations_within_a_step(tiny_model, tmp_path, event):
+def test_evaluations_within_a_step(train, event):
     """The figures of the step are logged, and those of the datasets by their names; each dataset is read by itself."""
     callback, seen = Evaluates(event), []
 
@@ -283,10 +265,7 @@ def test_evaluations_within_a_step(tiny_model, tmp_path, event):
         return [float(len(one)) + row % 2 for row, one in enumerate(prompts)]
 
     easy, hard = prompts(4), prompts(64).select(range(20, 24))
-    trainer = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
+    trainer = train(
         reward=reward,
         callbacks=[callback],
         prepare=lambda trainer: setattr(callback, "trainer", trainer),
@@ -306,7 +285,7 @@ def test_evaluations_within_a_step(tiny_model, tmp_path, event):
         assert seen[-1] == {*dataset["prompt"]}
 
 
-def test_what_cannot_be_saved_is_refused_before_the_first_step(tiny_model, tmp_path):
+def test_what_cannot_be_saved_is_refused_before_the_first_step(train, tmp_path):
     for name, change in (
         (
             "model.generation_config",
@@ -317,5 +296,5 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(tiny_model, tmp_p
         ("args", lambda trainer: setattr(trainer.args, "own", lambda: None)),
     ):
         reward = ScriptedReward()
-        found = refusal(run, DASHTrainer, tiny_model, tmp_path, reward=reward, prepare=change)
+        found = refusal(train, reward=reward, prepare=change)
         assert f"{name} cannot be saved in output_dir='{tmp_path}'" in found and not reward.calls

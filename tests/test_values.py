@@ -5,22 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
-from tests.prefix_values import by_prefix, random_requests
-from tests.tiny import on_varlen, run, said
+from tests.prefix_values import by_prefix, check_values, random_requests
+from tests.tiny import load, on_varlen, said
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request, tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=request.param)
-
-
-def check(values, model, tokenizer, requests, force_prompt=" = ", floor=-10.0) -> None:
-    for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(model, tokenizer, request, force_prompt, floor), abs=1e-5)
+    return load(tiny_model, attn_implementation=request.param)
 
 
 def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, caplog):
@@ -31,32 +25,32 @@ def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, caplog):
         with on_varlen(*dtypes):
             values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
         assert model.config._attn_implementation == before
-        check(values, model, tokenizer, requests)
+        check_values(values, model, tokenizer, requests)
     assert not said(caplog)
 
 
-def test_a_trainer_s_model_with_an_adapter(tiny_model, tokenizer, tmp_path):
+def test_a_trainer_s_model_with_an_adapter(train, tokenizer):
     from peft import LoraConfig
 
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    trainer = run(DASHTrainer, tiny_model, tmp_path, peft_config=adapter, learning_rate=0.0)
+    trainer = train(peft_config=adapter, learning_rate=0.0)
     estimator, requests = AnswerLogProbValue(" = "), random_requests()
     with trainer.accelerator.autocast():
         values = estimator(requests, trainer)
-        check(values, trainer.model, tokenizer, requests)
+        check_values(values, trainer.model, tokenizer, requests)
     with trainer.model.disable_adapter():
         assert estimator(requests, trainer) != values
 
 
 @pytest.fixture(scope="module")
 def qwen(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
+    return load(tiny_model)
 
 
 @pytest.fixture
 def no_tree(tiny_model):
     """A model that is valued in a loop, a pass per boundary and answer."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = load(tiny_model)
     model.model.sinks = torch.nn.Parameter(torch.zeros(1))
     return model
 
@@ -73,7 +67,7 @@ def test_spaces_floor_and_closing(qwen, tokenizer):
     probabilities = score(AnswerLogProbValue(" = ", space="probability"), qwen, tokenizer)
     assert probabilities == pytest.approx(list(map(math.exp, log)))
     assert score(AnswerLogProbValue(" = ", closing="<|im_end|>"), qwen, tokenizer) != pytest.approx(log)
-    sure = AutoModelForCausalLM.from_pretrained(qwen.name_or_path)
+    sure = load(qwen.name_or_path)
     sure.lm_head.weight.data *= 3  # log P below −10 counts as −10
     floored = score(AnswerLogProbValue(" = "), sure, tokenizer)
     assert floored == pytest.approx(by_prefix(sure, tokenizer, REQUEST, " = ", -10.0), abs=1e-5)
@@ -84,11 +78,11 @@ def test_a_token_that_straddles_the_prompt_is_the_answer_s(qwen, tokenizer):
     """ "the" is one token: tokenised apart, the model would never be asked for its own token."""
     assert tokenizer("= the")["input_ids"] != tokenizer("= th")["input_ids"] + tokenizer("e")["input_ids"]
     request = ValueRequest((5, 6), (7,), (0, 1), ("e",))
-    check([score(AnswerLogProbValue("= th"), qwen, tokenizer, request)], qwen, tokenizer, [request], "= th")
+    check_values([score(AnswerLogProbValue("= th"), qwen, tokenizer, request)], qwen, tokenizer, [request], "= th")
 
 
 def test_missing_is_not_zero(qwen, tokenizer):
-    broken = AutoModelForCausalLM.from_pretrained(qwen.name_or_path)
+    broken = load(qwen.name_or_path)
     broken.lm_head.weight.data[:] = math.nan
     for model, answers in (qwen, ()), (qwen, ("",)), (broken, ("12",)):
         assert all(map(math.isnan, score(AnswerLogProbValue(), model, tokenizer, replace(REQUEST, answers=answers))))

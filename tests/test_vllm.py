@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -39,10 +38,9 @@ from dash_trl.sampling import ServerGeneration, WeightMismatch, key_header, own_
 from dash_trl.serve import free_ports, visible_gpus
 from dash_trl.toy import arithmetic_dataset, toy_model
 from dash_trl.workers import Command
-from tests.tiny import log_probs
+from tests.launching import ROOT
+from tests.tiny import assistant, load, log_probs, refused
 from tests.vllm_run import greedy, wait_until
-
-ROOT = Path(__file__).parents[1]
 
 
 class Pair:
@@ -79,8 +77,7 @@ class Pair:
         for url, command in zip(self.urls, self.commands, strict=True):
             ready = f"    --vllm_server_urls {url}\n\nCtrl+C stops the servers.\n"
             wait_until(
-                lambda command=command, ready=ready: ready in command.log.read_text() or not command.running,
-                600,
+                lambda command=command, ready=ready: ready in command.log.read_text() or not command.running, 600
             )
             assert command.running, command.log.read_text()
 
@@ -120,8 +117,8 @@ def slow_tokens(vllm_servers) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(model_path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_path)
+def trained(model_path):
+    return load(model_path)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +132,7 @@ def proven(vllm_servers, trained, tmp_path_factory) -> ServerGeneration:
 @pytest.fixture
 def model(trained, model_path):
     """The toy model, as it was; a test may change it, and give it to `pool`."""
-    trained.load_state_dict(AutoModelForCausalLM.from_pretrained(model_path).state_dict())
+    trained.load_state_dict(load(model_path).state_dict())
     return trained
 
 
@@ -146,7 +143,7 @@ def pool(model, proven) -> ServerGeneration:
     return proven
 
 
-def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> ServerGeneration:
+def make_pool(urls: list[str], model, weight_dir: Path, **options) -> ServerGeneration:
     return ServerGeneration(
         urls,
         weight_dir=str(weight_dir),
@@ -166,24 +163,24 @@ def prompts(pool: ServerGeneration, count: int, n: int) -> list[list[int]]:
     return [ids for ids in pool.processing_class(texts)["input_ids"] for _ in range(n)]
 
 
-def differences(model: Any, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
+def differences(model, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
     """[tokens], of the sampled tokens' log-probs from those that the model gives them."""
     return (torch.tensor(log_probs(model, prompt, completion)) - torch.tensor(sampled).squeeze(1)).abs()
 
 
-def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
+def largest_difference(model, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
     """Returns the largest difference over all rows, computed row by row."""
     return max(differences(model, *row).max().item() for row in zip(rows, completions, log_probs, strict=True))
 
 
-def sampled_difference(pool: ServerGeneration, model: Any) -> float:
+def sampled_difference(pool: ServerGeneration, model) -> float:
     """Samples, and returns the largest difference from the log-probs that a model gives these tokens."""
     rows = prompts(pool, 4, 4)
     _, completions, log_probs, _ = pool.generate(rows, None, 4)
     return largest_difference(model, rows, completions, log_probs)
 
 
-def change(model: Any, seed: int, part: str = "") -> None:
+def change(model, seed: int, part: str = "") -> None:
     """Changes all parameters, or those with a part in their names, so much that it would be noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -202,8 +199,7 @@ def generated_tokens(url: str) -> float:
 
 def test_nobody_without_the_key_reaches_the_servers(vllm_servers):
     for path in ("/health", "/v1/models", "/weight_info"):
-        with pytest.raises(HTTPError, match="401"):
-            urllib.request.urlopen(vllm_servers.urls[0] + path, timeout=10)
+        refused("401", urllib.request.urlopen, vllm_servers.urls[0] + path, error=HTTPError, timeout=10)
         assert read(vllm_servers.urls[0] + path) is not None
 
 
@@ -321,8 +317,7 @@ def test_an_adapter_goes_to_the_servers_without_its_model(vllm_servers, model, p
 
     change(model, 6)
     pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
-    with pytest.raises(WeightMismatch, match="holds another base model"):
-        own.sync_weights()
+    refused("holds another base model", own.sync_weights, error=WeightMismatch)
 
     # What PEFT trains whole goes merged: under the names of the base model, without the copies of TRL's reference.
     config = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "down_proj"]}
@@ -345,7 +340,7 @@ def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
     settings = {"base_url": f"{vllm_servers.urls[0]}/v1", "api_key": own_key()}
     judge = JudgeReward(model_path, scores=(3, 5), temperature=1.0, options=options, **settings)
-    asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
+    asked = [judge(prompt=f"{i}+1", completion=assistant(str(i + 1))) for i in range(16)]
 
     async def together():
         return await asyncio.gather(*asked)
@@ -361,7 +356,7 @@ def test_a_judge_is_held_to_the_schema(vllm_servers, model_path):
 def checkpoints(model_path, tmp_path_factory) -> dict[str, str]:
     """Of one shape: the toy model's directory, one with other weights, a LoRA adapter on it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    made = {name: AutoModelForCausalLM.from_pretrained(model_path) for name in ("other", "adapter")}
+    made = {name: load(model_path) for name in ("other", "adapter")}
     change(made["other"], 5)
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -384,7 +379,7 @@ def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
 def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_path):
     """They take one checkpoint after another in place, LoRA merged. Other weights meanwhile are replaced or refused."""
 
-    def opened(name: str, folder: str) -> Any:
+    def opened(name: str, folder: str):
         return open_sampler(checkpoints[name], server_urls=vllm_servers.urls, weight_dir=tmp_path / folder)
 
     with opened("other", "0") as other:
@@ -393,8 +388,7 @@ def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_p
                 assert greedy(sampler) == by_transformers[name]
         with opened("own", "3") as held:
             assert greedy(other) == by_transformers["other"] != by_transformers["own"]
-            with pytest.raises(WeightMismatch, match="holds others"):
-                greedy(held)
+            refused("holds others", greedy, held, error=WeightMismatch)
     assert [(tmp_path / folder).exists() for folder in "0123"] == [True] * 3 + [False]  # it was not written again
     flags = "--dataset_name toy --dataset_test_split test[:32] --num_samples 8 --k 1 4".split()
     main([checkpoints["other"], "toy", *flags, "--vllm_server_urls", *vllm_servers.urls, "--output_dir", str(tmp_path)])
@@ -445,7 +439,7 @@ def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
 @pytest.fixture(scope="module")
 def launched(vllm_servers, checkpoints, trained, proven, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """Scenario of `vllm_run.py` → what each rank saw. The first server is dead afterwards."""
-    trained.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoints["own"]).state_dict())
+    trained.load_state_dict(load(checkpoints["own"]).state_dict())
     proven.sync_weights()  # the first scenario trains an adapter of this model
     where = [checkpoints["own"], checkpoints["adapter"], tmp_path_factory.mktemp("launched")]
     where += [",".join(vllm_servers.urls), vllm_servers.group(0), vllm_servers.hold]

@@ -7,14 +7,12 @@ import asyncio
 import gc
 import threading
 import time
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.config import DASHConfig
@@ -29,8 +27,8 @@ from dash_trl.sampling import (
     install,
     own_key,
 )
-from tests.fake_server import Clock, Fake, factory, is_idle, sampler_of, settle
-from tests.tiny import refused, said
+from tests.fake_server import Clock, Fake, factory, is_idle, pool_of, sampler_of, settle
+from tests.tiny import load, refused, said
 from tests.vllm_run import wait_until
 
 SAMPLING = {"max_tokens": 8}
@@ -56,7 +54,7 @@ fakes = factory(Fake)
 
 def ready(*fakes: Fake, **options) -> ServerPool:
     """A pool that has seen them."""
-    pool = ServerPool([fake.url for fake in fakes], **{"server_timeout": 60.0, **options})
+    pool = pool_of(*fakes, **options)
     pool.wait_until_ready()
     return pool
 
@@ -69,7 +67,7 @@ async def ask(pool: ServerPool, number: int, n: int) -> tuple[int, list[Completi
     return number, (await pool.complete([number, 1, 2], n, SAMPLING))[0]
 
 
-def asked(pool: ServerPool, count: int, n: int) -> Any:
+def asked(pool: ServerPool, count: int, n: int):
     return (ask(pool, number, n) for number in range(count))
 
 
@@ -79,7 +77,7 @@ def complete(pool: ServerPool, count: int, n: int = 1) -> list[tuple[int, list[C
 
 def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
-    pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=60.0)
+    pool = pool_of(fakes("500", 1), fakes())
     assert sorted(pool.as_completed(asked(pool, 20, 2))) == expected(20, 2)
     rest = pool.as_completed(asked(pool, 20, 2))
     next(rest)
@@ -92,7 +90,7 @@ def test_results_are_taken_as_they_come(fakes):
 
 def test_what_a_server_answers_wrongly_is_its_failure(fakes):
     for fault, message in (FAULTS | FAULTS_OF_SAMPLES).items():
-        pool = ServerPool([fakes(fault).url], request_timeout=0.2 if fault == "hangs" else 60.0)
+        pool = pool_of(fakes(fault), request_timeout=0.2 if fault == "hangs" else 60.0)
         asks = [lambda server: server.complete([1, 2, 3], 4, SAMPLING), lambda server: server.log_probs([1, 2, 3])]
         for ask in asks[: 1 + (fault in FAULTS)]:
             with pytest.raises(PoolError, match=message) as raised:
@@ -118,35 +116,41 @@ def test_servers_that_cannot_be_used_are_named(fakes):
     bad, good, gone = fakes("500", spared=1), fakes(), fakes()
     gone.stop()
     pool = ready(bad, server_timeout=0.5)
-    with pytest.raises(PoolError, match=f"{bad.url} is (dead|unchecked|refitting); last error: "):
-        complete(pool, 3)
-    pool = ServerPool([good.url, gone.url], server_timeout=0.5)
-    with pytest.raises(PoolError, match=f"1 of 2 vLLM servers did not answer(.|\n)*{gone.url}"):
-        pool.wait_until_ready()
-    with pytest.raises(PoolError, match=f"No vLLM server could be used for 0.3 s(.|\n)*{gone.url} is dead"):
-        complete(ServerPool([gone.url], server_timeout=0.3), 3)
+    refused(f"{bad.url} is (dead|unchecked|refitting); last error: ", complete, pool, 3, error=PoolError)
+    pool = pool_of(good, gone, server_timeout=0.5)
+    refused(f"1 of 2 vLLM servers did not answer(.|\n)*{gone.url}", pool.wait_until_ready, error=PoolError)
+    refused(
+        f"No vLLM server could be used for 0.3 s(.|\n)*{gone.url} is dead",
+        complete,
+        pool_of(gone, server_timeout=0.3),
+        3,
+        error=PoolError,
+    )
 
 
 def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
     """Each of them is well after it failed, and would be given that prompt for ever."""
-    pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
-    with pytest.raises(PoolError, match="A request failed 6 times, most recently on http.*answered 500"):
-        complete(pool, 6)
+    pool = pool_of(fakes("500", poison=3), fakes("500", poison=3))
+    refused("A request failed 6 times, most recently on http.*answered 500", complete, pool, 6, error=PoolError)
 
 
 def test_a_server_that_fails_to_load_weights_goes_on_sampling(fakes):
     reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
     for fault in ("/collective_rpc", reset, "/update_weight_version"):
         fake = fakes(fault)
-        with pytest.raises(PoolError, match="answered 500"):
-            ServerPool([fake.url]).ask_all(lambda server: server.load_weights("directory", "tag"))
+        refused(
+            "answered 500",
+            pool_of(fake).ask_all,
+            lambda server: server.load_weights("directory", "tag"),
+            error=PoolError,
+        )
         assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1, fault
 
 
 def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     """Else the older ones, coming last, would be what it computes with."""
     order, newer_asked = [], threading.Event()
-    pool = ServerPool([fakes().url, fakes().url], server_timeout=60.0)
+    pool = pool_of(fakes(), fakes())
     slow = pool.urls[1]
 
     async def refit(server):
@@ -192,7 +196,7 @@ def test_a_look_at_who_had_no_work_waits_until_weights_are_sent(fakes):
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
+    return load(tiny_model)
 
 
 def serving(fakes: list[Fake], model, folder) -> ServerGeneration:
@@ -232,11 +236,9 @@ def test_a_failed_proof_is_made_again(model, tmp_path, fakes):
     """The servers hold weights that are wrong on purpose, or did not take them: at the start that ends the run."""
     fake = fakes("/update_weight_version")
     vllm = serving([fake], model, tmp_path)
-    with pytest.raises(PoolError, match=r"In the first weight sync 1 servers failed(.|\n)*answered 500"):
-        vllm.sync_weights()
+    refused(r"In the first weight sync 1 servers failed(.|\n)*answered 500", vllm.sync_weights, error=PoolError)
     fake.fault = "old copies"
-    with pytest.raises(WeightMismatch, match="does not compute with them"):
-        vllm.sync_weights()
+    refused("does not compute with them", vllm.sync_weights, error=WeightMismatch)
     fake.fault = None
     fake.loads.clear()
     vllm.sync_weights()
@@ -289,8 +291,7 @@ def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
         return sampler_of([first, second], model, tmp_path, **options)
 
     for message, different in REFUSED.items():
-        with pytest.raises(PoolError if "cannot be read" in message else ValueError, match=message):
-            pair(**different).sync_weights()
+        refused(message, pair(**different).sync_weights, error=PoolError if "cannot be read" in message else ValueError)
     refused("seed=5.*Leave it out", pair, generation_kwargs={"seed": 5})
     for message, different in WITH_LESS:
         caplog.clear()
@@ -314,7 +315,7 @@ def test_weight_syncs_leave_the_base_weights_of_an_adapter_as_they_are(model, tm
     config = LoraConfig(
         r=8, lora_alpha=64, target_modules="all-linear", init_lora_weights=False, modules_to_save=["norm"]
     )
-    base, fake = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.bfloat16), fakes()
+    base, fake = load(model.name_or_path, dtype=torch.bfloat16), fakes()
     adapted = get_peft_model(base, config)
     adapted.add_adapter("ref", config)  # as TRL does with beta > 0
     fake.serve(model.name_or_path)
@@ -351,7 +352,7 @@ def test_ranks_begin_with_different_servers(model, tmp_path, fakes, monkeypatch)
 
 def test_what_every_server_would_refuse_is_the_users_error_at_once(fakes):
     for fault, message in (("400", "answered 400"), ("401", "VLLM_API_KEY"), ("307", "answered 307")):
-        pool = ServerPool([fakes(fault).url, fakes(fault).url], server_timeout=60.0)
+        pool = pool_of(fakes(fault), fakes(fault))
         for _ in range(3):  # more often than there are servers
             refused(message, complete, pool, 3)
         refused(message, list, pool.as_completed(asked(pool, 2, 1)))
@@ -366,7 +367,7 @@ def test_a_server_that_recovers_is_asked_with_the_key_and_directly(fakes, monkey
     monkeypatch.setenv("no_proxy", "")
     fake = fakes("500", times=2)
     caplog.set_level("DEBUG")
-    pool = ServerPool([fake.url], server_timeout=60.0)
+    pool = pool_of(fake)
     fake.key = own_key()
     assert complete(pool, 6, 2) == expected(6, 2)
     assert fake.key not in caplog.text

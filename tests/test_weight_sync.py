@@ -29,6 +29,8 @@ from dash_trl.sampling import (
     weights_version,
 )
 from tests.fake_server import Fake, factory
+from tests.models import SIZES
+from tests.tiny import refused
 
 fakes = factory(Fake)
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
@@ -72,10 +74,7 @@ def test_weights_have_another_version_after_each_change(dtype):
     flat = torch.randn(36).to(dtype)
     layer = nn.Linear(5, 6).to(dtype)
     layer.weight.data, layer.bias.data = flat[1:31].view(6, 5), torch.zeros(6, dtype=dtype)
-    changes = [
-        lambda: layer.weight.data[5, 4].add_(1),
-        lambda: layer.bias.data.neg_(),
-    ]
+    changes = [lambda: layer.weight.data[5, 4].add_(1), lambda: layer.bias.data.neg_()]
     found = [weights_version(layer.parameters())]
     for change in changes:
         change()
@@ -135,8 +134,7 @@ def test_a_server_with_other_weights_ends_the_run(tmp_path, fakes):
     weights, other = FileWeights(tmp_path, torch.float32), fakes("other weights")
     given = r"was given the weights of version 1 \(checksum \w+\) but holds others \(0\)"
     pool, refit = ServerPool([other.url]), partial(weights.refit, weights.write(parameters().items(), 1))
-    with pytest.raises(WeightMismatch, match=f"{other.url} {given}"):
-        pool.ask_all(refit)
+    refused(f"{other.url} {given}", pool.ask_all, refit, error=WeightMismatch)
     other.tag, other.report["comparable"] = "default", False
     pool.ask_all(refit)
 
@@ -170,13 +168,10 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------- the probe
 
-SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-
 
 def qwen2(**settings):
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **settings))
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # zero in a new model
             nn.init.normal_(parameter)
@@ -186,37 +181,31 @@ def qwen2(**settings):
 IDS = [(7919 * i) % 300 for i in range(1, 33)]
 
 
-def computed(model, perturbation) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], set[str]]:
-    """Log-probs as if the weights were changed, and as they are; the changed weights, and which of them changed."""
+def changed_by(model, perturbation) -> set[str]:
+    """Asserts that outputs as if the weights were changed are those of the changed weights; returns which these are."""
     plain = model_log_probs(model, IDS)
     with perturbation.outputs():
         expected = model_log_probs(model, IDS)
     sent = {name: value.detach().clone() for name, value in perturbation.parameters(model.named_parameters())}
-    return (
-        expected,
-        plain,
-        sent,
-        {name for name, value in model.named_parameters() if not torch.equal(value, sent[name])},
-    )
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, sent[name])}
+    model.load_state_dict(sent, strict=False)
+    model.tie_weights()
+    assert (model_log_probs(model, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+    return changed
 
 
 def test_scaled_outputs_are_scaled_weights():
     for tied in (False, True):
         model = qwen2(tie_word_embeddings=tied)
-        expected, plain, scaled, changed = computed(model, ScaledLayers(model))
+        changed = changed_by(model, ScaledLayers(model))
         assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
         assert not any("norm" in name for name in changed)
-        model.load_state_dict(scaled, strict=False)
-        model.tie_weights()
-        assert (model_log_probs(model, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max(), tied
 
 
 def test_shifted_outputs_are_shifted_matrices():
     adapted = get_peft_model(qwen2(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-    expected, plain, shifted, changed = computed(adapted, ShiftedAdapter(adapted))
-    assert changed == {name for name in shifted if "lora_B" in name}
-    adapted.load_state_dict(shifted, strict=False)
-    assert (model_log_probs(adapted, IDS) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+    names = {name for name, _ in adapted.named_parameters() if "lora_B" in name}
+    assert changed_by(adapted, ShiftedAdapter(adapted)) == names
 
 
 ROOM = 8
@@ -266,5 +255,11 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights():
         (expected + 0.1, exact),
         (2 * plain, mixed),
     ):
-        with pytest.raises(WeightMismatch, match="http://b holds .* it was given but does not compute with"):
-            check_probe(expected, servers | {"http://b": wrong.tolist()}, dtypes)
+        refused(
+            "http://b holds .* it was given but does not compute with",
+            check_probe,
+            expected,
+            servers | {"http://b": wrong.tolist()},
+            dtypes,
+            error=WeightMismatch,
+        )

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -30,6 +31,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
+    Trainer,
     TrainerCallback,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -58,7 +60,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_model(directory: Path, model_class: Any = None, config: Any = None, **settings: Any) -> str:
+def save_tiny_model(directory: Path, model_class=None, config=None, **settings) -> str:
     """A randomly initialised model and a byte-level BPE tokenizer, as a directory to load from."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
@@ -80,11 +82,11 @@ def save_tiny_model(directory: Path, model_class: Any = None, config: Any = None
     return str(directory)
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **settings):
     """The model in a folder, whole if it is multimodal."""
     config = AutoConfig.from_pretrained(folder)
     kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
-    return kind.from_pretrained(folder)
+    return kind.from_pretrained(folder, **settings)
 
 
 def without_compiled_ops() -> None:
@@ -104,7 +106,7 @@ def fsdp_on_cpu() -> None:
 
     made = state.AcceleratorState.__init__
 
-    def with_fsdp(self: Any, *arguments: Any, fsdp_plugin: Any = None, **settings: Any) -> None:
+    def with_fsdp(self, *arguments, fsdp_plugin=None, **settings) -> None:
         made(self, *arguments, fsdp_plugin=fsdp_plugin, **settings)  # each time it sets the type that it found anew
         self.fsdp_plugin = fsdp_plugin or self.fsdp_plugin
         self.distributed_type = state.DistributedType.FSDP
@@ -120,7 +122,7 @@ def place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def packed_by_mask(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+    module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings
 ) -> tuple[Tensor, None]:
     """Attention that takes the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
     if "cu_seq_lens_q" in settings:
@@ -185,11 +187,11 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
         yield
 
 
-def with_flash_stand_in(model: str, attention: Any = packed_by_mask) -> Any:
+def with_flash_stand_in(model: str, attention=packed_by_mask):
     """Loads a model that is packed as with FlashAttention."""
     AttentionInterface.register("flash_stand_in", attention)
     AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
-    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded = load(model)
     loaded.config._attn_implementation = "flash_stand_in"
     return loaded
 
@@ -204,23 +206,36 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def refusal(call: Any, *arguments: Any, **settings: Any) -> str:
-    """What the `ValueError` of a call says; "" if there is none."""
+def refusal(call, *arguments, error=ValueError, **settings) -> str:
+    """What the error of a call says, which is of a class, or of one of several; "" if there is none."""
     try:
         call(*arguments, **settings)
-    except ValueError as error:
-        return str(error)
+    except error as raised:
+        return str(raised)
     return ""
 
 
-def refused(pattern: str, call: Any, *arguments: Any, **settings: Any) -> None:
-    """Asserts that a call raises a `ValueError` in whose text the pattern is found."""
+def refused(pattern: str, call, *arguments, **settings) -> None:
+    """Asserts that a call raises an error in whose text the pattern is found; `error`: see `refusal`."""
     message = refusal(call, *arguments, **settings)
     assert re.search(pattern, message), message
 
 
+def user(content) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def assistant(content) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": content}]
+
+
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
+
+
+def conversations(dataset: Dataset) -> Dataset:
+    """Makes a conversation of each prompt."""
+    return dataset.map(lambda row: {"prompt": user(row["prompt"])})
 
 
 class ScriptedRollouts:
@@ -236,17 +251,12 @@ class ScriptedRollouts:
     """
 
     def __init__(
-        self,
-        seed: int = 0,
-        longest: int = 24,
-        noise: float | None = None,
-        unknown: float = 0.0,
-        filled: bool = False,
+        self, seed: int = 0, longest: int = 24, noise: float | None = None, unknown: float = 0.0, filled: bool = False
     ):
         self.random = random.Random(seed)
         self.longest, self.noise, self.unknown, self.filled = longest, noise, unknown, filled
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+    def __call__(self, prompts: list[str], trainer) -> dict[str, list]:
         rank = trainer.accelerator.process_index
         generator = random.Random(self.random.randrange(2**30) + rank)
         completions = [
@@ -269,7 +279,7 @@ class ScriptedRollouts:
 
 
 @torch.no_grad()
-def log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+def log_probs(model, prompt: list[int], completion: list[int]) -> list[float]:
     """Returns log P of each token of one completion, from the logits of a plain pass."""
     logits = model(input_ids=torch.tensor([prompt + completion], device=model.device)).logits[0].log_softmax(dim=-1)
     return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)]
@@ -287,7 +297,7 @@ class ScriptedReward:
         self.seed, self.constant, self.silent = seed, constant, silent
         self.calls = 0
 
-    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs) -> list[float]:
         self.calls += 1
         if self.calls - 1 in self.silent:
             return [1.0] * len(prompts)
@@ -299,29 +309,34 @@ class ScriptedReward:
         return rewards
 
 
-def parameters(model: Any) -> dict[str, torch.Tensor]:
-    """Returns copies of the parameters of a model, or of the model in a folder."""
-    model = load(model) if isinstance(model, str) else model
+def parameters(of) -> dict[str, torch.Tensor]:
+    """Returns copies of the parameters of a trainer's model, of a model, or of the model in a folder; a dict stays."""
+    if isinstance(of, dict):
+        return of
+    model = load(of) if isinstance(of, str) else of.model if isinstance(of, Trainer) else of
     found = {name: value.detach() for name, value in model.named_parameters()}
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
     return {name: value.clone().float().cpu() for name, value in whole.items()}
 
 
 class Snapshots(TrainerCallback):
-    """Callback that records the parameters after each step."""
+    """Callback that records the parameters at the start of a run, and after each step."""
 
     def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.start = parameters(model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.steps.append(parameters(model))
 
 
-def noting(event: str, value: Callable[[Any], Any] = lambda rollouts: rollouts) -> Any:
+def noting(event: str, value: Callable[[Any], Any] = lambda rollouts: rollouts):
     """A callback whose `noted` has a value of the rollouts of each event with this name."""
     from dash_trl import DASHCallback
 
-    noted: list[Any] = []
+    noted = []
     note = {event: lambda self, args, state, control, rollouts, **kwargs: noted.append(value(rollouts))}
     return type("Noting", (DASHCallback,), {**note, "noted": noted})()
 
@@ -333,18 +348,41 @@ def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, flo
     return difference / max(update, 1e-30), update
 
 
-def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
-    """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`."""
-    difference, update = relative_difference(start, one, other)
+def assert_same_update(start, one, other, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
+    """Asserts that both updates from `start` are equal within `tolerance`, and larger than `least`.
+
+    Args: start, one, other: what `parameters` takes.
+    """
+    difference, update = relative_difference(*map(parameters, (start, one, other)))
     assert update > least and difference <= tolerance, (update, difference)
 
 
-def pad(trainer: Any) -> None:
+def compare(train: Callable[..., Any], **settings) -> tuple[list[tuple[float, float]], Any, Any]:
+    """Trains TRL's and our trainer.
+
+    Args:
+        train: the fixture. settings: of both; those that TRL does not know are of ours.
+    Returns:
+        The difference and the update of each step, as in `relative_difference`, and both trainers.
+    """
+    from trl import GRPOConfig, GRPOTrainer
+
+    from dash_trl import DASHConfig
+
+    own = {field.name for field in fields(DASHConfig)} - {field.name for field in fields(GRPOConfig)}
+    trls = {name: value for name, value in settings.items() if name not in own}
+    one, other = Snapshots(), Snapshots()
+    trainers = train(GRPOTrainer, callbacks=[one], **trls), train(callbacks=[other], **settings)
+    steps = zip(one.steps, other.steps, strict=True)
+    return [relative_difference(one.start, *ends) for ends in steps], *trainers
+
+
+def pad(trainer) -> None:
     """A `prepare` that gives the policy eager attention, which cannot keep packed rows apart: its passes are padded."""
     trainer.model.set_attn_implementation("eager")
 
 
-def corrects(trainer: Any) -> None:
+def corrects(trainer) -> None:
     """A `prepare` that turns TRL's correction on: scripted rollouts and their log-probs are those of a vLLM in here."""
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     trainer.use_vllm = trainer.args.use_vllm = True
@@ -382,27 +420,26 @@ def check_documented(log_history: Sequence[Mapping[str, Any]]) -> None:
 
 
 def run(
-    trainer_class: Any,
+    trainer_class,
     model: str,
     output: Path,
     *,
     optimizer: str = "sgd",
-    rollout_seed: int = 0,
     constant: float = 0.5,
-    reward: Any = None,
+    reward=None,
     logprobs: bool = False,
-    rollouts: Any = None,
-    prepare: Any = None,
-    resume: str | None = None,
-    peft_config: Any = None,
-    callbacks: Any = None,
-    dataset: Any = None,
-    eval_dataset: Any = None,
+    rollouts=None,
+    prepare=None,
+    resume: Path | str | bool | None = None,
+    peft_config=None,
+    callbacks=None,
+    dataset=None,
+    eval_dataset=None,
     in_process: bool = False,
-    loaded: Any = None,
+    loaded=None,
     more: Mapping[str, Any] | None = None,
-    **settings: Any,
-) -> Any:
+    **settings,
+):
     """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards.
 
     `loaded` takes the place of the model in the directory `model`, which then gives the tokenizer only. `more` are
@@ -425,13 +462,11 @@ def run(
         lr_scheduler_type="constant",
         optim=optimizer,
         max_grad_norm=0.0,
-        beta=0.0,
         use_cpu=not ON_GPU,
         bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
-        report_to="none",
         disable_tqdm=True,
     )
     if ON_GPU:
@@ -440,7 +475,7 @@ def run(
         defaults["share_prompts"] = True  # the prompts here are short
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
-        rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
+        rollouts = ScriptedRollouts(noise=0.1 if logprobs else None)
     arguments = dict(
         model=load(model) if loaded is None else loaded,
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
@@ -455,13 +490,13 @@ def run(
     trainer = trainer_class(**{**arguments, **(more or {})})
     if prepare is not None:
         prepare(trainer)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     if config is DASHConfig:
         check_documented(trainer.state.log_history)
     return trainer
 
 
-def rows_of(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> Any:
+def rows_of(prompt_ids: list[list[int]], completion_ids: list[list[int]]):
     """Rows for passes, padded with 0."""
     from dash_trl import RolloutBatch
 
@@ -474,7 +509,7 @@ def rows_of(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> Any
     return RolloutBatch(**fields)
 
 
-def said(caplog: Any) -> str:
+def said(caplog) -> str:
     """What the package warned of: of a connection that another test has left, asyncio complains at any time."""
     return "\n".join(
         one.getMessage()

@@ -26,7 +26,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
-from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
@@ -34,7 +33,7 @@ from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
-from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, run, without_compiled_ops
+from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, load, run, without_compiled_ops
 
 LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
 GROUPS = 4  # of a rank's window
@@ -60,14 +59,14 @@ class Place:
     hold: Path
 
 
-def wait_until(condition: Any, seconds: float = SECONDS) -> None:
+def wait_until(condition, seconds: float = SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.01)
 
 
-def say(name: str, seen: Any) -> None:
+def say(name: str, seen) -> None:
     """What each rank saw, by rank 0."""
     ranks = gather_object([seen])
     if int(os.environ.get("RANK", 0)) == 0:
@@ -119,7 +118,7 @@ class KilledAtItsCheckpoint(Watch):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ahead(place: Place, watch: Watch, **settings: Any) -> Any:
+def ahead(place: Place, watch: Watch, **settings):
     problems = [f"{a}+{b}=" for a in range(1, 7) for b in range(1, 5)]
     return run(
         DASHTrainer,
@@ -147,7 +146,7 @@ def killed(place: Place) -> None:
 def resumed(place: Place) -> None:
     place.hold.unlink(missing_ok=True)  # of the killed run
     watch = Watch()
-    trainer = ahead(place, watch, resume=str(place.output / f"checkpoint-{CHECKPOINT}"))
+    trainer = ahead(place, watch, resume=place.output / f"checkpoint-{CHECKPOINT}")
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     agree = equal_on_all_ranks(whole(trainer))
     say("resumed", {"windows": watch.windows, "ranks_agree": agree, "losses": losses})
@@ -156,11 +155,9 @@ def resumed(place: Place) -> None:
 # ------------------------------------------------------------------------------------------------- two steps
 
 
-def two_steps(
-    model: str, output: Path, trainer_class: Any = DASHTrainer, **settings: Any
-) -> tuple[Any, dict[str, Any]]:
+def two_steps(model: str, output: Path, trainer_class=DASHTrainer, **settings) -> tuple[Any, dict[str, Any]]:
     """The trainer, and what this rank saw."""
-    before = AutoModelForCausalLM.from_pretrained(model).state_dict()  # before ZeRO-3 shards whatever is loaded
+    before = load(model).state_dict()  # before ZeRO-3 shards whatever is loaded
     watch = Watch()
     trainer = run(
         trainer_class,
@@ -187,7 +184,7 @@ def two_steps(
     }
 
 
-def trained(trainer: Any) -> list[tuple[str, torch.Tensor]]:
+def trained(trainer) -> list[tuple[str, torch.Tensor]]:
     """All weights; of an adapter its B matrices, which begin with 0."""
     return [(name, value) for name, value in whole(trainer).items() if "lora_B" in name or "base_model" not in name]
 
@@ -221,7 +218,7 @@ def zero3(place: Place) -> None:
     say("zero3", {**seen, "error": error})
 
 
-def greedy(sampler: Any) -> list[list[int]]:
+def greedy(sampler) -> list[list[int]]:
     drawn = dict(sampler.sample(CONVERSATIONS, temperature=0, max_completion_length=20))
     return [drawn[index][0].token_ids for index in range(len(CONVERSATIONS))]
 
@@ -229,7 +226,7 @@ def greedy(sampler: Any) -> list[list[int]]:
 class UsesVLLM(GRPOTrainer):
     """After the check that refuses colocated vLLM on a CPU, where it takes more than a user would set."""
 
-    def __init__(self, model: Any, reward_funcs: Any, args: Any, *others: Any, **settings: Any):
+    def __init__(self, model, reward_funcs, args, *others, **settings):
         args.use_vllm = True
         super().__init__(model, reward_funcs, args, *others, **settings)
 
@@ -249,8 +246,13 @@ def in_process(place: Place) -> None:
 # -------------------------------------------------------------------------------------------------- the launch
 
 ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
 SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
     zero3_adapter: (2, ZERO3),  # first: the servers have the model of the adapter
     fsdp2: (2, FSDP2),
@@ -261,7 +263,7 @@ SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
 }
 
 
-def begin(rank: int, ranks: int, port: int, environment: dict[str, str], scenario: Any, place: Place) -> None:
+def begin(rank: int, ranks: int, port: int, environment: dict[str, str], scenario, place: Place) -> None:
     """A rank, as torchrun would begin it."""
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}

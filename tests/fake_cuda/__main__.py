@@ -33,7 +33,7 @@ from trl.trainer import utils  # noqa: E402
 from dash_trl import DASHTrainer, seams  # noqa: E402
 from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest  # noqa: E402
 from dash_trl.update import plan_share, to_device, varlen_flaw  # noqa: E402
-from tests.test_families import FAMILIES, SIZES, fla  # noqa: E402
+from tests.models import FAMILIES, SIZES, fla  # noqa: E402
 from tests.tiny import rows_of, run, save_tiny_model  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
