@@ -33,9 +33,14 @@ from dash_trl import RewardRunner
 from dash_trl.sampling import ServerGeneration
 from dash_trl.toy import arithmetic_dataset, arithmetic_tokenizer, toy_model
 
-GROUPS, GROUP = 16, 8
-MEDIAN, SPREAD, LONGEST = 40, 0.8, 240  # tokens: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
-WINDOWS, ROUNDS = 10, 2
+GROUPS = 16
+GROUP = 8
+# Tokens of a completion: exp(N(ln MEDIAN, SPREAD)), at most LONGEST.
+MEDIAN = 40
+SPREAD = 0.8
+LONGEST = 240
+WINDOWS = 10
+ROUNDS = 2
 RUNS: dict[str, tuple[int, bool]] = {  # name → `async_level`, `reward_pipeline`
     "k0": (0, False),
     "k1": (1, False),

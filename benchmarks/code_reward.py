@@ -24,7 +24,9 @@ from dash_trl import CodeReward, load_code_dataset
 from dash_trl.sandbox import Sandbox
 
 DATA = harness.ROOT.parent / "shared" / "data" / "mbppplus"
-TRIVIAL, TRIVIAL_TEST, TRIALS = "def f(x): return x + 1", ["assert f(1) == 2"], 200
+TRIVIAL = "def f(x): return x + 1"
+TRIVIAL_TEST = ["assert f(1) == 2"]
+TRIALS = 200
 
 CONSTANTS = ("[]", "None", "0", "True", "''", "x")  # x is the first argument
 # The comparison in the test scripts of the hub's `evalplus/mbppplus`, copied.
@@ -66,7 +68,9 @@ def constant_passes(box: Sandbox, solution: str, problem: dict[str, Any]) -> tup
     Returns:
         (number of programs with the same values as the solution, number of the others).
     """
-    name, right, wrong = problem["entry_point"], 0, 0
+    name = problem["entry_point"]
+    right = 0
+    wrong = 0
     test = hub_test(problem["tests"][0], name)
     tests = [problem["tests"], *([[test]] if test else [])]
     for constant in CONSTANTS:
@@ -89,7 +93,8 @@ def main(data: Path, workers: int) -> dict[str, Any]:
     with ThreadPoolExecutor(workers) as pool:
 
         def score(code: int, problem: int) -> float:
-            name, own = problems[problem]["entry_point"], problems[code]["entry_point"]
+            name = problems[problem]["entry_point"]
+            own = problems[code]["entry_point"]
             program = f"{codes[code]}\n{name} = {own}" if name != own else codes[code]
             return reward(f"```python\n{program}\n```", problems[problem]["tests"], name)[0]
 

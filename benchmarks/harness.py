@@ -128,7 +128,8 @@ def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any] | None, *,
         Median seconds of a step, their ratio, and `rel_param_diff`: the largest difference of a parameter after the
         first step, relative to the largest update.
     """
-    trl, dash = clocks["trl"], clocks["dash"]
+    trl = clocks["trl"]
+    dash = clocks["dash"]
     seconds = medians({f"{kind}_s": clock.seconds[skipped:] for kind, clock in clocks.items()})
     found = {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"]}
     if start is not None:

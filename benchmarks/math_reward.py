@@ -76,7 +76,8 @@ AGAINST_OTHERS = ("sentence", "box", "box twice")  # forms in which answers are 
 
 def others(golds: Sequence[str]) -> list[str]:
     """Returns for each gold the next different gold."""
-    forms, n = [canonical(gold) for gold in golds], len(golds)
+    forms = [canonical(gold) for gold in golds]
+    n = len(golds)
     return [golds[next(j % n for j in range(i + 1, i + n) if forms[j % n] != forms[i])] for i in range(n)]
 
 

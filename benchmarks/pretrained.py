@@ -38,7 +38,9 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer, MathAccuracyReward, load_math_dataset
 from dash_trl.sampling import install
 
-SYSTEM, LONGEST, CALCULATIONS = "Write only the calculations.", 200, 2
+SYSTEM = "Write only the calculations."
+LONGEST = 200
+CALCULATIONS = 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "GRPO, samples per micro-step": (GRPOTrainer, {"steps_per_generation": 1}),
     "GRPO, samples per step (TRL)": (GRPOTrainer, {}),
@@ -68,7 +70,8 @@ class Turns(harness.Clock):
 
     def __init__(self, own: Any, following: Any) -> None:
         super().__init__(parameters=False)
-        self.own, self.following = own, following
+        self.own = own
+        self.following = following
         self.rows: list[dict[str, float]] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,10 @@ from dash_trl.sampling import ServerGeneration, ServerPool, key_header
 from dash_trl.serve import vllm_servers
 from dash_trl.toy import arithmetic_dataset, toy_model
 
-TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
+TOKENS = 64
+GROUP = 8
+MICRO_STEP = 8
+ROUNDS = 5
 BATCHES = (256, 1024)
 SIZES = {"1M": {"hidden_size": 128, "num_hidden_layers": 4}, "50M": {"hidden_size": 576, "num_hidden_layers": 10}}
 
@@ -54,7 +57,8 @@ def sampling(path: str) -> dict[str, float]:
     prompts = make_prompts(path, max(BATCHES) // GROUP)
     few = prompts[: BATCHES[0] // GROUP]
     work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows of a batch → all rows
-    rates, overheads = defaultdict(list), []
+    rates = defaultdict(list)
+    overheads = []
     with vllm_servers(path, port=8600) as (url,):
         pool = ServerPool([url])
         pool.wait_until_ready()
@@ -82,7 +86,8 @@ def sampling(path: str) -> dict[str, float]:
 
 
 def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, Any]:
-    heads, directory = shape["hidden_size"] // 32, Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
+    heads = shape["hidden_size"] // 32
+    directory = Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
     model = harness.qwen2(
         vocab_size=len(tokenizer),
         intermediate_size=4 * shape["hidden_size"],

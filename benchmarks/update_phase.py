@@ -29,8 +29,12 @@ from trl import GRPOTrainer
 from dash_trl import DASHTrainer
 from dash_trl.comparison import Scripted
 
-ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
-SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)
+ROWS = 64
+GROUP = 4
+ROWS_PER_DEVICE = 4
+MICRO_STEPS = 16
+SHARES = (0.0, 0.5, 0.75)
+BETAS = (0.0, 0.04)
 COUNTED_STEPS = 3
 PROMPT = 16  # tokens
 LONGEST = 512
@@ -64,7 +68,8 @@ class TokenLimit(TrainerCallback):
     """Callback that records `limit` in each step: TRL's tokens, with padding, over the survivors' tokens."""
 
     def __init__(self, workload: Scripted):
-        self.workload, self.limits = workload, []
+        self.workload = workload
+        self.limits = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         lengths = self.workload.lengths
@@ -85,7 +90,8 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     clocks = {}
     for name, kind in (("trl", GRPOTrainer), ("dash", DASHTrainer)):
         workload = Scripted(constant=share, rows=ROWS, group=GROUP, longest=LONGEST, prompt_tokens=PROMPT)
-        clocks[name], limit = harness.Clock(), TokenLimit(workload)
+        clocks[name] = harness.Clock()
+        limit = TokenLimit(workload)
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, settings, callbacks=[clocks[name], limit]).train()
     start = AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -93,7 +99,8 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
 
 
 def compare_shared(path: str, prompt: int) -> dict[str, float]:
-    group, rows = 8, 32
+    group = 8
+    rows = 32
     settings = {
         "per_device_train_batch_size": group,
         "gradient_accumulation_steps": rows // group,
@@ -128,7 +135,8 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
 
 def main(threads: int, betas: list[float], prompts: list[int], family: str) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    path, shape = harness.OUTPUT.name, SHAPE | FAMILIES[family]
+    path = harness.OUTPUT.name
+    shape = SHAPE | FAMILIES[family]
     if prompts:
         harness.qwen2(**{**shape, "max_position_embeddings": 2048}).save_pretrained(path)
         shared = {str(prompt): compare_shared(path, prompt) for prompt in prompts}

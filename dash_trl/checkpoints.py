@@ -53,9 +53,11 @@ def check_weights(checkpoint: str, *, is_adapted: bool) -> None:
 
     Transformers would leave the weights as they are, or find no file.
     """
-    other, said = "adapter_config.json", "an adapter, but this run trains all weights"
+    other = "adapter_config.json"
+    said = "an adapter, but this run trains all weights"
     if is_adapted:
-        other, said = "model*.safetensors", "a whole model, but this run trains an adapter"
+        other = "model*.safetensors"
+        said = "a whole model, but this run trains an adapter"
     if any(Path(checkpoint).rglob(other)):
         raise ValueError(
             f"{checkpoint} has the weights of {said}. Resume with the options of PEFT with "
@@ -155,7 +157,8 @@ class Checkpoints:
         Windows that were sampled ahead are not saved: a resumed run samples them again. `micro_step` is the number of
         micro-steps that have run.
         """
-        state, schedule = self.host.state, self.micro_steps.schedule
+        state = self.host.state
+        schedule = self.micro_steps.schedule
         completed = schedule.completed(micro_step, state.global_step)  # in whole optimizer steps
         # A window that is sampled again needs the states from before it was sampled.
         states = self._before if schedule.samples_again(completed) else self._states()
@@ -174,7 +177,8 @@ class Checkpoints:
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
-        args, self._runs = self.host.args, manifest.new_run(checkpoint)
+        args = self.host.args
+        self._runs = manifest.new_run(checkpoint)
         if args.save_strategy != "no":
             path = Path(args.output_dir, manifest.RUN)
             self._ranks.agree(manifest.write, path, {"runs": self._runs}, main_only=True)

@@ -55,7 +55,8 @@ ANSWER_COLUMNS = ("answer", "solution", "reward_model")
 TEST_COLUMNS = ("tests", "inputs", "outputs", "entry_point")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
-MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
+MBPP_PLUS_ROWS = 378
+MBPP_PLUS_TRAIN = 264  # Section 4.1 of the paper
 
 
 def load_math_dataset(
@@ -164,7 +165,8 @@ def mbpp_row(row: Mapping[str, Any]) -> dict[str, Any]:
     setup = [*_scripts(row.get("test_setup_code")), *_scripts(row.get("test_imports"))]
     setup += [one for one in listed if "assert" not in one]
     tests = ["\n".join([*setup, one]).lstrip() for one in _scripts(row.get("test")) or asserts]
-    problem, shown = (row.get("text") or row.get("prompt") or "").strip(), "".join(asserts[:1]).strip()
+    problem = (row.get("text") or row.get("prompt") or "").strip()
+    shown = "".join(asserts[:1]).strip()
     # The tests may use further names of the solution, such as a class `Pair`: then no name is the only one.
     defined = re.findall(r"^(?:def|class) (\w+)", str(row.get("code")), re.MULTILINE)
     used = [name for name in defined if re.search(rf"\b{name}\s*\(", "".join(tests))]

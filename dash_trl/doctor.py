@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"dash_trl {installed('dash_trl')}, Python {platform.python_version()}, {platform.system()} "
         f"{platform.machine()}, {os.cpu_count()} CPU cores\nThe pages that messages name: {files('docs')}\n"
     )
-    works, tested = True, bounds()
+    works = True
+    tested = bounds()
     parts = PARTS | ({f"passes of {model}": partial(passes, model)} if model else {})
     if given.update:
         parts[f"an update of {model}"] = partial(update, model, given, options)
@@ -113,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  no   {what}: {type(error).__name__}: {error}")
             works &= what != "training" and not what.startswith("an update")
     for name, use in PACKAGES.items():
-        found, asked = installed(name), tested.get(name)
+        found = installed(name)
+        asked = tested.get(name)
         other = f" (tested: {asked})" if found and asked and not asked.contains(found, prereleases=True) else ""
         print(f"  {found or '–':10} {name}{other}{use and f', for {use}'}")
     return int(not works)

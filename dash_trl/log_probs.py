@@ -99,7 +99,9 @@ class LogProbs:
     """
 
     def __init__(self, host: Host, micro_batches: MicroBatches):
-        self._host, self._micro_batches, self._ranks = host, micro_batches, host.ranks
+        self._host = host
+        self._micro_batches = micro_batches
+        self._ranks = host.ranks
         self.rules = LogProbRules(host)
         self.in_pass = CorrectionInPass(self.rules.correction, host.ranks.rank)
 
@@ -111,7 +113,8 @@ class LogProbs:
         differently, and ratios of equal policies would differ from 1. If the old log-probs are the sampler's, only rows
         with a token whose log-prob is not reported need a pass. For `shares` see `Schedule.shares_of_window`.
         """
-        rules, survivors = self.rules, part.rollouts
+        rules = self.rules
+        survivors = part.rollouts
         names = rules.names(serves_one_step=len(shares) == 1 and not part.by_group)
         if not names:
             return part
@@ -162,8 +165,10 @@ class LogProbs:
         Ratios that training passes compute are left to `log_step`. If the old log-probs are the sampler's, the share of
         rows is logged for which a pass computed unknown log-probs.
         """
-        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
-        old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
+        sampled = survivors.sampling_per_token_logps
+        mask = survivors.loss_mask
+        old = survivors.old_per_token_logps
+        ratio = survivors.importance_sampling_ratio
         if self.rules.sampler_is_old:
             assert sampled is not None, "the sampler's log-probs were checked when they were sampled"
             rows = unknown_log_probs(sampled, mask).any(dim=1)
@@ -186,7 +191,8 @@ class LogProbs:
 
     def _found(self, part: Part, shares: Sequence[range], needed: Tensor, names: Sequence[str]) -> dict[str, Any]:
         """Run passes over the `needed` rows ([R, M] bool) of a part; return name → log-probs, float32 [B, T]."""
-        args, passes = self._host.args, []
+        args = self._host.args
+        passes = []
         with disable_gradient_checkpointing(self._host.model, args.gradient_checkpointing_kwargs):
             for steps in shares:
                 own, share = part.where(needed & part.used_by(steps, shares[-1].stop), self._ranks.rank)
@@ -219,7 +225,8 @@ class CorrectionInPass:
     """
 
     def __init__(self, correction: dict[str, Any] | None, rank: int):
-        self._correction, self._rank = correction, rank
+        self._correction = correction
+        self._rank = rank
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def corrected(self, inputs: Inputs, log_probs: Tensor, mask: Tensor) -> Inputs:
@@ -229,7 +236,8 @@ class CorrectionInPass:
         """
         if self._correction is None or "importance_sampling_ratio" in inputs:
             return inputs
-        old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
+        old = log_probs.detach().float()
+        sampled = inputs["sampling_per_token_logps"]
         ratio = importance_sampling_ratio(old, sampled, mask, **self._correction)
         one: Pass = inputs["pass"]
         rows = len(one.micro_batch.rows[self._rank])  # the rows after these are dummy rows
@@ -238,7 +246,8 @@ class CorrectionInPass:
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield and forget, for each window, the old and the sampler's log-probs, the loss mask and the ratios."""
-        tables, self._tables = self._tables, defaultdict(list)
+        tables = self._tables
+        self._tables = defaultdict(list)
         for passes in tables.values():
             widest = max(old.shape[1] for old, *_ in passes)
             # A table with one column has one figure per row and stays as it is.

@@ -18,8 +18,12 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-RUN, LIST = "_run.json", "_files.json"  # `push_to_hub` leaves out names that begin with an underscore
-CHUNK, MOST = 1 << 20, 1 << 30  # of a file above 1 GiB, each k-th MiB counts, so that this takes a second
+# `push_to_hub` leaves out names that begin with an underscore.
+RUN = "_run.json"
+LIST = "_files.json"
+# Of a file with more than `MOST` bytes, each k-th chunk counts, so that this takes a second.
+CHUNK = 1 << 20
+MOST = 1 << 30
 
 
 def new_run(checkpoint: str | None) -> dict[str, int]:
@@ -54,7 +58,8 @@ def find(folder: Path) -> tuple[Path | None, list[str]]:
     Returns:
         The checkpoint, or `None`; the reason why each later checkpoint does not count.
     """
-    current, reasons = _read(folder / RUN).get("runs"), []
+    current = _read(folder / RUN).get("runs")
+    reasons = []
     found = {int(end): path for path in folder.glob("checkpoint-*") if (end := path.name[11:]).isdigit()}
     for _, path in sorted(found.items(), reverse=True) or [(0, folder)]:
         name, step = [*runs_of(path).items()][-1]
@@ -90,7 +95,8 @@ def checksum(path: Path) -> list[int]:
     """Return size and CRC-32 of a file; empty if there is no file."""
     if not path.is_file():
         return []
-    size, crc = path.stat().st_size, 0
+    size = path.stat().st_size
+    crc = 0
     with path.open("rb") as file:
         for start in range(0, size, CHUNK * (1 + size // MOST)):
             file.seek(start)

@@ -18,7 +18,10 @@ class MicroBatches:
     """Makes the inputs of model passes from the rows of a window."""
 
     def __init__(self, host: Host, passes: ModelPasses):
-        self._args, self._rank, self._recorder, self.passes = host.args, host.ranks.rank, host.recorder, passes
+        self._args = host.args
+        self._rank = host.ranks.rank
+        self._recorder = host.recorder
+        self.passes = passes
         self._pad_token_id = host._tokenizer.pad_token_id
 
     def plan(self, part: Part) -> list[MicroBatch]:
@@ -66,7 +69,8 @@ class MicroBatches:
                 )
             )
         for one in passes:
-            tokens, share = one.tokens[self._rank], one.share
+            tokens = one.tokens[self._rank]
+            share = one.share
             inputs = {
                 **self._of(part, one.micro_batch)[1],
                 "loss_scale": loss_scale(

@@ -26,7 +26,9 @@ class MicroSteps:
 
     def __init__(self, host: Host, micro_batches: MicroBatches, collector: Collector):
         self.schedule = Schedule(host.args, micro_batches.plan)
-        self._host, self._micro_batches, self._collector = host, micro_batches, collector
+        self._host = host
+        self._micro_batches = micro_batches
+        self._collector = collector
         self._window: Window | None = None  # the window in use
         self._micro_step = 0  # the micro-step that runs
         self._has_said = False  # why windows are not streamed

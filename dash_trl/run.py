@@ -44,7 +44,8 @@ class Run:
         prompts: int | None,
         conversations: Conversations | None,
     ):
-        args, ahead = host.args, windows_ahead(host)
+        args = host.args
+        ahead = windows_ahead(host)
         dynamic = (
             DynamicSampling(
                 groups=args.groups_of_rank, ranks=host.ranks.count, most=args.max_num_gen_batches, ahead=ahead > 0

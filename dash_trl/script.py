@@ -91,7 +91,8 @@ def parse(argv: Sequence[str], types: Sequence[Any], toy_defaults: dict[str, Any
 
 def check_effects(script: Task, args: Any, model_args: ModelConfig) -> None:
     """Raise a `ValueError` if only one of model and dataset is given, or if an option would have no effect."""
-    model, dataset = model_args.model_name_or_path, script.dataset_name
+    model = model_args.model_name_or_path
+    dataset = script.dataset_name
     if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
             f"model_name_or_path={model!r} with dataset_name={dataset!r}: give both, each a hub name such as "

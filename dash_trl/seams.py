@@ -255,7 +255,8 @@ def sampling_changes(model: Any, config: Any) -> list[str]:
     """
     model._prepare_special_tokens(config)
     # Log-probs are computed at the same temperature. min_p=0 changes nothing, nor do the processors of the other two.
-    config.temperature, config.min_p = None, config.min_p or None
+    config.temperature = None
+    config.min_p = config.min_p or None
     config.renormalize_logits = config.remove_invalid_values = None
     if config.suppress_tokens == [getattr(model.config, "image_token_id", None)]:
         config.suppress_tokens = None  # TRL's, for a multimodal model, which hardly ever writes it
@@ -296,8 +297,11 @@ def begin_anew(trainer: Any) -> None:
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
-    trainer._step, trainer._current_train_step_time, trainer._last_loaded_step = 0, 0.0, -1
-    trainer._entropy_window_stats, trainer._last_world_entropy = None, float("inf")
+    trainer._step = 0
+    trainer._current_train_step_time = 0.0
+    trainer._last_loaded_step = -1
+    trainer._entropy_window_stats = None
+    trainer._last_world_entropy = float("inf")
     trainer.entropy_coef = trainer.args.entropy_coef
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()

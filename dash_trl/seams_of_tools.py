@@ -21,7 +21,8 @@ def new_conversations(trainer: Any) -> Conversations | None:
     """
     if not trainer.tools and trainer.environment_factories is None:
         return None
-    tokenizer, context = deepcopy(trainer._tokenizer), context_of(trainer.model.config)  # other threads use the copy
+    tokenizer = deepcopy(trainer._tokenizer)  # for other threads
+    context = context_of(trainer.model.config)
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
         ids = tokenizer.apply_chat_template(
@@ -54,7 +55,8 @@ def new_conversations(trainer: Any) -> Conversations | None:
             encode=lambda messages: tool_suffix(trainer, tokenizer, plain_prompt(messages, "A tool")),
         )
 
-    calls, environments = ToolCalls(trainer.args.tool_timeout), Environments({}, {}, {})
+    calls = ToolCalls(trainer.args.tool_timeout)
+    environments = Environments({}, {}, {})
     if trainer.environment_factories is not None:
         environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
     end_id = trainer._tokenizer.eos_token_id

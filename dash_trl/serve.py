@@ -39,7 +39,8 @@ from dash_trl.sampling import API_KEY, MIDDLEWARE, WORKER_EXTENSION, key_file, k
 from dash_trl.toy import toy_model
 from dash_trl.workers import Command
 
-HOST, FIRST_PORT = "127.0.0.1", 8000
+HOST = "127.0.0.1"
+FIRST_PORT = 8000
 FLAGS = (
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
     *("--worker-extension-cls", WORKER_EXTENSION, "--middleware", MIDDLEWARE),

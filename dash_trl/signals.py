@@ -34,7 +34,8 @@ def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     Such an error is raised by a statement of this package, and no line of the user's own code has caused it.
     """
     *_, last = _entries(trace)
-    package, code = os.path.dirname(__file__), last.tb_frame.f_code
+    package = os.path.dirname(__file__)
+    code = last.tb_frame.f_code
     raised = code.co_filename.startswith(package) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     cause = traceback.extract_tb(getattr(error.__cause__, "__traceback__", None))
     known = all(one.filename.startswith((package, sys.prefix, sys.base_prefix, "<")) for one in cause)

@@ -267,7 +267,9 @@ class DASHTrainer(GRPOTrainer):
         """
         started = time.perf_counter()
         seams.to_training_mode(self)
-        run, passes, losses_before = self._run, 0, self._run.pass_metrics.passes
+        run = self._run
+        passes = 0
+        losses_before = self._run.pass_metrics.passes
         ends_step = self.accelerator.sync_gradients  # False: a later micro-step ends the optimizer step
         loss = torch.zeros((), device=self.args.device)
         for one, is_last in run.micro_steps.inputs(self._step, inputs):
@@ -318,7 +320,8 @@ class DASHTrainer(GRPOTrainer):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        scale, regularizer_scale = inputs["loss_scale"], inputs["regularizer_scale"]
+        scale = inputs["loss_scale"]
+        regularizer_scale = inputs["regularizer_scale"]
         compute = self._get_per_token_logps_and_entropies
         results = self._passes.run(compute, model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled)
         log_probs, entropies, aux_loss = results
@@ -488,7 +491,8 @@ class DASHTrainer(GRPOTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Call TRL's method, and go on as before: a callback may evaluate before the figures of its step are logged."""
         seams.restore_accelerate(self)
-        training, logs = self.model.training, self.control.should_log
+        training = self.model.training
+        logs = self.control.should_log
         metrics = super().evaluate(*args, **kwargs)
         self.control.should_log |= logs
         if training:
@@ -503,7 +507,9 @@ class DASHTrainer(GRPOTrainer):
         with seams.with_settings(self, loss_settings(self, training=False)), seams.evaluated_rewards(self) as batches:
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         figures = seams.evaluated_figures(self)
-        names, samples, rewards = self.reward_func_names, self.num_generations_eval, torch.cat(batches)
+        names = self.reward_func_names
+        samples = self.num_generations_eval
+        rewards = torch.cat(batches)
         real = len(dataloader.dataset) * samples if isinstance(dataloader.dataset, Sized) else len(rewards)
         if real < len(rewards):  # on several ranks, accelerate has filled the last batch up with the first prompts
             rewards = rewards[:real]

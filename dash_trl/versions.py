@@ -28,7 +28,8 @@ def refuse_other_trl() -> None:
 
     DASHTrainer overrides private methods of TRL's trainer, which may change with any minor version.
     """
-    found, asked = installed("trl"), bounds().get("trl")
+    found = installed("trl")
+    asked = bounds().get("trl")
     if found is not None and asked is not None and not asked.contains(found, prereleases=True):
         raise ImportError(
             f"trl {found} is installed, but dash_trl {installed('dash_trl')} needs trl{asked}: DASHTrainer overrides "

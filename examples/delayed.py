@@ -19,7 +19,8 @@ from dash_trl import MathAccuracyReward, RewardRunner
 
 def after_a_while(scale: float) -> RewardRunner:
     """Returns the reward of a right answer, which takes 1 to 40 s times `scale`."""
-    times, right = random.Random(), MathAccuracyReward()
+    times = random.Random()
+    right = MathAccuracyReward()
 
     def delayed(completion: Any, answer: str) -> float:
         time.sleep(scale * times.uniform(1, 40))
@@ -29,4 +30,5 @@ def after_a_while(scale: float) -> RewardRunner:
     return RewardRunner(delayed, timeout=60 + scale * 40, max_concurrency=4096)
 
 
-delayed, briefly = after_a_while(1.0), after_a_while(0.01)
+delayed = after_a_while(1.0)
+briefly = after_a_while(0.01)

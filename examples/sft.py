@@ -138,7 +138,8 @@ def with_completions(problems: Dataset) -> Dataset:
                 f"Row {number} lacks a solution (an answer alone is none, without #### before it): {str(row):.200}. "
                 "Remove such rows and load the copy that save_to_disk writes."
             )
-        prompt, text = row["prompt"], solution
+        prompt = row["prompt"]
+        text = solution
         if "completion" not in row:
             text = (math_solution if "answer" in row else code_solution)(solution, prompt, row.get("answer"))
         row["completion"] = (

@@ -27,7 +27,8 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     written = {(total, operation): result for total, operation, result in _STEP.findall(solution)}
-    total, right = first, 0
+    total = first
+    right = 0
     for operation in operations:
         result = str(int(total) + int(operation))
         right += written.get((total, operation)) == result

@@ -19,7 +19,8 @@ from dash_trl.toy.problems import SIZES, split_of
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CONSTANTS = range(2, 100)
-SHOWN, HIDDEN = (0, 1), (2, 7, 50)
+SHOWN = (0, 1)
+HIDDEN = (2, 7, 50)
 PROGRAM = "def f(x): return x {operator} {constant}"
 PROGRAM_WARM_UP = WarmUp(steps=400, clean_share=0.8, slip_rate=0.2, wait_rate=0.0)
 

@@ -23,11 +23,14 @@ from dash_trl.toy.problems import SIZES, split_of
 from dash_trl.toy.tokenizer import END_OF_TURN
 
 OPERANDS = (2, 3)  # numbers in a chain: one or two calls
-SMALLEST, LARGEST = 100, 999  # range of the numbers and of every running total
+# The range of the numbers and of every running total.
+SMALLEST = 100
+LARGEST = 999
 LONGEST_EXPRESSION = 100  # characters
 
 
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+CALL = "<tool_call>"
+END_OF_CALL = "</tool_call>"
 
 # The toy model's template with tools. To save tokens, it lists only the names of a tool and its arguments. A call has
 # one argument per line:
@@ -97,7 +100,8 @@ def noisy_calculator() -> Any:
     def noise(expression: str) -> str:
         return str(random.randint(SMALLEST, LARGEST))
 
-    noise.__name__, noise.__doc__ = calculator.__name__, calculator.__doc__
+    noise.__name__ = calculator.__name__
+    noise.__doc__ = calculator.__doc__
     return noise
 
 
@@ -172,7 +176,8 @@ def calculator_tokenizer() -> Any:
     tokenizer = arithmetic_tokenizer(
         ["The answer is", "calculator(expression)", "calculator\nexpression", "system", "tool"]
     )
-    tokenizer.chat_template, tokenizer.response_template = TOOL_CHAT_TEMPLATE, RESPONSE_TEMPLATE
+    tokenizer.chat_template = TOOL_CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     # As in Qwen: one token each, and not special, so that decoded completions show the calls.
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (CALL, END_OF_CALL)])
     return tokenizer

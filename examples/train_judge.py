@@ -71,7 +71,9 @@ def main(argv: list[str]) -> None:
 
 def judge_of(script: JudgeArguments) -> JudgeReward:
     """Returns the judge that the flags name; without any, a rule on this machine."""
-    name, url, template = script.judge_model, script.judge_url, script.judge_template
+    name = script.judge_model
+    url = script.judge_url
+    template = script.judge_template
     by_rule = script.is_toy and (name, url, template) == (None, None, None)
     if script.reward_path is not None or not (by_rule or name):
         raise ValueError(
@@ -82,7 +84,8 @@ def judge_of(script: JudgeArguments) -> JudgeReward:
         )
     if by_rule:
         known = [ToyJudge().url if PartialState().is_main_process else None]
-        name, (url,) = JUDGE_NAME, broadcast_object_list(known)  # all ranks share one server
+        name = JUDGE_NAME
+        (url,) = broadcast_object_list(known)  # all ranks share one server
     return JudgeReward(name, base_url=url, template=template or WITH_ANSWER)
 
 

@@ -99,7 +99,8 @@ def load_problems(script: MathArguments, args: Any, tokenizer: Any, toy: Callabl
 
 def train(trainer: Any, measure: Callable[[], dict[str, float]]) -> None:
     """Trains and saves the model, and prints accuracies before and after. After Ctrl-C, it prints how to continue."""
-    args, folder = trainer.args, Path(trainer.args.output_dir)
+    args = trainer.args
+    folder = Path(trainer.args.output_dir)
     monitor(trainer)  # a progress bar with the reward, metrics.jsonl and run.png
     before = measure()
     with interrupts(signal.SIGINT, *(() if args.enable_jit_checkpoint else (signal.SIGTERM,))) as signals:

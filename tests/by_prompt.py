@@ -7,7 +7,8 @@ import torch
 
 from tests.tiny import EOS, ScriptedReward
 
-GROUP, ROOM = 4, 4  # rows of a group, groups of a window
+GROUP = 4  # rows
+ROOM = 4  # groups of a window
 
 
 def completion(prompt: str, number: int) -> list[int]:
@@ -39,15 +40,20 @@ def has_signal(prompt: str, reward: ScriptedReward) -> bool:
 
 def expected_windows(dataset, reward: ScriptedReward, most: int, count: int, ranks: int = 1) -> list[list[int]]:
     """Returns the dataset rows of each window, if a round samples what is missing, by the share of signal so far."""
-    windows, first, room = [], 0, ROOM * ranks
+    windows = []
+    first = 0
+    room = ROOM * ranks
     for _ in range(count):
-        size, signal, silent = ROOM, list[int](), list[int]()
+        size = ROOM
+        signal = list[int]()
+        silent = list[int]()
         sampled = 0
         while size:
             for place, rank in product(range(first, first + size), range(ranks)):
                 row = (place // ROOM * ranks + rank) * ROOM + place % ROOM
                 (signal if has_signal(dataset[row]["prompt"], reward) else silent).append(row)
-            first, sampled = first + size, sampled + size
+            first = first + size
+            sampled = sampled + size
             missing = max(room - len(signal), 0)
             size = min(
                 -(-missing * (sampled * ranks + 2) // (ranks * len(signal) + ranks)), ROOM, most * ROOM - sampled

@@ -38,7 +38,9 @@ class Rollouts:
     """
 
     def __init__(self, *, equal: bool, masked: bool, row=list):
-        self.equal, self.masked, self.row = equal, masked, row
+        self.equal = equal
+        self.masked = masked
+        self.row = row
         self.calls = 0
 
     def __call__(self, prompts: list[Any], trainer) -> dict[str, list]:

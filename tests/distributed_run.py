@@ -156,7 +156,8 @@ class Late:
     __name__ = "late"
 
     def __init__(self, silent: Sequence[int]):
-        self.reward, self.random = ScriptedReward(constant=0.3, silent=silent), random.Random(RANK)
+        self.reward = ScriptedReward(constant=0.3, silent=silent)
+        self.random = random.Random(RANK)
 
     def compute_score(self, prompt: str, completion_ids: list[int]) -> float:
         time.sleep(self.random.random() / 20)
@@ -240,7 +241,8 @@ def test_everything_that_trl_logs_of_tools(models, output):
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_update_is_that_of_streamed_groups(train, models, server, loss_type):
     """Each rank gets its groups in another order."""
-    fake, watches = server(), (Watch(), Watch())
+    fake = server()
+    watches = (Watch(), Watch())
     fake.before = lambda number: time.sleep(random.Random(f"{RANK} {number}").random() / 20)
     settings = {"vllm_server_urls": gather_object([fake.url]), "vllm_importance_sampling_correction": False}
     settings |= {"loss_type": loss_type, "max_steps": 2, "prepare": lambda trainer: fake.serve(models["tiny"][0])}
@@ -273,7 +275,8 @@ def test_everything_that_trl_logs(tiny_model, output):
 @WITH_DDP
 def test_a_compiled_model(train, models, monkeypatch):
     """Packed passes of several samples; rank 1 runs dummies. (Under ZeRO-3 TRL's fused LM head cannot be compiled.)"""
-    waits, no_sync = [], DistributedDataParallel.no_sync
+    waits = []
+    no_sync = DistributedDataParallel.no_sync
     rewards = [ScriptedReward(constant=0.3, silent=ON_RANK_1) for _ in range(2)]
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     expected = whole(train("one layer", GRPOTrainer, reward=rewards[0], **settings))
@@ -347,7 +350,8 @@ def test_process_rewards(train, monkeypatch, name):
 def test_monte_carlo_values(train):
     """Of 7 prefixes rank 1 asks for one, but finishes half of them; each row gets the values of its own prefixes."""
     trainer = train()
-    sample, rows = trainer._generate_single_turn, []
+    sample = trainer._generate_single_turn
+    rows = []
 
     def counting(prompt_ids: list, *others: Any) -> Any:
         rows.append(len(prompt_ids))
@@ -367,11 +371,13 @@ def test_monte_carlo_values(train):
 
 def test_unknown_log_probs(train):
     """AIPO where some rows of rank 0 take a pass, for which rank 1 runs dummies: as if they had been known."""
-    settings, expected = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}, None
+    settings = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}
+    expected = None
     for filled in (True, False):
         rollouts = ScriptedRollouts(noise=0.7, unknown=0.0 if RANK == 1 else 0.05, filled=filled)
         trainer = train(expected=expected, rollouts=rollouts, **settings)
-        log, expected = trainer.state.log_history[0], whole(trainer)
+        log = trainer.state.log_history[0]
+        expected = whole(trainer)
         assert agreed({name: value for name, value in log.items() if "off_policy" in name})
         assert (log["off_policy/rescored_rows"] == 0.0) == filled
 

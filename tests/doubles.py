@@ -75,7 +75,8 @@ class Delayed:
     __name__ = "delayed"
 
     def __init__(self, seed: int = 0, fails: bool = False):
-        self.random, self.fails = random.Random(seed), fails
+        self.random = random.Random(seed)
+        self.fails = fails
 
     def compute_score(self, completion_ids, prompt):
         threading.Event().wait(self.random.random() / 20)

@@ -47,7 +47,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.answers:
             status, headers, body = self.server.answers.pop(0)
         else:
-            status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(answer(request)).encode()
+            status = 200
+            headers = {"Content-Type": "application/json"}
+            body = json.dumps(answer(request)).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)

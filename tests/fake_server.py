@@ -63,15 +63,23 @@ class Fake:
     """
 
     def __init__(self, fault: str | None = None, times: int = 10**9, *, spared: int = 0, poison: int | None = None):
-        self.fault, self.times, self.spared, self.poison = fault, times, spared, poison
+        self.fault = fault
+        self.times = times
+        self.spared = spared
+        self.poison = poison
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
         self.tag = "default"  # tag of the weights; "default" is that of a server that was just started
         self.report = {"dtype": "float32", "shape": {}, "comparable": True}
         self.config = {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096}}
-        self.held, self.loads, self.model, self.lock = {}, [], None, threading.Lock()
+        self.held = {}
+        self.loads = []
+        self.model = None
+        self.lock = threading.Lock()
         self.key: str | None = None  # if set, requests need this key
-        self.ended, self.well, self.hold = threading.Event(), threading.Event(), threading.Event()
+        self.ended = threading.Event()
+        self.well = threading.Event()
+        self.hold = threading.Event()
         self.well.set()
         self.hold.set()
         fake = self
@@ -174,7 +182,9 @@ class Fake:
 
     def answer(self, send, request, fault):
         self.hold.wait()
-        first, n, most = request["prompt"][0], request.get("n", 1), request["max_tokens"]
+        first = request["prompt"][0]
+        n = request.get("n", 1)
+        most = request["max_tokens"]
         entries = [{str(token): {"logprob": -0.25 * token}} for token in request["prompt"]]
         choices = [
             {
@@ -232,7 +242,8 @@ class Clock:
     """The clock of this process, which tests put forward: `now` is added to it."""
 
     def __init__(self, monkeypatch):
-        self.now, monotonic = 0.0, time.monotonic
+        self.now = 0.0
+        monotonic = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.now)
 
 
@@ -290,7 +301,8 @@ class Dated(Fake):
     def __init__(self, **options):
         self.requests: list[dict[str, Any]] = []
         self.answered: list[tuple[int, ...]] = []
-        self.version, self.log_prob = 0, -0.5
+        self.version = 0
+        self.log_prob = -0.5
         self.step = lambda: 0
         super().__init__(**options)
 
@@ -310,7 +322,8 @@ class Dated(Fake):
         self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
 
     def send_rows(self, send, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
-        most, choices = request["max_tokens"], []
+        most = request["max_tokens"]
+        choices = []
         for index, ids in enumerate(rows):
             log_probs = {"token_logprobs": [self.log_prob] * len(ids[:most])}
             choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
@@ -325,7 +338,8 @@ class Varied(Dated):
     before: Any = staticmethod(lambda number: None)
 
     def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
-        prompt, rollout = tuple(request["prompt"]), request["max_tokens"] > 1
+        prompt = tuple(request["prompt"])
+        rollout = request["max_tokens"] > 1
         if rollout:
             with self.lock:
                 self.requests.append(request)

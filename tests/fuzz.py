@@ -54,7 +54,8 @@ from tests.fake_server import Varied, loaded
 from tests.models import DELTA
 from tests.tiny import ScriptedRollouts, corrects, leave, parameters, relative_difference, run, save_tiny_model
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 CASES = 2  # number of cases of each kind in the test suite
 SAME_UPDATE = 1e-4  # tolerance relative to the largest update: rounding depends on the rows of a pass, in each step
 IN_FLOAT32 = 1e-3  # the same for what computes in float32 in a float64 model, after some steps
@@ -225,11 +226,14 @@ def case_of(drawn: dict, options: dict) -> dict:
         case["vllm_importance_sampling_mode"] = "token_mask"
     if case["loss_type"] == "luspo":  # sums tokens: after a large step, rounding grows 20 times with each step
         case["learning_rate"] /= 10
-    per_window, per_step = case["steps_per_generation"], case["gradient_accumulation_steps"]
+    per_window = case["steps_per_generation"]
+    per_step = case["gradient_accumulation_steps"]
     every = per_window * case["num_iterations"]  # micro-steps of a window
     window = RANKS * case["per_device_train_batch_size"] * per_window // case["num_generations"]
-    count, steps = int(window * case["windows"]), every // per_step + case["steps"]
-    epoch, last = count // window * every, per_step * steps - 1  # micro-steps of an epoch; the last one of all
+    count = int(window * case["windows"])
+    steps = every // per_step + case["steps"]
+    epoch = count // window * every  # micro-steps
+    last = per_step * steps - 1
     cuts = [step for step in case["cuts"] if step < steps][: last // epoch]  # each may cost an epoch
     at = 1 + case["at"] % (last // every * every // per_step)  # a window begins after it
     return case | {
@@ -246,7 +250,8 @@ class Between(TrainerCallback):
     """Ends the epoch after some optimizer steps, and saves a checkpoint within an optimizer step."""
 
     def __init__(self, case, rollouts):
-        self.case, self.rollouts = case, rollouts
+        self.case = case
+        self.rollouts = rollouts
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         step = state.global_step
@@ -265,16 +270,19 @@ def trained(kind: Any, case: dict, folder: Path, **others: Any) -> Any:
     """Trains and returns the trainer, with the weights of before as the attribute `start`."""
     own = case | others
     rollouts = Rollouts(noise=0.2 if own["corrected"] or own["loss_type"] in OFF_POLICY else None)
-    rollouts.masked, rollouts.steps = own["masked"], set()
+    rollouts.masked = own["masked"]
+    rollouts.steps = set()
     rewards = RewardRunner([*own["functions"]], max_concurrency=256 if slow in own["functions"] else 1)
     adapter = LoraConfig(
         target_modules=["q_proj"], lora_dropout=own["attention_dropout"], use_dora=own["lora"] == "dora"
     )
-    between, data = Between(own, rollouts), problems(own["prompts"])
+    between = Between(own, rollouts)
+    data = problems(own["prompts"])
     known = {*(GRPOConfig if kind is GRPOTrainer else DASHConfig).__dataclass_fields__, "resume", "in_process"}
 
     def prepare(trainer):
-        trainer.start, between.trainer = parameters(trainer.model), trainer
+        trainer.start = parameters(trainer.model)
+        between.trainer = trainer
         if own["corrected"]:
             corrects(trainer)
         if "server" in own:
@@ -332,7 +340,8 @@ def same_update(one: Any, other: Any, allowed: float, after: int = 0) -> str:
         Why the case is vacuous, such as no gradient in the steps after step `after`; "" if it is not.
     """
     difference, update = relative_difference(one.start, parameters(one.model), parameters(other.model))
-    (least, most), logs = MEASURABLE, [log for log in other.state.log_history if "loss" in log and log["step"] > after]
+    least, most = MEASURABLE
+    logs = [log for log in other.state.log_history if "loss" in log and log["step"] > after]
     if allowed:
         allowed += ROUNDED / max(update, least)
     assert difference <= allowed or allowed and not least < update < most, (difference, update)
@@ -428,10 +437,12 @@ def law(case: dict, folder: Path) -> str:
 )
 @kind("resumed", save_strategy=("steps",), within=(False, True), change=({},), rope=FORGETFUL)
 def resumed(case: dict, folder: Path) -> str:
-    at, change = case["at"], case["change"]
+    at = case["at"]
+    change = case["change"]
     if not at:
         return "no checkpoint"
-    whole, said = trained(DASHTrainer, case, folder / "whole"), SAID.tell()
+    whole = trained(DASHTrainer, case, folder / "whole")
+    said = SAID.tell()
     checkpoint = folder / "whole" / f"checkpoint-{at}"
     step = torch.load(checkpoint / f"generation_window_{RANK}.pt", weights_only=True)["step"]
     if change and step % (case["steps_per_generation"] * case["num_iterations"]) == 0:
@@ -473,7 +484,8 @@ class Watch(DASHCallback):
     per_group = True
 
     def __init__(self):
-        self.parts, self.windows = 0, []
+        self.parts = 0
+        self.windows = []
 
     def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
         self.windows.append((state.global_step, [row["prompt"] for row in rollouts.examples]))
@@ -550,7 +562,8 @@ def ahead(case: dict, folder: Path) -> str:
         assert all(weights.isfinite().all() for weights in done.model.parameters())
         return watch.windows
 
-    seen, at = windows(folder / "ahead"), case["at"]
+    seen = windows(folder / "ahead")
+    at = case["at"]
     assert seen == windows(folder / "plain", **on_policy)
     rest = windows(folder / "rest", resume=f"{folder}/ahead/checkpoint-{at}")
     assert rest == [window for window in seen if window[0] >= at]
@@ -559,7 +572,9 @@ def ahead(case: dict, folder: Path) -> str:
 
 def outcome(kind: str, case: dict, folder: Path) -> tuple[str, str]:
     """Returns why a case is vacuous, and what it raises on any rank; it ends the process if others hang."""
-    ranks, vacuous, said = Ranks(PartialState(cpu=True), PATIENCE), "", ""
+    ranks = Ranks(PartialState(cpu=True), PATIENCE)
+    vacuous = ""
+    said = ""
     try:
         vacuous = ranks.agree(lambda: KINDS[kind][1](dict(case), folder))
     except Diverged:
@@ -608,7 +623,8 @@ def main() -> int:
     torch.set_num_threads(1)
     ranks = Ranks(PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE)), PATIENCE)
     folder = Path(ranks.agree(tempfile.mkdtemp, main_only=True))
-    end, counts = time.monotonic() + 60 * args.minutes, Counter[tuple[str, str]]()
+    end = time.monotonic() + 60 * args.minutes
+    counts = Counter[tuple[str, str]]()
     for seed in itertools.count(args.seed):
         failures = [check(kind, 10, seed, folder, counts) for kind in args.only]
         print(*failures, f"Rank {RANK}, after seed {seed}: {dict(sorted(counts.items()))}", sep="\n", flush=True)

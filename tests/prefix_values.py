@@ -35,7 +35,8 @@ def by_prefix(model, tokenizer, request: ValueRequest, force_prompt: str, floor:
     """One plain pass per prefix and answer, by the definition."""
     values = []
     for boundary in request.boundaries:
-        prefix, means = [*request.prompt_ids, *request.completion_ids[:boundary]], []
+        prefix = [*request.prompt_ids, *request.completion_ids[:boundary]]
+        means = []
         for answer in request.answers:
             branch = tokenizer(force_prompt + answer, return_offsets_mapping=True)
             tokens = zip(log_probs(model, prefix, branch["input_ids"]), branch["offset_mapping"], strict=True)

@@ -44,7 +44,8 @@ def grpo(batch, s):
 def grpo_process(batch, s):
     results = []
     for group in batch:
-        centre, divisor = mean(pooled(group)), max(deviation(pooled(group)), s["floor"])
+        centre = mean(pooled(group))
+        divisor = max(deviation(pooled(group)), s["floor"])
         for row in group:
             normalised = [0.0] * row["length"]
             for last, utility in row["utilities"]:
@@ -66,7 +67,8 @@ def deepseek_process(batch, s):
     results = []
     for group in batch:
         pool = [value for row in group if row["valued"] for value in combined(row, s)]
-        centre, scale = mean(pool), deviation(pool) + 1e-6
+        centre = mean(pool)
+        scale = deviation(pool) + 1e-6
         results += [to_go([(value - centre) / scale for value in combined(row, s)]) for row in group]
     return results
 
@@ -79,7 +81,8 @@ def gae(batch, s):
     """Token by token, with the outcome as the reward of the last one."""
     results = []
     for row in flat(batch):
-        values, rewards = [*row["values"], 0.0], combined(row, {"process": 0.0})
+        values = [*row["values"], 0.0]
+        rewards = combined(row, {"process": 0.0})
         errors = [reward + values[t + 1] - values[t] for t, reward in enumerate(rewards)]
         results.append(to_go(errors, s["lambda"]))
     return results

@@ -66,7 +66,8 @@ def save_tool_model(directory: Path, **settings) -> str:
     """A tiny model whose tokenizer knows tools."""
     path = save_tiny_model(directory, **settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE_TEMPLATE
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     tokenizer.save_pretrained(path)
     return path
 
@@ -104,7 +105,9 @@ class ScriptedTurns:
         noise: float | None = None,
         anchor: str = "<assistant>",
     ):
-        self.script, self.noise, self.anchor = script, noise, anchor
+        self.script = script
+        self.noise = noise
+        self.anchor = anchor
         self.prompts: list[str] = []  # prompts of first turns
         self._asked: dict[str, int] = {}
         self._rest: list[tuple[list[int], list[list[int]]]] = []  # (beginning of a later prompt, remaining turns)
@@ -174,7 +177,8 @@ class RandomTurns:
     """
 
     def __init__(self, turns: int = 3, calls: Mapping[str, Any] = RANDOM_CALLS):
-        self.turns, self.calls = turns, calls
+        self.turns = turns
+        self.calls = calls
 
     def __call__(self, text: str, asked: int) -> list[str | list[int]]:
         chance = random.Random(f"{text} {asked}")
@@ -227,10 +231,12 @@ class Counter:
     """Counts, and owns its reward."""
 
     def __init__(self) -> None:
-        self.total, self.columns = 0, {}
+        self.total = 0
+        self.columns = {}
 
     def reset(self, **columns):
-        self.total, self.columns = 0, columns
+        self.total = 0
+        self.columns = columns
         return {"text": " text", "parts": PARTS}.get(columns.get("observed"))
 
     def count(self, step: int) -> int:
@@ -335,7 +341,8 @@ def check_as_trl(
     """
     found = []
     for kind in (ByTokens, DASHTrainer):
-        judge, turns = Judge(), ScriptedTurns(script, **(options or {}))
+        judge = Judge()
+        turns = ScriptedTurns(script, **(options or {}))
         own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
         defaults = {
             "learning_rate": 1e-3,
@@ -344,7 +351,8 @@ def check_as_trl(
             "reward_weights": [1.0, 0.5, 1.0],
         }
         torch.manual_seed(0)
-        output, settings_of_it = folder / kind.__name__, {**defaults, **settings, **own}
+        output = folder / kind.__name__
+        settings_of_it = {**defaults, **settings, **own}
         trainer = run(
             kind, model, output, in_process=True, prepare=together(turns.prepare, *others), more=more, **settings_of_it
         )
@@ -398,7 +406,8 @@ def check_tools_contract(model: str, folder: Path, name: str) -> None:
     """Two steps, and their evaluations."""
     arguments, of_script, settings = SCENARIOS[name]
     options = dict(of_script)
-    turns, also = RandomTurns(calls=options.pop("calls", RANDOM_CALLS)), options.pop("also", ())
+    turns = RandomTurns(calls=options.pop("calls", RANDOM_CALLS))
+    also = options.pop("also", ())
     defaults = {
         "gradient_accumulation_steps": 2,
         "max_steps": 2,

@@ -53,7 +53,8 @@ def srun(arguments: list[str]) -> int:
     while arguments[0].startswith("--"):
         name, _, value = arguments.pop(0).removeprefix("--").partition("=")
         options[name] = value
-    job, nodes = os.environ["SLURM_JOB_ID"], options["nodelist"].split(",")
+    job = os.environ["SLURM_JOB_ID"]
+    nodes = options["nodelist"].split(",")
     assert options["nodes"] == options["ntasks"] == str(len(nodes)) and options["export"] == "ALL"
     tasks = [begin(f"{job}-{node}", rank, arguments, options) for rank, node in enumerate(nodes)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -69,7 +69,8 @@ class OnMPS(torch.Tensor):
 
 @pytest.mark.parametrize("advantages", [group_advantages, partial(outcome_advantages, "rloo")])
 def test_a_device_without_float64(advantages):
-    rewards, weights = torch.randn(8, 2), torch.tensor([1.0, 0.5])
+    rewards = torch.randn(8, 2)
+    weights = torch.tensor([1.0, 0.5])
     ours = advantages(rewards.as_subclass(OnMPS), weights.as_subclass(OnMPS), 4)
     assert ours.equal(advantages(rewards, weights, 4))
 
@@ -82,7 +83,8 @@ OF_ALL_ROWS = ("single_path", "reinforce_plus_plus")
 @pytest.mark.parametrize("name", NAMES)
 def test_named_estimators_are_their_definitions(name):
     for seed, (count, size) in product(range(12), [(1, 2), (3, 4), (6, 5), (1, 8)]):
-        rewards, weights = random_rewards(seed, count, size, 2), [1.0, 0.5]
+        rewards = random_rewards(seed, count, size, 2)
+        weights = [1.0, 0.5]
         totals = in_groups([reference.total(row, weights) for row in rewards], size)
         expected = getattr(reference, name)(totals)
         ours = outcome_advantages(name, to_tensor(rewards), torch.tensor(weights), size).tolist()
@@ -100,7 +102,8 @@ def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) 
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES + NAMES))
 def test_a_constant_group_has_a_signal_if_the_baseline_is_the_mean_of_all_rows(values, name):
     """Equal totals of different float32 parts: TRL divides their rounding errors by 1e-4."""
-    size, weights = len(values), torch.ones(2)
+    size = len(values)
+    weights = torch.ones(2)
     rewards = torch.tensor([[value, 1.0 - value] for value in values])  # the sums differ by rounding only
     both = by_name(name, torch.cat([rewards, torch.randn(size, 2)]), weights, size)
     assert both.dtype == torch.float32 and both[size:].any()

@@ -51,8 +51,10 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
     No step has a signal, since all completions of a group are equal: it counts, and its weights are sent.
     """
     level, settings, begins = SEMANTICS[name]
-    fake, watch = fakes(), Watch()
-    groups, last = settings["steps_per_generation"], len(begins) - 1  # groups of 4 rows
+    fake = fakes()
+    watch = Watch()
+    groups = settings["steps_per_generation"]  # of 4 rows
+    last = len(begins) - 1
     watch.wait = lambda window: wait_until(lambda: len(fake.answered) >= groups * (min(window + level, last) + 1))
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
     asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
@@ -68,7 +70,8 @@ def test_further_rounds_of_a_window_are_of_the_newest_weights(tiny_model, tmp_pa
     """No group has signal, so that each window takes as many rounds as it may; no prompt comes twice."""
     settings = {"max_steps": 4, "max_num_gen_batches": 2, "shuffle_dataset": False, **STEP}
     _, watch = asynchronous(tiny_model, tmp_path, [fakes()], 2, **settings)
-    first, further = watch.windows[::2], watch.windows[1::2]
+    first = watch.windows[::2]
+    further = watch.windows[1::2]
     assert [one.step for one in first] == [one.step for one in further] == [0, 1, 2, 3]
     assert all(one.tokens.min() >= one.step - 2 for one in first)
     assert all((one.tokens == one.step).all() for one in further)
@@ -78,7 +81,8 @@ def test_further_rounds_of_a_window_are_of_the_newest_weights(tiny_model, tmp_pa
 
 def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_model, tmp_path, fakes):
     """It is answered when the new ones have come."""
-    fake, watch = fakes(), Watch()
+    fake = fakes()
+    watch = Watch()
     load = fake.load
 
     def load_and_go_on(path: str) -> None:
@@ -93,7 +97,8 @@ def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_
         if window == 1:  # window 2 is submitted at its beginning
             wait_until(lambda: len(fake.requests) == 3 * GROUPS)
 
-    fake.load, watch.wait = load_and_go_on, wait
+    fake.load = load_and_go_on
+    watch.wait = wait
     trainer, watch = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, max_steps=3, **STEP)
     assert watch.windows[2].tokens.tolist() == watch.windows[2].believed.tolist() == [[1, 2]] * 16
     assert trainer.vllm_generation.pool.retried == 0 and len(fake.requests) == 3 * GROUPS
@@ -101,7 +106,8 @@ def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_
 
 def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_model, tmp_path, fakes):
     """A server with room for one group at a time; a callback that samples and scores for itself."""
-    fake, own = fakes(), []
+    fake = fakes()
+    own = []
 
     def prepare(trainer) -> None:
         trainer.vllm_generation.pool.fleet.most_sequences = 4
@@ -146,7 +152,8 @@ def sampler(tiny_model, tmp_path, fakes):
 def test_names_that_vllm_does_not_know_are_refused_before_weights_are_sent(tiny_model, tmp_path, fakes):
     """A server that gets one has lost its old weights, and does not answer any more."""
     adapter = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5])
-    fake, model = fakes(), get_peft_model(load(tiny_model), adapter)
+    fake = fakes()
+    model = get_peft_model(load(tiny_model), adapter)
     fake.serve(tiny_model)
     said = refusal(sampler_of([fake], model, tmp_path).sync_weights)
     assert "['model.embed_tokens.token_adapter." in said and not fake.loads
@@ -213,9 +220,11 @@ def submit(pool: ServerPool, count: int):
 
 def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monkeypatch):
     """A server that answers one request after the other, each in two thirds of the limit."""
-    fake, clock = fakes(), Clock(monkeypatch)
+    fake = fakes()
+    clock = Clock(monkeypatch)
     pool = with_weights(fake, server_timeout=9000.0, request_timeout=300.0)
-    answer, go_on = fake.answer, threading.Semaphore(0)
+    answer = fake.answer
+    go_on = threading.Semaphore(0)
 
     def one_at_a_time(*arguments) -> None:
         fake.requests.append(arguments[1])
@@ -240,7 +249,8 @@ def test_a_server_s_queue_and_a_weight_sync_do_not_count_as_silence(fakes, monke
 
 def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
     """Its load fails, and it goes on with what it has; that is known when all have loaded."""
-    bad, good = fakes(), fakes()
+    bad = fakes()
+    good = fakes()
     pool = with_weights(bad, good)
     bad.hold.clear()
     good.hold.clear()
@@ -261,7 +271,8 @@ def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
 
 
 def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
-    alive, away = fakes(), fakes()
+    alive = fakes()
+    away = fakes()
     pool = with_weights(alive, away)
     alive.hold.clear()
     away.well.clear()
@@ -285,6 +296,7 @@ def test_stop_tokens_of_the_user_end_rows_and_unknown_log_probs_are_not_correcte
     assert trainer.evaluate(prompts(4))["eval_completions/clipped_ratio"] == 0.0
     ends = {FIRST, FIRST + 1, trainer.processing_class.eos_token_id}
     assert fake.requests and all({*one["stop_token_ids"]} == ends for one in fake.requests)
-    trainer.vllm_importance_sampling_correction, trainer.vllm_importance_sampling_mode = True, "token_truncate"
+    trainer.vllm_importance_sampling_correction = True
+    trainer.vllm_importance_sampling_mode = "token_truncate"
     fake.log_prob = -9999.0
     assert trainer.evaluate(prompts(4))["eval_sampling/importance_sampling_ratio/max"] == 1.0

@@ -167,9 +167,11 @@ class Everywhere:
         fates: what may befall a row of `RewardRunner`; the reason of the first one is told.
     """
 
-    kind, late = "", Overdue
+    kind = ""
+    late = Overdue
     make: Callable[[], Backend]
-    act, fated = staticmethod(act), staticmethod(fated)
+    act = staticmethod(act)
+    fated = staticmethod(fated)
     faults: Sequence[str] = tuple(FAULTS)
     fates: Sequence[str] = tuple(FATES)
 
@@ -222,14 +224,18 @@ class Everywhere:
 
 
 class TestThreads(Everywhere):
-    kind, faults = "thread", tuple(ANYWHERE)
+    kind = "thread"
+    faults = tuple(ANYWHERE)
     fates = ("NaN", "raise", "exit when it is read", "hang when it is read")  # in the trainer's process nothing may die
     make = staticmethod(partial(ThreadCalls, 4))
 
 
 class TestEventLoop(Everywhere):
-    kind, faults, fates = "asyncio", tuple(ANYWHERE), ("raise", "NaN", "exit when it is read")
-    act, fated = staticmethod(act_async), staticmethod(fated_async)
+    kind = "asyncio"
+    faults = tuple(ANYWHERE)
+    fates = ("raise", "NaN", "exit when it is read")
+    act = staticmethod(act_async)
+    fated = staticmethod(fated_async)
     make = staticmethod(partial(AsyncCalls, 4))
 
 
@@ -319,12 +325,14 @@ def refuse() -> None:
 
 
 class TestProcesses(InAnotherProcess):
-    kind, fates = "process", tuple(reversed(FATES))
+    kind = "process"
+    fates = tuple(reversed(FATES))
     make = staticmethod(partial(ProcessCalls, [act, as_it_is, leave_a_child], 2))
 
     def test_the_call_before_a_death_keeps_its_value(self, monkeypatch, tmp_path):
         """The pool reads late what its workers have sent."""
-        read, whats = PoolManager.process_next_message, ["own number", "own number", "SIGKILL", "own number"]
+        read = PoolManager.process_next_message
+        whats = ["own number", "own number", "SIGKILL", "own number"]
         monkeypatch.setattr(PoolManager, "process_next_message", lambda *given: (time.sleep(0.3), read(*given)))
         with closing(ProcessCalls([act], 1)) as backend:
             arguments = [{"what": what, "i": 7, "log": str(tmp_path / "log")} for what in whats]
@@ -456,7 +464,8 @@ class TestRay(InAnotherProcess):
     def test_two_trainings_share_a_cluster(self, ray_cluster, tmp_path):
         """Another process finds it by RAY_ADDRESS, with functions of its main script."""
         (tmp_path / "script.py").write_text(ANOTHER_TRAINING)
-        command, environment = [sys.executable, str(tmp_path / "script.py")], {**os.environ, "RAY_ADDRESS": ray_cluster}
+        command = [sys.executable, str(tmp_path / "script.py")]
+        environment = {**os.environ, "RAY_ADDRESS": ray_cluster}
         done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=MINUTES)
         assert (done.returncode, done.stdout) == (0, "[7, 7, 7]\n"), done.stderr
 
@@ -475,7 +484,8 @@ class Gated:
     """Calls that wait until the gate is open, as a function and as coroutine functions."""
 
     def __init__(self) -> None:
-        self.open, self.started = threading.Event(), []
+        self.open = threading.Event()
+        self.started = []
 
     def blocks(self, i: int) -> int:
         self.started.append(i)

@@ -62,7 +62,8 @@ def checked(model, *, eval_dataset=None, train_dataset=None, **settings) -> None
 # ---------------------------------------------------------------------- in the config
 
 EACH_STEP = {"eval_strategy": "steps", "save_strategy": "steps"}
-AIPO, DECOUPLED = {"loss_type": "aipo"}, {"loss_type": "decoupled_ppo"}
+AIPO = {"loss_type": "aipo"}
+DECOUPLED = {"loss_type": "decoupled_ppo"}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "threshold=-0.1 is not at least 0: .* None keeps all"),
     "a threshold that is no number": ({"gradient_filter_threshold": float("nan")}, "nan is not at least 0"),
@@ -371,9 +372,11 @@ def test_a_term_of_the_loss_without_its_weight_is_warned_of(caplog):
 
 def test_what_is_warned_of(tiny_model, caplog):
     """Stale rollouts with a loss for fresh ones; truncated sampling with a ratio to the sampler in the loss."""
-    stale, spread = "async_level=1 trains on rollouts of older weights", "0.98 per token gives 0.00004 for 500"
+    stale = "async_level=1 trains on rollouts of older weights"
+    spread = "0.98 per token gives 0.00004 for 500"
     servers = {"use_vllm": True, "vllm_mode": "server"}
-    off, mode = {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_mode"
+    off = {"vllm_importance_sampling_correction": False}
+    mode = "vllm_importance_sampling_mode"
     for said, settings, is_said in (
         (stale, {"async_level": 1, **SERVER}, True),
         (stale, {"async_level": 1, **SERVER, **off, mode: "token_mask"}, True),

@@ -36,7 +36,8 @@ class Recorder(DASHCallback):
 
 def test_events_come_in_order_and_what_a_callback_leaves_is_looked_at(train):
     """A reward that begins after the callback gets the columns that the callback has changed."""
-    recorder, reward = Recorder(), RewardRunner(lambda completion, answer: float(answer == "changed"))
+    recorder = Recorder()
+    reward = RewardRunner(lambda completion, answer: float(answer == "changed"))
     settings = {"callbacks": [TrainerCallback(), recorder], "max_steps": 2, "reward": reward}
     trainer = train(**settings)
     scored = [[[1.0]] * 16, [0.0] * 16]
@@ -128,7 +129,8 @@ class Slow(torch.nn.Module):
     def __init__(self, *seconds):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
-        self.now, self.seconds = 100.0, iter(seconds)
+        self.now = 100.0
+        self.seconds = iter(seconds)
 
     def forward(self, x):
         self.now += next(self.seconds)
@@ -137,7 +139,8 @@ class Slow(torch.nn.Module):
 
 def timed(monkeypatch, folder, *seconds, resume=None, **settings):
     """Trains; returns the trainer, and `time/elapsed` of each line of the metrics file."""
-    model, path = Slow(*seconds), folder / "logs" / "metrics.jsonl"
+    model = Slow(*seconds)
+    path = folder / "logs" / "metrics.jsonl"
     monkeypatch.setattr("time.monotonic", lambda: model.now)
     callbacks = [TimeLimitCallback(10.0), MetricsFileCallback(path)]
     defaults = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}

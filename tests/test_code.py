@@ -15,7 +15,8 @@ from tests.fake_fusion import found
 from tests.launching import SHARED, needs_data
 from tests.tiny import assistant, refused
 
-RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
+RIGHT = "def f(x): return x + 1"
+TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def fenced(program: str, language: str = "python") -> str:
 # ---------------------------------------------------------------------------------------------- which program is run
 
 
-F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
+F = "def f(x):\n    return x"
+G = "def g(x):\n    return 0"
+USE = "print(f(1))"
 
 
 OTHER = "def f(x): return 2"

@@ -12,7 +12,8 @@ from tests.fake_fusion import FakeFusion
 from tests.launching import ends
 from tests.tiny import refused
 
-RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
+RIGHT = "def f(x): return x + 1"
+TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,8 @@ def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(sandbox):
 
 def test_a_programs_time_out_is_wrong_and_its_process_ends(server, tmp_path):
     """On a busy machine it gets more time to begin."""
-    number, seconds = tmp_path / "number", 0.5
+    number = tmp_path / "number"
+    seconds = 0.5
     program = f"import os\nopen({str(number)!r}, 'w').write(str(os.getpid()))\ndef f(x):\n    while True: pass"
     while not (number.exists() and number.read_text()):
         seconds *= 2
@@ -140,7 +142,8 @@ def test_a_servers_failure_is_asked_again(server, sandbox):
         ([(200, {"Content-Length": "9"}, b"{")], [1.0]),
         ([(200, {}, b"[]")], [1.0]),
     ]:
-        server.answers, server.waits[:] = list(answers), []
+        server.answers = list(answers)
+        server.waits[:] = []
         assert sandbox.run(RIGHT, TESTS).right
         assert server.waits == waits, answers
 

@@ -45,7 +45,8 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     """Converts rows for the reference, which merges episodes and looks up values by itself."""
     plain = []
     for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
-        at, values = row["boundaries"], row["values"]
+        at = row["boundaries"]
+        values = row["values"]
         known = [(b, v) for b, v in zip(at, values, strict=True) if math.isfinite(v)]
         complete = math.isfinite(values[0]) and math.isfinite(values[-1]) and row["length"] > 0
         valued = complete and not math.isnan(row["outcome"])
@@ -66,10 +67,8 @@ CREDIT = [name for name, estimator in ESTIMATORS.items() if estimator.credit]
 @pytest.mark.parametrize("name", CREDIT)
 def test_estimators_are_their_definitions(name):
     """With V of about 1 and, with the defaults, with the U of about 0.03 of the post."""
-    shapes, ways = (
-        [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)],
-        [(CHOSEN, AS_FLOATS, 1.0, math.nan), (CreditSettings(), POSTS, 0.1, -math.inf)],
-    )
+    shapes = [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)]
+    ways = [(CHOSEN, AS_FLOATS, 1.0, math.nan), (CreditSettings(), POSTS, 0.1, -math.inf)]
     for (seed, group_size, groups), (settings, plain, scale, gone) in product(shapes, ways):
         rows = make_rows(seed, group_size * groups, scale=scale, gone=gone)
         rewards = as_rewards(rows, group_size)
@@ -91,7 +90,9 @@ def test_estimators_say_truly_whether_a_group_depends_on_others():
 
 def on_two_ranks(rewards: Rewards, work) -> list:
     """Runs `work(rewards, rows)` on each half of the rows, as two ranks: two threads that meet in every sum."""
-    meeting, sums, half = Barrier(2, timeout=60), {}, len(rewards.process) // 2
+    meeting = Barrier(2, timeout=60)
+    sums = {}
+    half = len(rewards.process) // 2
 
     def rank(number: int):
         def summed(values):

@@ -209,7 +209,8 @@ PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]
 
 
 def test_layouts_of_programs(tmp_path):
-    asked, mbpp = {"prompt": CODE_PROMPT, "entry_point": "add"}, {"tests": MBPP_TESTS, "entry_point": "add"}
+    asked = {"prompt": CODE_PROMPT, "entry_point": "add"}
+    mbpp = {"tests": MBPP_TESTS, "entry_point": "add"}
     ready = {"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}
     unnamed = {"tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}
     for rows, settings, expected in [
@@ -302,7 +303,8 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 
 
 def test_what_is_missing_is_named(tmp_path):
-    math_solved, code_solved = partial(solved, load_math_dataset), partial(solved, load_code_dataset)
+    math_solved = partial(solved, load_math_dataset)
+    code_solved = partial(solved, load_code_dataset)
     for load, rows, message in [
         # columns
         (

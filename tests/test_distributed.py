@@ -41,7 +41,8 @@ def two_ranks(launch, tmp_path) -> Callable[..., str]:
         """Args: options: of pytest."""
         if backend.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
-        script, ranks = ROOT / "tests" / "distributed_run.py", ("--num_processes", "2", "--mixed_precision", "no")
+        script = ROOT / "tests" / "distributed_run.py"
+        ranks = ("--num_processes", "2", "--mixed_precision", "no")
         done = launch(script, tmp_path, *options, config=BACKENDS[backend], options=ranks)
         assert " passed" in done.stdout, done.stdout[-9000:]
         return done.stdout

@@ -24,7 +24,8 @@ from tests.tiny import ScriptedReward, assert_same_update, prompts, refused
     ],
 )
 def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, train, most, constant, settings):
-    reward, dataset = ScriptedReward(constant=constant), prompts(64)
+    reward = ScriptedReward(constant=constant)
+    dataset = prompts(64)
     settings = {"max_steps": 2, "shuffle_dataset": False, "reward": reward, **settings}
     rollouts = ByPrompt()
     found = train(rollouts=rollouts, max_num_gen_batches=most, **settings)
@@ -59,7 +60,8 @@ def test_the_figures_of_all_rounds_and_callbacks_see_each(train):
 
     The callback gives credit per token, in rounds of other widths.
     """
-    rollouts, seen = ByPrompt(), Seen()
+    rollouts = ByPrompt()
+    seen = Seen()
     settings = {"rollouts": rollouts, "max_num_gen_batches": 8, "shuffle_dataset": False}
     ours = train(callbacks=[seen], **settings)
     assert seen.rows == [GROUP * len(one) for one in rollouts.rounds]
@@ -129,7 +131,8 @@ def test_what_only_one_round_has_is_kept(train, number):
 
 def test_a_column_of_an_earlier_window_is_dropped(train):
     """It has the rows of that window, and TRL would fail to write a table of columns of other lengths."""
-    reward, once = ScriptedReward(constant=0.5), iter([True])
+    reward = ScriptedReward(constant=0.5)
+    once = iter([True])
 
     def noted(prompts, completion_ids, log_extra, **kwargs):
         if next(once, False):

@@ -47,7 +47,8 @@ texts = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PARTS), max_siz
 
 def cut(*turns: str | None, end: bool = True, **arguments) -> tuple[list[str], list[int]]:
     """(episodes and final answer as text, boundaries) of turns of the policy's and of a tool, one after the other."""
-    ids, own = [], []
+    ids = []
+    own = []
     for number, text in enumerate(turns):
         is_own = number % 2 == 0
         tokens = [] if text is None else TOKENIZER(text)["input_ids"] + [END] * (is_own and end)
@@ -175,7 +176,8 @@ def test_an_episode_ends_where_the_policy_s_next_turn_begins():
 @given(st.lists(st.tuples(texts, st.booleans()), min_size=1, max_size=6), st.integers(10, 30), st.integers(0, 3))
 def test_any_completion(turns, longest, dropped):
     """Episodes are the completion, laid end to end; each begins with a token of the policy's, and each of its turns."""
-    own, ids = [], []
+    own = []
+    ids = []
     for text, is_own in turns:
         tokens = TOKENIZER(text)["input_ids"] + [END] * is_own
         ids += tokens

@@ -111,14 +111,16 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
 def test_the_update_and_the_log(train, settings):
     """Every loss that is exact, every shape of windows and steps, both layouts, and KL if no row is dropped."""
     settings = {"learning_rate": 0.3, **settings}
-    is_padded, is_filtered = settings.get("prepare") is pad, settings.get("gradient_filter_threshold", 0) is not None
+    is_padded = settings.get("prepare") is pad
+    is_filtered = settings.get("gradient_filter_threshold", 0) is not None
     settings["dataset"] = prompts(settings.pop("prompts", 64))
     steps, trl, dash = compare(train, **settings)
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= 1e-5
     logs = [log for log in dash.state.log_history if "filter/kept_rows" in log]
     assert (min(log["filter/kept_rows"] for log in logs) < 1) == is_filtered, "it means something if rows were dropped"
     assert (max(log.get("packing/padding_share", 0) for log in logs) > 0) == is_padded, "padded rows are not equal"
-    one, other = trl.state.log_history[0], dash.state.log_history[0]
+    one = trl.state.log_history[0]
+    other = dash.state.log_history[0]
     names = ("loss", "reward", "reward_std", "completions/mean_length", "frac_reward_zero_std")
     for name in names[:-1] if "reward" in settings else names:  # of groups; TRL's is of what it divides by
         assert other[name] == pytest.approx(one[name], abs=1e-5)
@@ -269,7 +271,8 @@ def test_what_a_training_pass_corrects():
         "sampling_per_token_logps": torch.zeros(2, 2),
         "pass": Pass(MicroBatch(((0, 1), (0,))), share, tokens=(3, 1)),
     }
-    log_probs, mask = torch.tensor([[0.5, 7.0], [0.0, 0.0]]), torch.tensor([[1, 0], [0, 0]])
+    log_probs = torch.tensor([[0.5, 7.0], [0.0, 0.0]])
+    mask = torch.tensor([[1, 0], [0, 0]])
     in_pass.corrected(inputs, log_probs, mask)
     ((old, _, _, ratio),) = in_pass.of_step()
     assert old.tolist() == [[0.5, 7.0]] and ratio.tolist() == [[pytest.approx(math.exp(0.5))]]

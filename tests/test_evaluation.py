@@ -53,7 +53,8 @@ def of_one(completion, answer):
 
 class Stateful:
     def __init__(self):
-        self.groups, self.closed = [], 0
+        self.groups = []
+        self.closed = 0
 
     def compute_score(self, solution_str, ground_truth):
         return float(ground_truth)
@@ -69,7 +70,8 @@ class Stateful:
 def test_every_reward_that_a_trainer_takes(model, tokenizer):
     """A runner that is given is not closed: a trainer may have calls of its own in it."""
     dataset = [{"prompt": prompt, "answer": i % 2} for i, prompt in enumerate(PROMPTS)]
-    own, lent = Stateful(), Stateful()
+    own = Stateful()
+    lent = Stateful()
     with RewardRunner(lent) as runner:
         for reward in (of_batch, later, of_one, [of_one], RewardRunner(of_one).rewards, own, runner):
 

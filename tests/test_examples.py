@@ -98,7 +98,8 @@ class Interrupts(TrainerCallback):
     step = 2
 
     def __init__(self, first, *others):
-        self.first, self.others = first, others
+        self.first = first
+        self.others = others
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
@@ -117,7 +118,8 @@ def test_ctrl_c_says_where_the_run_stands(toy, tmp_path, capsys, monkeypatch, sa
 
     ended_at_once = []
     monkeypatch.setattr(os, "_exit", ended_at_once.append)
-    ctrl_c, term = signal.SIGINT, signal.SIGTERM
+    ctrl_c = signal.SIGINT
+    term = signal.SIGTERM
     before = [signal.getsignal(number) for number in (ctrl_c, term)]
     for numbers, code in (
         ((ctrl_c,), 130),
@@ -273,8 +275,10 @@ def test_the_help_is_short_and_names_the_flag_for_all(capsys):
 
 # ------------------------------------------------------------------------------------------------------ mistakes
 
-MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
-THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
+MODEL = ["--model_name_or_path", "./nowhere"]
+DATA = ["--dataset_name", "own.jsonl"]
+THERE = ["--model_name_or_path", "model"]
+TOY = ["--model_name_or_path", "toy"]
 
 
 MISTAKES: list[tuple[Any, list[str], str]] = [

@@ -19,7 +19,8 @@ def cases(python, tmp_path_factory):
     compiler = shutil.which("g++")
     if compiler is None or torch.version.cuda or torch.version.hip:
         pytest.skip("the device needs g++, and a torch that has no GPU's device")
-    guard, home = tmp_path_factory.mktemp("device") / "guard.so", Path(torch.__file__).parent
+    guard = tmp_path_factory.mktemp("device") / "guard.so"
+    home = Path(torch.__file__).parent
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{home}/include", ROOT / "tests/fake_cuda/guard.cpp"]
     link = ["-o", guard, f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
     subprocess.run([*command, *link], check=True)

@@ -74,7 +74,8 @@ def test_the_update_is_trls(name, tmp_path):
     is_packed = dash.model.config.get_text_config()._attn_implementation == "sdpa"
     assert is_packed or name == "gemma2"  # SDPA leaves out its softcap, so transformers 5.24 takes eager attention
     assert figures["packing/padding_free"] == is_packed == (figures["packing/shared_tokens"] > 0)
-    start, end = parameters(model), parameters(dash)
+    start = parameters(model)
+    end = parameters(dash)
     assert_same_update(start, trl, end, tolerance=1e-4)
     towers = [one for one in start if "visual" in one or "vision" in one]
     assert bool(towers) == (name in MULTIMODAL) and all(torch.equal(start[one], end[one]) for one in towers)
@@ -103,7 +104,8 @@ def test_values_of_prefixes_in_tree_passes(tmp_path, caplog):
     estimator = AnswerLogProbValue(" = ")
     for name in ("gemma3_text", "qwen3_5_text", "lfm2", "falcon_h1"):
         folder = save_tiny_model(tmp_path / name, config=config_of(name))
-        model, tokenizer = load(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        model = load(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         requests = random_requests(2)
         values = estimator.score(requests, model, tokenizer)
         assert "cannot do tree passes" not in caplog.text, name

@@ -57,7 +57,8 @@ def test_trls_form():
 
 def test_what_a_per_sample_function_is_called_with():
     """Columns of verl win over what stands for them."""
-    one, verls = {"completion": ROW["completion"]}, {"data_source": None, "solution_str": "3", "ground_truth": 3}
+    one = {"completion": ROW["completion"]}
+    verls = {"data_source": None, "solution_str": "3", "ground_truth": 3}
     columns = {"extra_info": {"prompt": "1 + 2 = ", "answer": 3}}
     for function, arguments in (
         (lambda completion: 0, one),
@@ -113,7 +114,8 @@ def every(completions, completion_ids, trainer_state, log_extra, log_metric, env
 
 def test_a_column_that_is_not_there():
     """Of TRL's form, own arguments and defaults are none."""
-    columns, said = ["prompt", "answer"], "asks for 'anwser', but it can get only ['answer', "
+    columns = ["prompt", "answer"]
+    said = "asks for 'anwser', but it can get only ['answer', "
     misspelt = lambda completions, anwser, **columns: [0.0]  # noqa: E731
     row = form_of(lambda completion, anwser: 0)
     for form in (form_of(misspelt), form_of(AsksLater()), form_of(functools.partial(misspelt)), row):
@@ -146,7 +148,8 @@ def test_what_it_may_not_return():
 
 
 def test_trl_gets_a_flat_list():
-    batch, model = BATCH[0], torch.nn.Linear(2, 2)
+    batch = BATCH[0]
+    model = torch.nn.Linear(2, 2)
     runner = RewardRunner([Judge, model])
     flat = unpack([batch, runner, "owner/model", coroutine, Judge])
     assert flat[0] is batch and flat[1:3] == runner.rewards and flat[2] is model and flat[3] == "owner/model"

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 
 from dash_trl.sampling import Fleet, Job
 
-A, B, C = "http://a", "http://b", "http://c"
+A = "http://a"
+B = "http://b"
+C = "http://c"
 
 
 def fleet_of(*urls: str, sequences: int = 64) -> Fleet:
@@ -107,7 +109,8 @@ def test_servers_share_the_connections():
 
 
 def test_a_job_is_in_one_place_until_nobody_needs_it():
-    fleet, jobs = fleet_of("a", "b", sequences=4), [Job(1, 2, order=0, number=number) for number in range(5)]
+    fleet = fleet_of("a", "b", sequences=4)
+    jobs = [Job(1, 2, order=0, number=number) for number in range(5)]
     assert [url for _, url in assign(fleet, jobs)] == ["a", "b", "a", "b"]
     fail(fleet, jobs[0])
     fail(fleet, jobs[1], gone=True)

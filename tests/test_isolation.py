@@ -85,7 +85,8 @@ def flaw_of(model: torch.nn.Module, *, shared: bool = False) -> str | None:
 )
 def test_the_verdict(tokenizer, caplog, dtype, scale):
     """Of the update on packed rows, and of V(prefix) on trees: one that cannot do them computes prefix by prefix."""
-    requests, estimator = random_requests(2), AnswerLogProbValue(" = ")
+    requests = random_requests(2)
+    estimator = AnswerLogProbValue(" = ")
     for name in MODELS:
         model = made(name, dtype, scale)
         flaw = flaw_of(model)
@@ -169,7 +170,8 @@ def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model, tokenizer
 
 def test_a_mask_of_the_models_own_is_not_dropped():
     """Nor is dropout."""
-    states, kernel = torch.zeros(1, 1, 2, 8), varlen_arguments([TreeShape(2)], torch.device("cpu"))
+    states = torch.zeros(1, 1, 2, 8)
+    kernel = varlen_arguments([TreeShape(2)], torch.device("cpu"))
     for mask, dropout, said in (
         (torch.zeros(1, 1, 2, 2), 0.0, "Module has an attention mask of its own"),
         (None, 0.1, "has no dropout"),

@@ -258,7 +258,9 @@ def test_a_server_that_does_not_answer(server):
 
 def test_loops_one_after_the_other_and_side_by_side(server):
     """What belongs to a loop goes with it."""
-    judge, loops, together = made(server), weakref.WeakSet(), threading.Barrier(3)
+    judge = made(server)
+    loops = weakref.WeakSet()
+    together = threading.Barrier(3)
 
     async def ask_here() -> float:
         loops.add(asyncio.get_running_loop())
@@ -321,7 +323,8 @@ def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch)
 
 def test_a_redirect_is_not_followed(server):
     with closing(FakeJudge()) as other:
-        server.headers, server.answer = {"Location": f"{other.url}/chat/completions"}, lambda request: (307, {})
+        server.headers = {"Location": f"{other.url}/chat/completions"}
+        server.answer = lambda request: (307, {})
         refused(server.url, ask, made(server), error=openai.APIStatusError)
         assert len(server.requests) == 1 and not other.requests
 

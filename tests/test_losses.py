@@ -98,7 +98,8 @@ def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_
 
     The loss that was logged is the formula's, and the parameters go where its gradient leads.
     """
-    watch, rate = Watch(per_token), 0.5
+    watch = Watch(per_token)
+    rate = 0.5
     settings = {
         "num_iterations": 2,
         "max_steps": 4,
@@ -110,7 +111,9 @@ def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_
         **LOSSES[loss],
     }
     trainer = train(Scoring, **settings)
-    logs, rows, own = trainer.state.log_history, watch.rollouts, watch.rollouts.loss_mask.bool()
+    logs = trainer.state.log_history
+    rows = watch.rollouts
+    own = watch.rollouts.loss_mask.bool()
     credit = (rows.advantages if per_token else rows.advantages[:, None]).expand(own.shape)
     kept = (credit * own).any(dim=1)
     assert kept.any() and not kept.all()
@@ -126,7 +129,8 @@ def test_value_and_gradient(tiny_model, train, loss, rollouts, denominator, per_
     tokens = (own if denominator == "all" else counted).sum().item()
     with torch.no_grad():
         proximal = log_probs_of(with_parameters(tiny_model, watch.steps[1]), rows)[counted]
-    known, advantages = sampler[counted], credit[counted]
+    known = sampler[counted]
+    advantages = credit[counted]
     filled = torch.where(known.isnan(), proximal, known)
     for before, after, log in zip(watch.steps[1:], watch.steps[2:], logs[2:], strict=False):
         model = with_parameters(tiny_model, before)
@@ -198,7 +202,8 @@ def test_the_figures_of_trls_losses(train):
 def test_the_share_that_a_correction_changes():
     """Ratios of tokens: 2, 0.5, 1 (not reported) and 4 (no loss token); 1 and 0.6 of a row that is 0.6 in all."""
     old = torch.tensor([[2.0, 0.5, 1.0, 4.0], [1.0, 0.6, 1.0, 1.0]], dtype=torch.float64).log()
-    sampler, mask = torch.zeros_like(old), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    sampler = torch.zeros_like(old)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     sampler[0, 2] = NAN
     for mode, low, high, share in (
         ("token_truncate", None, 1.5, 1 / 7),

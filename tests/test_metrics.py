@@ -35,7 +35,8 @@ def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped
 
 def test_figures_of_the_sampler_leave_out_a_rank_that_has_none():
     """One rank has no survivor. On the other, the log-prob of one of two tokens is not reported."""
-    log_probs, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
+    log_probs = torch.tensor([[-1.0, -2.0]])
+    mask = torch.ones(1, 2)
     found = sampler_metrics(
         torch.tensor([[-1.25, torch.nan]]),
         log_probs,
@@ -52,6 +53,7 @@ def test_the_weight_of_a_row_in_vespo_leaves_out_dummy_rows():
     share = Share(first=0, micro_steps=1, passes=2, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
     one = Pass(MicroBatch(((0, 1), ())), share, tokens=(30, 0))
     for per_token, mean in ((False, (0.4 + 0.6 + 1 + 1) / 4), (True, 0.5)):  # per token, TRL's mean has its mask
-        metrics, logged = PassMetrics(per_row=False), {"vespo/phi_seq_mean": [mean]}
+        metrics = PassMetrics(per_row=False)
+        logged = {"vespo/phi_seq_mean": [mean]}
         metrics.take({**logged, "other": [0.25]}, one, 1.0, per_token=per_token)
         assert metrics.of_step([share]) == [{"vespo/phi_seq_mean": pytest.approx(0.5)}, {"other": 0.25}]

@@ -71,13 +71,15 @@ class Exchangeable:
     """A reward function of the trainer that calls another one, which a test may exchange."""
 
     def __init__(self, function):
-        self.function, self.__name__ = function, function.__name__
+        self.function = function
+        self.__name__ = function.__name__
 
     def __call__(self, **columns) -> list[float]:
         return self.function(**columns)
 
 
-EVEN, THIRD = Exchangeable(even), Exchangeable(third)
+EVEN = Exchangeable(even)
+THIRD = Exchangeable(third)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,8 @@ def trainer(trained, monkeypatch):
 
 def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, monkeypatch):
     """Those of rewards, too: a reward model runs on the trainer's device."""
-    requests, seen = random_requests(), []
+    requests = random_requests()
+    seen = []
 
     def counting(completion_ids, **kwargs):
         seen.append(len(completion_ids))
@@ -121,7 +124,8 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
 
 
 def test_rollouts_end_with_the_context(trainer, monkeypatch):
-    context, requests = 14, random_requests()
+    context = 14
+    requests = random_requests()
     for owner, name in ((trainer.model.config, "max_position_embeddings"), (trainer.args, "vllm_max_model_length")):
         trainer.sampled.clear()
         with monkeypatch.context() as patch:

@@ -57,7 +57,9 @@ class Job:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.number, self.log = folder, str(os.getpid()), folder / "batch.log"
+        self.folder = folder
+        self.number = str(os.getpid())
+        self.log = folder / "batch.log"
         self.nodes = [f"127.0.0.{2 + number}" for number in range(3)]
         server_port, train_port = free_ports(2, 20000 + os.getpid() % 10000)
         settings = {

@@ -43,14 +43,16 @@ def trained(train):
 
 def test_each_window_but_the_first_is_sampled_one_step_ahead(trained):
     """Its log-probs are those of the weights before the last step, computed row by row."""
-    sampled, ends = noting("on_rollouts_sampled"), Snapshots()
+    sampled = noting("on_rollouts_sampled")
+    ends = Snapshots()
     trainer = trained(learning_rate=0.5, callbacks=[sampled, ends])
     assert [window.policy_version.unique().tolist() for window in sampled.noted] == [[0], [0], [1], [2]]
     logged = [line for line in trainer.state.log_history if "async/staleness_max" in line]
     assert [line["async/staleness_max"] for line in logged] == [0, 1, 1, 1]
     assert all(line["completions/mean_length"] > 0 for line in logged)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    compared, weights = [], [ends.start, *ends.steps]
+    compared = []
+    weights = [ends.start, *ends.steps]
     for window in sampled.noted[1:]:
         step = int(window.policy_version[0, 0])
         for other in (step, step + 1):
@@ -67,7 +69,9 @@ def test_each_window_but_the_first_is_sampled_one_step_ahead(trained):
 
 def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(trained):
     """Those of the first window wait for the first of the second, which has been sampled then: else for ever."""
-    calls, second, waited = [], threading.Event(), []
+    calls = []
+    second = threading.Event()
+    waited = []
 
     def gated(completion, completion_ids):
         calls.append(completion)
@@ -84,7 +88,8 @@ def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(trained):
 @pytest.mark.parametrize("settings", [{"vllm_importance_sampling_mode": "token_truncate"}, {"loss_type": "aipo"}])
 def test_with_the_pipeline_the_update_is_the_same(trained, start, settings):
     """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
-    ends, figures = [], []
+    ends = []
+    figures = []
     for pipe in (False, True):
         scored = Scored()
 

@@ -38,7 +38,8 @@ def table(ranks: int, rows: int, kept: float, seed: int, group: int = 1) -> torc
 )
 def test_invariants(seed, ranks, rows, most, group, kept, tokens, layout):
     """If shared, prompts of more than 32 tokens are computed once per pass, but for their last token."""
-    lengths, least = table(ranks, rows, kept, seed, group), 32 if layout == "shared" else None
+    lengths = table(ranks, rows, kept, seed, group)
+    least = 32 if layout == "shared" else None
     options = {"max_rows": most, "max_tokens": tokens, "padding_free": layout != "padded"}
     width = 290  # of the longest row, before dropped rows were left out
     plan = plan_share(lengths, min_shared=least, width=width, **options)
@@ -62,7 +63,8 @@ def test_invariants(seed, ranks, rows, most, group, kept, tokens, layout):
         # a single row may exceed the budget
         assert size <= (most * width if tokens is None else tokens) or len(members) <= 1
     assert bool(plan) == bool((lengths[..., 1] > 0).any())
-    survivors, longest = lengths[..., 1].gt(0).sum(dim=1).max(), lengths[..., :2].sum(dim=(1, 2)).max()
+    survivors = lengths[..., 1].gt(0).sum(dim=1).max()
+    longest = lengths[..., :2].sum(dim=(1, 2)).max()
     if tokens is None:  # never more passes than by rows, and one where it has room for all
         assert len(plan) <= -(-int(survivors) // most)
         assert longest > most * width or layout == "padded" or len(plan) <= 1
@@ -96,7 +98,8 @@ def test_figures_of_packing():
 
 
 def test_where_rows_of_a_group_go():
-    short, long = [32, 10, 10], [33, 10, 10]
+    short = [32, 10, 10]
+    long = [33, 10, 10]
     for rows, budget, passes in (
         # Four groups of three rows of the longest length. A pass has room for one, so rows are taken in their order.
         ([[33, 99, 99, number // 3] for number in range(12)], None, [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]),

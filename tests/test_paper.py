@@ -187,7 +187,8 @@ def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tm
 
 
 def test_a_half_done_run_resumes_from_a_whole_checkpoint(tmp_path, monkeypatch):
-    one, run = scale("toy", tmp_path), runner.Run("dash", "0.5", 0)
+    one = scale("toy", tmp_path)
+    run = runner.Run("dash", "0.5", 0)
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", "echo $*", "sh"])
     (path := one.home(run) / "checkpoint-9").mkdir(parents=True)
     assert not runner.has_checkpoint(one.home(run))
@@ -199,10 +200,12 @@ def test_a_half_done_run_resumes_from_a_whole_checkpoint(tmp_path, monkeypatch):
 
 def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkeypatch):
     """The paper's scale, with other programs: the training gets their URLs."""
-    server, training = "echo --vllm_server_urls http://a:1; exec sleep 600", "echo $CUDA_VISIBLE_DEVICES $*"
+    server = "echo --vllm_server_urls http://a:1; exec sleep 600"
+    training = "echo $CUDA_VISIBLE_DEVICES $*"
     monkeypatch.setattr(runner.Scale, "servers", lambda self, run: ["sh", "-c", server])
     monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", training, "sh"])
-    one, run = scale("paper", tmp_path), runner.Run("dash", "0.5", 0)
+    one = scale("paper", tmp_path)
+    run = runner.Run("dash", "0.5", 0)
     runner.Work(one, list("abcdef")).train(run)
     said = (tmp_path / "logs" / f"{one.home(run).name}.log").read_text()
     assert runner.is_done(one.home(run)) and said == "a,b,c,d --vllm_server_urls http://a:1\n"
@@ -210,7 +213,8 @@ def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkey
 
 def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     """Whatever a program does is pretended. The second one is interrupted while it runs."""
-    called, programs = [], []
+    called = []
+    programs = []
 
     def start(arguments, *, log, **settings):
         called.append(log.stem)

@@ -121,7 +121,8 @@ class Changes(DASHTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         compute = partial(super()._get_per_token_logps_and_entropies, model)
-        shown, half = attention_mask.clone(), max(len(input_ids) // 2, 1)
+        shown = attention_mask.clone()
+        half = max(len(input_ids) // 2, 1)
         shown[torch.arange(len(shown)), shown.argmax(dim=1)] = 0
         other = input_ids.clone()
         other[:half, :-logits_to_keep] += attention_mask[:half, :-logits_to_keep]  # shared prompts differ now
@@ -141,7 +142,8 @@ class Changes(DASHTrainer):
         return compute(input_ids, attention_mask, logits_to_keep, **kwargs)
 
     def alone(self, model, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-        found, seen = torch.zeros(len(ids)), mask.bool()
+        found = torch.zeros(len(ids))
+        seen = mask.bool()
         if seen.any():
             row = ids[seen].tolist()
             found[seen.nonzero()[1:, 0]] = torch.tensor(log_probs(model, row[:1], row[1:]))
@@ -155,7 +157,8 @@ def test_an_override_gets_log_probs_of_its_own_tensors(prepare, train):
 
 def test_values_do_not_depend_on_their_neighbours_if_rope_depends_on_the_width(tokenizer, tmp_path):
     model = load(saved("dynamic", tmp_path))
-    value, requests = AnswerLogProbValue(), random_requests()
+    value = AnswerLogProbValue()
+    requests = random_requests()
     requests = [replace(one, prompt_ids=tuple(range(4, 4 + 2 * ORIGINAL))) for one in requests]
     together = value.score(requests, model, tokenizer)
     assert together == [row for one in reversed(requests) for row in value.score([one], model, tokenizer)][::-1]
@@ -163,7 +166,8 @@ def test_values_do_not_depend_on_their_neighbours_if_rope_depends_on_the_width(t
 
 def test_right_position_ids_are_taken_whichever_rounding_is_smaller():
     """Otherwise the weights decide, and a resumed run may take the other passes."""
-    base, model = torch.randn(1, 64), torch.nn.Linear(2, 2)
+    base = torch.randn(1, 64)
+    model = torch.nn.Linear(2, 2)
     model.dtype = torch.float32
 
     def near(noise: float):

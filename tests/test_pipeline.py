@@ -57,7 +57,8 @@ def test_the_update_is_the_one_without_it(start, train, settings, caplog):
 
 
 def test_a_checkpoint_between_micro_steps_loses_no_row(start, train, tmp_path):
-    saves, settings = SavesBetween(), {"max_tokens_per_microbatch": 60, "reward_pipeline": True}
+    saves = SavesBetween()
+    settings = {"max_tokens_per_microbatch": 60, "reward_pipeline": True}
     expected = trained(train, 0, **settings)
     settings |= {"callbacks": [saves], "prepare": lambda trainer: setattr(saves, "trainer", trainer)}
     found = trained(train, 1, **settings)
@@ -102,8 +103,10 @@ class InOrder:
     __name__ = "in_order"
 
     def __init__(self, order: Sequence[int], turn=lambda group: None):
-        self.order, self.turn = order, turn
-        self.changed, self.scored = threading.Condition(), 0
+        self.order = order
+        self.turn = turn
+        self.changed = threading.Condition()
+        self.scored = 0
 
     def compute_score(self, completion_ids, row):
         place = self.order.index(row % 16 // 4)
@@ -137,7 +140,9 @@ def test_training_begins_before_the_last_reward(train, event, settings):
 
     What says that it may see groups gets whole ones.
     """
-    events, waited, looks = {"backward": threading.Event(), "step": threading.Event()}, [], LooksAtGroups()
+    events = {"backward": threading.Event(), "step": threading.Event()}
+    waited = []
+    looks = LooksAtGroups()
     looks.on_step_end = lambda *args, **kwargs: events["step"].set()
 
     class Watched(Numbered, PerGroup):
@@ -175,7 +180,8 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, start, tra
             arrived.extend(row["row"] % 16 for row in rollouts.examples)
 
     piped = mini(train, callbacks=[Sees()], **settings)
-    orders, drawn = iter(torch.tensor(arrived).split(16)), torch.randperm
+    orders = iter(torch.tensor(arrived).split(16))
+    drawn = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda n, **more: drawn(n, **more) if more or n != 16 else next(orders))
     plain = mini(train, reward_pipeline=False, **settings)
     steps = 8 // settings.get("gradient_accumulation_steps", 1)

@@ -93,7 +93,8 @@ class InTurns(ScriptedRollouts):
 class Boundaries:
     """V is the boundary."""
 
-    space, needs_answers = "reward", False
+    space = "reward"
+    needs_answers = False
 
     def __call__(self, requests, trainer):
         self.requests = requests
@@ -110,7 +111,8 @@ def test_credit_knows_the_policy_s_tokens_alone(train, monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "counted", Estimator(credit=counted))
     process = ProcessRewardCallback(Boundaries(), estimator="counted")
     trainer, rollouts = train(process, rollouts=InTurns(), reward=ScriptedReward(constant=0.0))
-    (rewards,), own = seen, rollouts.loss_mask.bool()
+    (rewards,) = seen
+    own = rollouts.loss_mask.bool()
     lengths = own.sum(dim=1).tolist()
     assert lengths[::4] == [0] * 4 and not rewards.valued[::4].any() and max(lengths) > 6
     for row, length in enumerate(lengths):
@@ -119,7 +121,8 @@ def test_credit_knows_the_policy_s_tokens_alone(train, monkeypatch):
         turns = list(range(2, length - 1, 3))  # the last tokens of those that a tool has answered
         assert ends[: len(turns)] == turns and len(ends) <= len(turns) + 1
         assert rewards.process[row, turns].tolist() == [6.0] * len(turns)
-        request, tokens = process.value.requests[row], rollouts.completion_mask[row].bool()
+        request = process.value.requests[row]
+        tokens = rollouts.completion_mask[row].bool()
         assert request.own == tuple(own[row][tokens].long().tolist())
         assert request.completion_ids == tuple(rollouts.completion_ids[row][tokens].tolist())
         assert request.prompt_ids == tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist())
@@ -300,9 +303,14 @@ def test_a_checkpoint_from_within_a_step_has_the_states_before_what_is_repeated(
 
     Two callbacks of one class have a state each.
     """
-    counts, second, again, third = Counts(), Counts(10), Counts(), Counts()
-    wider, other = Counts(), type("Other", (Counts,), {})()
-    settings, checkpoint = {"max_steps": 4, "steps_per_generation": 2}, tmp_path / "checkpoint-2"
+    counts = Counts()
+    second = Counts(10)
+    again = Counts()
+    third = Counts()
+    wider = Counts()
+    other = type("Other", (Counts,), {})()
+    settings = {"max_steps": 4, "steps_per_generation": 2}
+    checkpoint = tmp_path / "checkpoint-2"
     train(counts, second, SaveEarly(at=2), **settings)
     train(again, third, output=tmp_path / "again", resume=checkpoint, **settings)
     assert (counts.count, second.count) == (again.count, third.count) == (8, 18)

@@ -74,7 +74,8 @@ class Walk:
         self.step, self.global_step, self.firsts, state = start
         self.taken: list[Taken] = []
         self.ahead: dict[int, Any] = {}
-        self.before, self.after = list[Any](), list[Any]()
+        self.before = list[Any]()
+        self.after = list[Any]()
         self.queue = PromptQueue(
             rows=GROUP,
             prompts=shape.prompts,
@@ -92,7 +93,8 @@ class Walk:
         return self.shape.firsts[(self.firsts - 1) % len(self.shape.firsts)]
 
     def _open_epoch(self, epoch: int, batches: int) -> Iterator[list[dict[str, int]]]:
-        order, size = self.shape.order(epoch), self.shape.prompts
+        order = self.shape.order(epoch)
+        size = self.shape.prompts
         for start in range(batches * size, len(order), size):
             for _ in range(self.shape.window_batches):
                 yield [{"prompt": prompt} for prompt in order[start : start + size] for _ in range(GROUP)]

@@ -15,7 +15,8 @@ class Clock:
     """A clock that advances only by `pass_`; replaces `time.perf_counter` and a GPU's events."""
 
     def __init__(self, monkeypatch):
-        self.now, self.waited = 0.0, 0
+        self.now = 0.0
+        self.waited = 0
         clock = self
 
         class Event:
@@ -42,15 +43,18 @@ class Clock:
 def test_a_crowded_cpu_is_warned_of_in_the_first_step(monkeypatch, caplog, load, environment, step, warns):
     for name, value in {"cpu_count": lambda: 2, "getloadavg": lambda: (load, 0, 0), "environ": environment}.items():
         monkeypatch.setattr(f"os.{name}", value)
-    args, state = DASHConfig("unused", use_cpu=True), TrainerState(global_step=step)
+    args = DASHConfig("unused", use_cpu=True)
+    state = TrainerState(global_step=step)
     Recorder(args, state, SimpleNamespace(figures=defaultdict(list))).end_step()
     assert ("threads want to run on 2 CPU cores" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
-    clock, metrics = Clock(monkeypatch), defaultdict(list)
-    args, state = DASHConfig("unused", use_cpu=True), TrainerState(logging_steps=4)
+    clock = Clock(monkeypatch)
+    metrics = defaultdict(list)
+    args = DASHConfig("unused", use_cpu=True)
+    state = TrainerState(logging_steps=4)
     monkeypatch.setattr(DASHConfig, "device", torch.device(device))
     recorder = Recorder(args, state, SimpleNamespace(figures=metrics))
     for step in range(1, 9):

@@ -27,7 +27,8 @@ def test_a_loss_without_the_weights_of_passes_is_refused(train):
 
 def survivors_means(model, rollouts) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean entropy and the mean log-prob of the survivors' tokens, row by row, with gradients."""
-    entropies, log_probs = [], []
+    entropies = []
+    log_probs = []
     survivors = torch.nonzero(rollouts.advantages)[:, 0].tolist()
     assert 0 < len(survivors) < len(rollouts)
     for row in survivors:
@@ -45,7 +46,8 @@ def test_terms_are_added_once_per_step(tiny_model, train, loss_type, budget):
 
     A subclass's own term has the same weight.
     """
-    start, recorder = parameters(tiny_model), noting("on_advantages")
+    start = parameters(tiny_model)
+    recorder = noting("on_advantages")
     settings = {
         "loss_type": loss_type,
         "max_tokens_per_microbatch": budget,

@@ -40,7 +40,8 @@ def test_the_checkpoint_that_is_named(tmp_path):
     saved_files(run := tmp_path / "run", {9: "A", 10: "A"})
     shutil.copytree(run / "checkpoint-9", run / "checkpoint-11-copy")
     (run / "checkpoint-12").mkdir()
-    last, other = str(run / "checkpoint-10"), str(run / "checkpoint-9")
+    last = str(run / "checkpoint-10")
+    other = str(run / "checkpoint-9")
     for value in (True, "true", "True", str(run), last):
         assert checkpoint_to_resume(value, str(run)) == last
     assert checkpoint_to_resume(other, str(run)) == other
@@ -194,7 +195,8 @@ def test_another_kind_of_weights_is_refused(train, tiny_model, tmp_path, saved):
     train(output=adapted, peft_config=lora, save_strategy="steps", save_steps=1)
     card = (adapted / "README.md").read_text()
     assert f"of `{tiny_model}`" in card and f"model='{adapted}'" in card
-    full, adapter = saved[1] / "checkpoint-3", adapted / "checkpoint-1"
+    full = saved[1] / "checkpoint-3"
+    adapter = adapted / "checkpoint-1"
     for checkpoint, settings, said in (
         (full, {"peft_config": lora}, "the weights of a whole model, but .* an adapter"),
         (adapter, {}, "the weights of an adapter, but this run trains all weights"),

@@ -64,7 +64,8 @@ def test_unscored_rows_leave_a_run_and_the_baseline(train):
     assert list(trainer._logs["advantages"]) == pytest.approx([0.0, 2 / 3, -1 / 3, -1 / 3] * 4)
 
 
-DEAD, NOT_APPLICABLE = [NAN, NAN], [None, None]
+DEAD = [NAN, NAN]
+NOT_APPLICABLE = [None, None]
 
 
 def batches(outcomes, elsewhere=None):

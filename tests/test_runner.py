@@ -57,7 +57,8 @@ def test_groups_are_handed_out_in_the_order_in_which_they_are_complete():
 @both_kinds
 def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
     """Nor more than a function allows. Calls wait until as many run as may."""
-    running, most = [], []
+    running = []
+    most = []
 
     def begins(number):
         running.append(number)
@@ -104,7 +105,9 @@ def test_starts_keep_their_distance(asynchronous):
 
 def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
     """It fails twice with each row; with row 3 by an error of another kind. The pauses grow."""
-    slept, count, sleep = [], Counter(), asyncio.sleep
+    slept = []
+    count = Counter()
+    sleep = asyncio.sleep
 
     def note(seconds):
         slept.append(seconds)
@@ -181,7 +184,9 @@ def test_a_rank_without_whole_groups_names_no_group():
 @pytest.mark.parametrize("settings", [{}, {"retry_on": ConnectionError}])
 def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     """As Ctrl+C does, which the main thread gets while it waits."""
-    started, both, gate = [], threading.Barrier(3), threading.Event()
+    started = []
+    both = threading.Barrier(3)
+    gate = threading.Event()
 
     def score(completion, number):
         started.append(number)
@@ -352,7 +357,9 @@ def test_post_process_scores_needs_whole_groups():
         {},
         False,
     )
-    args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
+    args.num_generations = 2
+    args.num_generations_eval = 4
+    args.per_device_eval_batch_size = 2
     assert "2 completions (per_device_eval_batch_size), which is not a multiple of" in refusal(
         check_rewards, unpack(Centred()), args, {"eval_dataset": Dataset.from_dict({"number": [1]})}, False
     )

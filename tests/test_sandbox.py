@@ -239,7 +239,8 @@ def test_all_of_it_ends_with_the_trainer():
 
 
 def test_what_something_else_ends_is_not_scored(box):
-    sleeping, others = "import time\ndef f(x): time.sleep(600)", below(os.getpid())  # such as servers of other tests
+    sleeping = "import time\ndef f(x): time.sleep(600)"
+    others = below(os.getpid())  # such as servers of other tests
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(box.run, sleeping, TESTS)
         while not verdict.done():
@@ -295,7 +296,8 @@ def test_a_program_that_waits_for_nothing_is_wrong():
     """A busy machine may be the cause at first, so that it gets more time."""
 
     def check(name: str) -> None:
-        verdict, wall = None, 1.5
+        verdict = None
+        wall = 1.5
         while verdict is None:
             with suppress(TimeoutError):
                 verdict = Sandbox(cpu_seconds=1, wall_seconds=wall).run(WAITING[name], TESTS)

@@ -52,7 +52,8 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
     """What the trainer's own collator masks: of a conversation the prompt and the assistant's header, of a text it."""
     seen = []
     monkeypatch.setattr(sft, "train", lambda trainer, measure: seen.append((trainer, measure)))
-    prompt, completion = "7+5", "7+5=12\nThe answer is 12"
+    prompt = "7+5"
+    completion = "7+5=12\nThe answer is 12"
     row = {"prompt": prompt, "completion": completion}
     if chat:
         roles = {"prompt": "user", "completion": "assistant"}
@@ -98,7 +99,9 @@ def test_table_8():
         assert f"--config examples/configs/{path.name}" in path.read_text()
 
 
-MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.jsonl"}, {"completions": "rows.jsonl"})
+MODEL = {"model_name_or_path": "model"}
+DATA = {"dataset_name": "own.jsonl"}
+FILE = {"completions": "rows.jsonl"}
 
 
 def test_mistakes(own_folder, monkeypatch):

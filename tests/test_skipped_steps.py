@@ -27,7 +27,8 @@ class Watch(Snapshots):
 
     def __init__(self):
         super().__init__()
-        self.momenta, self.learning_rates = [], []
+        self.momenta = []
+        self.learning_rates = []
 
     def on_step_end(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
         super().on_step_end(args, state, control, model)
@@ -102,7 +103,8 @@ def test_deepspeed_must_not_apply_it():
 
 
 def test_a_resumed_run_goes_on_counting(train, tmp_path):
-    trainer_class, settings = spoiled(math.nan, steps={1}), {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer_class = spoiled(math.nan, steps={1})
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     train(trainer_class, **settings)
     resumed = train(trainer_class, resume=tmp_path / "checkpoint-1", **settings)
     assert resumed.state.log_history[1]["skipped_steps"] == 1

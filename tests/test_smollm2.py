@@ -50,11 +50,13 @@ def odd(completion_ids: list[list[int]], **columns) -> list[float]:
 
 def test_a_pretrained_model_on_a_server_learns_as_trls(vllm_servers, path, tmp_path):
     """In float32, passes of other shapes round otherwise: up to 2e-5 of the update in 30 layers."""
-    sampled, tokenizer = noting("on_rollouts_sampled", as_sampled), AutoTokenizer.from_pretrained(path)
+    sampled = noting("on_rollouts_sampled", as_sampled)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = [user(one) for one in QUESTIONS]
 
     def trained(kind, **settings):
-        model, dataset = load(path, dtype=torch.float32), Dataset.from_dict({"prompt": prompts})
+        model = load(path, dtype=torch.float32)
+        dataset = Dataset.from_dict({"prompt": prompts})
         return run(kind, path, tmp_path, loaded=model, reward=odd, dataset=dataset, **SETTINGS, **settings)
 
     server = {"vllm_server_urls": vllm_servers, "vllm_importance_sampling_correction": False}

@@ -53,7 +53,9 @@ def trained(model: str, output: Any, servers: list[Any], level: int = 0, **setti
 
 def test_rewards_begin_before_the_last_group_is_sampled(tiny_model, tmp_path, server):
     """Its generation waits for the first reward call: for ever, where rewards begin when all rows are there."""
-    reward, fake, waited = Reward(), server(), []
+    reward = Reward()
+    fake = server()
+    waited = []
     fake.before = lambda number: waited.append(wait_until(lambda: reward.rows)) if number == GROUPS else None
     trainer, _ = trained(tiny_model, tmp_path, [fake], reward=reward)
     assert trainer.state.log_history[0]["async/staleness_max"] == 0
@@ -72,7 +74,8 @@ class NextIsSampled(Watch):
 
 def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model, tmp_path, server):
     """An optimizer step does not end before they are there."""
-    reward, watch = Reward(), NextIsSampled()
+    reward = Reward()
+    watch = NextIsSampled()
     watch.wait = lambda window: wait_until(lambda: len(reward.rows) >= 2 * ROWS)
     trained(tiny_model, tmp_path, [server()], 1, reward=reward, watch=watch, max_steps=2)
     assert len(reward.rows) == 2 * ROWS
@@ -90,7 +93,9 @@ class Counted(DASHTrainer):
 
 def test_passes_run_before_the_last_group_is_sampled(tiny_model, tmp_path, server):
     """Its generation waits for the first pass: for ever, where a window is sampled before it is trained on."""
-    fake, waited, Counted.passes = server(), [], []
+    fake = server()
+    waited = []
+    Counted.passes = []
     fake.before = lambda number: waited.append(wait_until(lambda: Counted.passes)) if number == GROUPS else None
     trained(tiny_model, tmp_path, [fake], reward_pipeline=True, trainer_class=Counted)
     assert len(waited) == 1 and len(Counted.passes) > 1
@@ -158,13 +163,16 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
 
 def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server):
     """Window 1 is decoded while window 0 is trained on. No work is left."""
-    trainers, watch, fake = [], NextIsSampled(), server()
+    trainers = []
+    watch = NextIsSampled()
+    fake = server()
     fake.before = lambda number: number <= GROUPS or wait_until(lambda: watch.windows)
 
     def prepare(trainer: Any) -> None:
         trainers.append(trainer)
         trainer.vllm_generation.pool.fleet.most_sequences = ROWS  # so that window 0 is asked for first
-        decode, rows = trainer.processing_class.batch_decode, []
+        decode = trainer.processing_class.batch_decode
+        rows = []
 
         def breaks(sequences, **settings):
             rows.extend(sequences)

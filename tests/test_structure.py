@@ -100,7 +100,8 @@ def test_imports_go_one_way(folders):
         targets = {PUBLIC_NAMES.get(one, one[0]) for one in imports(module)} - {"dash_trl._lazy"}
         assert "dash_trl.trainer" not in targets, module
         if folders:
-            module, targets = outer(module), set(map(outer, targets))
+            module = outer(module)
+            targets = set(map(outer, targets))
         edges.setdefault(module, set()).update(targets - {module})
     graphlib.TopologicalSorter(edges).prepare()  # raises with the cycle
 
@@ -179,7 +180,8 @@ def test_the_attributes_of_trl():
 
 def test_a_benchmark_overrides_a_method_as_it_is(monkeypatch):
     """The suite does not run benchmarks, so a method that got another parameter would break them unnoticed."""
-    folder, found = PACKAGE.parent / "benchmarks", []
+    folder = PACKAGE.parent / "benchmarks"
+    found = []
     monkeypatch.syspath_prepend(folder)
     for module in (import_module(path.stem) for path in folder.glob("*.py")):
         for _, kind in inspect.getmembers(module, inspect.isclass):
@@ -211,7 +213,8 @@ def privates() -> set[str]:
 def looks_inside(path: Path, private: set[str]) -> list[str]:
     """What a file of the tests uses of the package that is not for others: not public, private, or patched."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    found, own = [], defined(nodes)
+    found = []
+    own = defined(nodes)
     for node in nodes:
         line = getattr(node, "lineno", 0)
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
@@ -238,7 +241,8 @@ def test_tests_use_public_names():
 
 
 def test_no_folder_is_over_its_budget_and_no_sum_over_its_ceiling():
-    budgets, now = tomllib.loads(BUDGETS.read_text()), counted()
+    budgets = tomllib.loads(BUDGETS.read_text())
+    now = counted()
     for part, counts in [*now.items(), ("ceilings", sums(now))]:
         over = {name: count for name, count in counts.items() if count > budgets[part].get(name, 0)}
         assert not over, f"over the numbers of budgets.toml: {over}. Make something simpler in the same commit"

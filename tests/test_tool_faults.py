@@ -52,7 +52,8 @@ class Gone:
     """For an expected answer: the row is unscored, and its completion ends with the call."""
 
 
-GONE, NO_ROOM = Gone(), Gone()  # without room for its answer, a row ends too, but it is scored
+GONE = Gone()
+NO_ROOM = Gone()  # for its answer: a row ends, too, but it is scored
 
 
 def error(text: str) -> str:
@@ -144,7 +145,8 @@ class Fated:
         self.failed: list[str] = []
 
     def reset(self, where: str, fate: str, **columns):
-        self.where, self.fate = where, fate
+        self.where = where
+        self.fate = fate
         self.rows.append(f"{where}: {fate}")
         return self._meets("reset")
 
@@ -251,7 +253,8 @@ def check_window(train, rows: Sequence[tuple[str, str]], timeout: float, evaluat
     for number, (row, (_, completion, rewards)) in enumerate(zip(own, first, strict=True)):
         turns, scored = expected(*row)
         if number % 2 and row[0] not in ("reset", "get_reward"):
-            turns, scored = [parsed("no")], True
+            turns = [parsed("no")]
+            scored = True
         assert (completion, math.isfinite(rewards[0])) == (turns, scored), row
     assert all(math.isfinite(rewards[0]) for _, _, rewards in second)
     log = trainer.state.log_history
@@ -351,7 +354,11 @@ def test_what_the_policy_writes_ends_no_run(train, tool_model):
     """JSON that is too deep, and half a character."""
     deep = "<function:act>" + "[" * 3000 + "</>"
     turns = {"deep": deep + "<|im_end|>", "half": '<function:act>{"fate": "\\ud800"}</><|im_end|>'}
-    judge, said = Judge(), lambda text, asked: [turns["deep" if "deep" in text else "half"], written("done")]
+    judge = Judge()
+
+    def said(text, asked):
+        return [turns["deep" if "deep" in text else "half"], written("done")]
+
     settings = {"prepare": plays(said), "max_completion_length": 4000, "per_device_train_batch_size": 4}
     loaded = load(tool_model)
     loaded.config.max_position_embeddings = 8192

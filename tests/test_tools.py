@@ -34,8 +34,10 @@ from tests.tiny import EOS, refusal, refused, tiny_tokenizer, user
 BUDGET = SMALL["max_completion_length"]
 CONTEXT = 512
 ITERATIONS = 3
-ADD, LATER = ("add", {"a": 1, "b": 2}), ("later", {"text": "x"})
-DONE, CALL = written("done"), written("", ADD)
+ADD = ("add", {"a": 1, "b": 2})
+LATER = ("later", {"text": "x"})
+DONE = written("done")
+CALL = written("", ADD)
 Turns = Sequence[str | list[int]]
 PROBLEM = Dataset.from_dict({"prompt": [user("a")]})
 
@@ -313,6 +315,7 @@ def test_an_environment_may_be_the_only_reward(train, tool_model, tmp_path):
 
 
 def test_an_unknown_environment(train, tool_model):
-    more, dataset = {"environment_factory": {"a": Counter}}, PROBLEM.add_column("environment", ["b"])
+    more = {"environment_factory": {"a": Counter}}
+    dataset = PROBLEM.add_column("environment", ["b"])
     settings = {**SMALL, "in_process": True, "more": more, "dataset": dataset}
     refused("environment='b', which is not among", train, model=tool_model, **settings)

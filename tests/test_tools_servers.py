@@ -20,7 +20,8 @@ from tests.scripted_turns import parsed, written
 from tests.tiny import EOS, noting, user
 from tests.vllm_run import wait_until
 
-ROWS, TURNS = 16, 3  # of a window, of a row
+ROWS = 16  # of a window
+TURNS = 3  # of a row
 
 
 class Writer(Dated):
@@ -31,7 +32,8 @@ class Writer(Dated):
     """
 
     def __init__(self, model: str, name: str):
-        self.tokenizer, self.name = PreTrainedTokenizerFast.from_pretrained(model), name
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+        self.name = name
         self.before = lambda prompt: None
         super().__init__()
 
@@ -58,11 +60,14 @@ class Notes:
     """
 
     def __init__(self, made: list["Notes"], noted):
-        self.resets, self.noted = 0, noted
+        self.resets = 0
+        self.noted = noted
         made.append(self)
 
     def reset(self, number: int, **columns) -> None:
-        self.number, self.resets, self.said = number, self.resets + 1, []
+        self.number = number
+        self.resets = self.resets + 1
+        self.said = []
 
     def note(self, text: str) -> str:
         """Takes a note.
@@ -120,7 +125,9 @@ def check_rows(watch, tokenizer) -> list[str]:
 
 def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_turns(tool_model, tmp_path, writers):
     """Its tools are not called again."""
-    dying, other, rows = writers(tool_model, "a"), writers(tool_model, "b"), watch_rows()
+    dying = writers(tool_model, "a")
+    other = writers(tool_model, "b")
+    rows = watch_rows()
     dead: list[str] = []
 
     def dies(prompt: str) -> None:
@@ -146,8 +153,12 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
 
 def test_a_run_after_an_interrupt_uses_no_environment_at_work(tool_model, tmp_path, writers, ctrl_c):
     """A quarter of a window's rows wait for a tool, a quarter for a server, and the others have ended."""
-    writer, rows, trainers, made = writers(tool_model, "a"), watch_rows(), [], []
-    run_ended, end = threading.Event(), threading.Event()
+    writer = writers(tool_model, "a")
+    rows = watch_rows()
+    trainers = []
+    made = []
+    run_ended = threading.Event()
+    end = threading.Event()
     all_began = threading.Barrier(ROWS)  # of the next run
     seen: dict[str, list[Any]] = {"tool": [], "server": [], "end": []}
 
@@ -194,7 +205,9 @@ def test_a_run_after_an_interrupt_uses_no_environment_at_work(tool_model, tmp_pa
 
 def test_the_reward_of_a_row_begins_when_it_ends(tool_model, tmp_path, writers):
     """Another row of its window goes on until then. An environment owns another reward."""
-    writer, rewarded, waited = writers(tool_model, "a"), threading.Event(), []
+    writer = writers(tool_model, "a")
+    rewarded = threading.Event()
+    waited = []
 
     def before(prompt: str) -> None:
         if ">0+1=" in prompt and "noted" in prompt:
@@ -212,7 +225,9 @@ def test_the_reward_of_a_row_begins_when_it_ends(tool_model, tmp_path, writers):
 @pytest.mark.parametrize("level", [0, 2])
 def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(tool_model, tmp_path, writers, level):
     """All rows of a prompt get the same reward: each window samples as much as it may."""
-    writer, rows, rewarded = writers(tool_model, "a"), watch_rows(), []
+    writer = writers(tool_model, "a")
+    rows = watch_rows()
+    rewarded = []
 
     def reward(number: list[int], environments: list[Notes], **columns) -> list[float]:
         rewarded.extend((one.number, len(one.said)) for one in environments)

@@ -84,10 +84,14 @@ class BesideThree(Ranks):
 
 def test_ranks_that_share_an_engine_ask_for_equally_many_rows(train, tool_model):
     """TRL cuts a rank's completions out of those of all its ranks by the number of this rank's own prompts."""
-    call, last, counts, sharing = written("", ("add", {"a": 1, "b": 2})), written("done"), list[int](), iter((1, 2))
+    call = written("", ("add", {"a": 1, "b": 2}))
+    last = written("done")
+    counts = list[int]()
+    sharing = iter((1, 2))
 
     def counted(trainer) -> None:
-        trainer.ranks, trainer.args.vllm_tensor_parallel_size = BesideThree(trainer.accelerator), next(sharing)
+        trainer.ranks = BesideThree(trainer.accelerator)
+        trainer.args.vllm_tensor_parallel_size = next(sharing)
         sample = trainer._generate_single_turn
 
         def sampled(prompt_ids: list[list[int]], *others):

@@ -91,7 +91,8 @@ TASK_TEXT = (
 
 def test_the_reloaded_tokenizer_is_the_same(small_model):
     """AutoTokenizer makes a Qwen2Tokenizer of whatever was saved: other tokens than the model was taught, if unlike."""
-    made, loaded = arithmetic_tokenizer(), AutoTokenizer.from_pretrained(small_model)
+    made = arithmetic_tokenizer()
+    loaded = AutoTokenizer.from_pretrained(small_model)
     for text in (TASK_TEXT, "naïve 7 − 5 = 2, 🙂 don't", " 20\n\n 19  "):
         assert loaded(text)["input_ids"] == made(text)["input_ids"]
         assert loaded.decode(made(text)["input_ids"]) == text
@@ -125,7 +126,8 @@ def test_the_cache_is_keyed_by_the_settings(cache, small_model, monkeypatch):
 def test_the_same_settings_make_the_same_model_and_leave_the_random_state(cache, small_model):
     torch.manual_seed(5)
     random.seed(5)
-    states, threads = (torch.get_rng_state(), random.getstate()), torch.get_num_threads()
+    states = (torch.get_rng_state(), random.getstate())
+    threads = torch.get_num_threads()
     again = toy_model(settings=SMALL, progress=False)
     assert again != small_model
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
@@ -173,7 +175,8 @@ def passes(row: dict, program: str) -> bool:
 
 def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
     """The values that a problem shows are its first tests."""
-    generator, right = random.Random(0), 0
+    generator = random.Random(0)
+    right = 0
     rows = list(program_dataset("train", size=1000, completion=True))
     for row in rows:
         problem = row["prompt"][0]["content"]

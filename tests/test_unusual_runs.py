@@ -113,7 +113,8 @@ def test_the_adapter_that_training_began_with_is_the_reference(train, tiny_model
     def trained(kind, **own):
         base = load(tiny_model)
         model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)  # TRL copies it to "ref"
-        before, settings = parameters(model), {"beta": 0.2, "max_steps": 2, "learning_rate": 0.3, **own}
+        before = parameters(model)
+        settings = {"beta": 0.2, "max_steps": 2, "learning_rate": 0.3, **own}
         return before, parameters(train(kind, loaded=model, **settings))
 
     before, plain = trained(GRPOTrainer)
@@ -203,7 +204,8 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(train, tmp_path):
 @pytest.mark.parametrize(("order", "piped"), [((1, 0), False), ((1,), True), ((1, 0, 1), True)])
 def test_columns_and_weights_are_those_of_reward_funcs(start, train, order, piped):
     """What a trainer has of a runner is called once for each completion, whatever its place, and nothing else is."""
-    calls, functions = Counter(), [odd, long]
+    calls = Counter()
+    functions = [odd, long]
 
     def noted(number):
         def reward(completion, completion_ids):
@@ -258,13 +260,15 @@ class Evaluates(TrainerCallback):
 @pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_end"])
 def test_evaluations_within_a_step(train, event):
     """The figures of the step are logged, and those of the datasets by their names; each dataset is read by itself."""
-    callback, seen = Evaluates(event), []
+    callback = Evaluates(event)
+    seen = []
 
     def reward(prompts, **_):
         seen.append({*prompts})
         return [float(len(one)) + row % 2 for row, one in enumerate(prompts)]
 
-    easy, hard = prompts(4), prompts(64).select(range(20, 24))
+    easy = prompts(4)
+    hard = prompts(64).select(range(20, 24))
     trainer = train(
         reward=reward,
         callbacks=[callback],

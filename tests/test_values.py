@@ -34,7 +34,8 @@ def test_a_trainer_s_model_with_an_adapter(train, tokenizer):
 
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = train(peft_config=adapter, learning_rate=0.0)
-    estimator, requests = AnswerLogProbValue(" = "), random_requests()
+    estimator = AnswerLogProbValue(" = ")
+    requests = random_requests()
     with trainer.accelerator.autocast():
         values = estimator(requests, trainer)
         check_values(values, trainer.model, tokenizer, requests)
@@ -99,7 +100,8 @@ def test_the_model_is_left_as_it_was(qwen, tokenizer):
 
 # ----------------------------------------------------------------------------------------- what is forced, and where
 
-CLOSED, OPEN = "\nThe answer is 9", "</think>\n\nThe answer is 9"
+CLOSED = "\nThe answer is 9"
+OPEN = "</think>\n\nThe answer is 9"
 CHAT = "<|im_start|>assistant\n"
 THOUGHTS = {  # prompt, completion; as these models write them
     "no thought": ("4 + 5 = ", "the sum is 9<|im_end|>"),

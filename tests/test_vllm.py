@@ -53,7 +53,10 @@ class Pair:
     """
 
     def __init__(self, model: str, folder: Path):
-        self.model, self.folder, self.slow, self.hold = model, folder, folder / "slow", folder / "hold"
+        self.model = model
+        self.folder = folder
+        self.slow = folder / "slow"
+        self.hold = folder / "hold"
         self.ports = free_ports(2, 10000 + os.getpid() % 10000)  # not those of another suite that begins now, too
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.commands = [self.start(number) for number in range(2)]
@@ -139,7 +142,9 @@ def model(trained, model_path):
 @pytest.fixture
 def pool(model, proven) -> ServerGeneration:
     """For `model`; the servers hold weights of other tests."""
-    proven.generation_kwargs, proven.max_completion_length, proven.step = {}, 48, lambda: 0
+    proven.generation_kwargs = {}
+    proven.max_completion_length = 48
+    proven.step = lambda: 0
     return proven
 
 
@@ -244,9 +249,11 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(model, pool):
 def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the_new_ones(
     vllm_servers, slow_tokens, model, pool
 ):
-    pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 120
+    pool.generation_kwargs = {"ignore_eos": True}
+    pool.max_completion_length = 120
     pool.sync_weights()
-    (short,), old = prompts(pool, 1, 1), copy.deepcopy(model)
+    (short,) = prompts(pool, 1, 1)
+    old = copy.deepcopy(model)
     rows = [*[short] * 2, *[12 * short] * 2]
     before = {url: generated_tokens(url) for url in vllm_servers.urls}
     slow_tokens.touch()
@@ -263,11 +270,14 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     slow_tokens.unlink()
     groups, versions = zip(*pool.pool.collect(batch), strict=True)
     sampled = [row for group in groups for row in group]
-    completions, log_probs = [row.token_ids for row in sampled], [[[one] for one in row.log_probs] for row in sampled]
+    completions = [row.token_ids for row in sampled]
+    log_probs = [[[one] for one in row.log_probs] for row in sampled]
     assert list(map(pool.steps, versions)) == [[0, 7]] * 2
     for row in zip(rows, completions, log_probs, strict=True):
         of_old, of_new = (differences(weights, *row) <= 1e-4 for weights in (old, model))
-        begins, ends = of_old.cumprod(0).sum(), of_new.flip(0).cumprod(0).sum()  # tokens of either without a gap
+        # Tokens of either without a gap.
+        begins = of_old.cumprod(0).sum()
+        ends = of_new.flip(0).cumprod(0).sum()
         assert len(of_old) == 120 <= begins + ends and max(begins, ends) < 120
 
 
@@ -400,9 +410,12 @@ def test_evaluation_by_servers(vllm_servers, checkpoints, by_transformers, tmp_p
 
 
 def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(vllm_servers, slow_tokens, model, pool):
-    pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 150
+    pool.generation_kwargs = {"ignore_eos": True}
+    pool.max_completion_length = 150
     pool.sync_weights()
-    fleet, rows, victim = pool.pool.fleet, prompts(pool, 16, 2), vllm_servers.urls[1]
+    fleet = pool.pool.fleet
+    rows = prompts(pool, 16, 2)
+    victim = vllm_servers.urls[1]
     slow_tokens.touch()  # so that it is killed in the middle
     sampling = ThreadPoolExecutor(1).submit(pool.generate, rows, None, 2)
     wait_until(lambda: len(fleet.servers[victim].outstanding) == 8)
@@ -414,7 +427,8 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(vllm_serv
 
     change(model, 3)
     pool.sync_weights()  # the dead one does not hold up the others
-    pool.generation_kwargs, pool.max_completion_length = {}, 48
+    pool.generation_kwargs = {}
+    pool.max_completion_length = 48
     wait_until(lambda: not vllm_servers.commands[1].running)
     assert "A server has ended, so all are stopped." in vllm_servers.commands[1].log.read_text()
     vllm_servers.commands[1] = vllm_servers.start(1)  # with the weights of its disk

@@ -101,7 +101,8 @@ def test_what_a_server_answers_wrongly_is_its_failure(fakes):
 def test_a_good_server_answers_what_a_bad_one_fails(fakes, monkeypatch):
     clock = Clock(monkeypatch)
     for fault in ("500", "hangs", "breaks off"):
-        bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
+        bad = fakes(fault, spared=1)  # a server is tried before it is trusted
+        good = fakes()
         pool = ready(bad, good, server_timeout=600.0, request_timeout=60.0)
         batch = pool.submit(asked(pool, 12, 4))
         if fault == "hangs":
@@ -113,7 +114,9 @@ def test_a_good_server_answers_what_a_bad_one_fails(fakes, monkeypatch):
 
 
 def test_servers_that_cannot_be_used_are_named(fakes):
-    bad, good, gone = fakes("500", spared=1), fakes(), fakes()
+    bad = fakes("500", spared=1)
+    good = fakes()
+    gone = fakes()
     gone.stop()
     pool = ready(bad, server_timeout=0.5)
     refused(f"{bad.url} is (dead|unchecked|refitting); last error: ", complete, pool, 3, error=PoolError)
@@ -149,7 +152,8 @@ def test_a_server_that_fails_to_load_weights_goes_on_sampling(fakes):
 
 def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     """Else the older ones, coming last, would be what it computes with."""
-    order, newer_asked = [], threading.Event()
+    order = []
+    newer_asked = threading.Event()
     pool = pool_of(fakes(), fakes())
     slow = pool.urls[1]
 
@@ -175,8 +179,10 @@ def test_a_look_at_who_had_no_work_waits_until_weights_are_sent(fakes):
 
     A chain may make a request while weights are sent.
     """
-    idle, away = fakes(), fakes()
-    pool, looks = ready(idle, away), []
+    idle = fakes()
+    away = fakes()
+    pool = ready(idle, away)
+    looks = []
 
     async def refit(server):
         looks.append((server.url, pool.fleet.version, len(idle.served)))
@@ -208,7 +214,8 @@ def serving(fakes: list[Fake], model, folder) -> ServerGeneration:
 
 def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_path, fakes, caplog):
     """Nobody saw it: its connections are closed, it answers, and says nothing of its weights unasked."""
-    fake, other = fakes(), fakes()
+    fake = fakes()
+    other = fakes()
     vllm = serving([fake, other], model, tmp_path)
     pool = vllm.pool
     assert pool.fleet.urls_of("refitting") == pool.urls  # there are no weights yet
@@ -216,13 +223,15 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(model, tmp_pa
     assert fake.loads == other.loads == [0, 0]  # with the proof
     assert complete(pool, 8) == expected(8, 1)
     assert len(fake.served) == 4 and len(fake.loads) == 2 < fake.asked["/resume"]  # and no trial: nothing was amiss
-    sent, fake.tag = fake.tag, "default"
+    sent = fake.tag
+    fake.tag = "default"
     assert complete(pool, 8) == expected(8, 1)
     assert fake.loads[2:] == [4] and fake.tag == sent and len(other.loads) == 2
     pool.fleet.died(other.url, "gone", time.monotonic() - 9.0)
     vllm.sync_weights()
     assert len(fake.loads) == 4 and len(other.loads) == 2  # the dead hold nobody up
-    sent, other.tag = fake.tag, "default"
+    sent = fake.tag
+    other.tag = "default"
     assert complete(pool, 8) == expected(8, 1)
     wait_until(lambda: other.tag == sent)
     assert len(fake.loads) == 4 and len(other.loads) == 3
@@ -281,7 +290,8 @@ WITH_LESS = [
 
 def test_which_servers_can_be_this_trainer_s(model, tmp_path, fakes, caplog):
     def pair(fault=None, report=(), config=(), shape=(), **options):
-        first, second = fakes(fault), fakes()
+        first = fakes(fault)
+        second = fakes()
         for fake in (first, second):
             fake.serve(model.name_or_path)
         second.config["model_config"]["max_model_len"] = 9999
@@ -315,7 +325,8 @@ def test_weight_syncs_leave_the_base_weights_of_an_adapter_as_they_are(model, tm
     config = LoraConfig(
         r=8, lora_alpha=64, target_modules="all-linear", init_lora_weights=False, modules_to_save=["norm"]
     )
-    base, fake = load(model.name_or_path, dtype=torch.bfloat16), fakes()
+    base = load(model.name_or_path, dtype=torch.bfloat16)
+    fake = fakes()
     adapted = get_peft_model(base, config)
     adapted.add_adapter("ref", config)  # as TRL does with beta > 0
     fake.serve(model.name_or_path)

@@ -33,7 +33,9 @@ from tests.models import SIZES
 from tests.tiny import refused
 
 fakes = factory(Fake)
-A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
+A = 0x2545F4914F6CDD1E - (1 << 61)
+B = 0x1E3779B97F4A7C15
+MODULUS = 1 << 64
 
 
 def reference(values: list[int]) -> int:
@@ -43,7 +45,8 @@ def reference(values: list[int]) -> int:
 
 def test_versions_of_another_rank_are_of_this_run(tmp_path, fakes, caplog):
     """A rank that has not written them gives a server, which missed one, the last version."""
-    writes, others = FileWeights(tmp_path, torch.float32), FileWeights(tmp_path, torch.float32)
+    writes = FileWeights(tmp_path, torch.float32)
+    others = FileWeights(tmp_path, torch.float32)
     fake = fakes()
     pool = ServerPool([fake.url])
     fake.tag = writes.write([], 1).tag
@@ -60,7 +63,8 @@ def test_the_checksum_is_a_sum_over_the_bits_of_elements(bits):
 def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not():
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        q, k = torch.randn(6, 4).to(dtype), torch.randn(2, 4).to(dtype)
+        q = torch.randn(6, 4).to(dtype)
+        k = torch.randn(2, 4).to(dtype)
         whole = weights_checksum([q, k])
         assert weights_checksum([torch.cat([q, k])]) == whole, dtype
         assert weights_checksum([torch.cat([q, torch.zeros(3, 4).to(dtype)]), k]) == whole, dtype
@@ -73,7 +77,8 @@ def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not():
 def test_weights_have_another_version_after_each_change(dtype):
     flat = torch.randn(36).to(dtype)
     layer = nn.Linear(5, 6).to(dtype)
-    layer.weight.data, layer.bias.data = flat[1:31].view(6, 5), torch.zeros(6, dtype=dtype)
+    layer.weight.data = flat[1:31].view(6, 5)
+    layer.bias.data = torch.zeros(6, dtype=dtype)
     changes = [lambda: layer.weight.data[5, 4].add_(1), lambda: layer.bias.data.neg_()]
     found = [weights_version(layer.parameters())]
     for change in changes:
@@ -85,7 +90,8 @@ def test_weights_have_another_version_after_each_change(dtype):
 
 def test_workers_together_hold_what_one_holds():
     torch.manual_seed(0)
-    linear, norm = torch.randn(8, 4), torch.randn(4)
+    linear = torch.randn(8, 4)
+    norm = torch.randn(4)
     workers = [
         {"linear": f"{tensor_checksum(part):x}", "norm": f"{tensor_checksum(norm):x}"} for part in linear.split(4)
     ]
@@ -113,7 +119,10 @@ def versions(directory: Path) -> list[str]:
 
 def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fakes):
     fake = fakes()
-    pool, weights, shards, load = ServerPool([fake.url]), FileWeights(tmp_path, torch.float32), [], fake.load
+    pool = ServerPool([fake.url])
+    weights = FileWeights(tmp_path, torch.float32)
+    shards = []
+    load = fake.load
 
     def load_seen(path):
         shards.append(len(list(Path(path).glob("*.safetensors"))))
@@ -131,11 +140,14 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, fa
 
 
 def test_a_server_with_other_weights_ends_the_run(tmp_path, fakes):
-    weights, other = FileWeights(tmp_path, torch.float32), fakes("other weights")
+    weights = FileWeights(tmp_path, torch.float32)
+    other = fakes("other weights")
     given = r"was given the weights of version 1 \(checksum \w+\) but holds others \(0\)"
-    pool, refit = ServerPool([other.url]), partial(weights.refit, weights.write(parameters().items(), 1))
+    pool = ServerPool([other.url])
+    refit = partial(weights.refit, weights.write(parameters().items(), 1))
     refused(f"{other.url} {given}", pool.ask_all, refit, error=WeightMismatch)
-    other.tag, other.report["comparable"] = "default", False
+    other.tag = "default"
+    other.report["comparable"] = False
     pool.ask_all(refit)
 
 
@@ -151,7 +163,8 @@ def killed_run(directory: Path) -> None:
 
 def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
     directory = tmp_path / "made"
-    first, second = FileWeights(directory, torch.float32), FileWeights(directory, torch.float32)
+    first = FileWeights(directory, torch.float32)
+    second = FileWeights(directory, torch.float32)
     assert not directory.exists()  # ranks that only receive leave no trace
     alive = first.write(parameters().items(), 1)
     killed_run(directory)
@@ -246,7 +259,9 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights():
     plain = model_log_probs(model, IDS)
     with ScaledLayers(model).outputs():
         expected = model_log_probs(model, IDS)
-    servers, exact, mixed = {"http://a": expected.tolist()}, {torch.float32}, {torch.float32, torch.bfloat16}
+    servers = {"http://a": expected.tolist()}
+    exact = {torch.float32}
+    mixed = {torch.float32, torch.bfloat16}
     check_probe(expected, servers, exact)
     check_probe(expected, {"http://a": (expected + 0.1).tolist()}, mixed)  # rounding
     for wrong, dtypes in (

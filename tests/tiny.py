@@ -151,7 +151,8 @@ def attended(
     lengths, key_lengths = (one.diff() for one in ends)
     assert [lengths.max(), key_lengths.max()] == longest and {one.dtype for one in ends} == {torch.int32}
     if fault == "upper-left":
-        left, key_left = left - lengths[sequence], key_left - key_lengths[of_key]
+        left = left - lengths[sequence]
+        key_left = key_left - key_lengths[of_key]
     before = key_left - left[:, None]
     seen = (sequence[:, None] == of_key) & (before >= 0) & (before <= window)
     if fault == "leak":
@@ -177,7 +178,8 @@ def on_varlen(*dtypes: torch.dtype, fault: str = "") -> Iterator[None]:
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):  # as in torch 2.11
         assert window_size[1] == 0 and len({one.dtype for one in (query, key, value)}) == 1
-        window, scale = window_size[0] % 512, scale or query.shape[2] ** -0.5  # -1: all
+        window = window_size[0] % 512  # -1: all
+        scale = scale or query.shape[2] ** -0.5
         return attended(query, key, value, [cu_seq_q, cu_seq_k], [max_q, max_k], scale, window, fault)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -254,7 +256,10 @@ class ScriptedRollouts:
         self, seed: int = 0, longest: int = 24, noise: float | None = None, unknown: float = 0.0, filled: bool = False
     ):
         self.random = random.Random(seed)
-        self.longest, self.noise, self.unknown, self.filled = longest, noise, unknown, filled
+        self.longest = longest
+        self.noise = noise
+        self.unknown = unknown
+        self.filled = filled
 
     def __call__(self, prompts: list[str], trainer) -> dict[str, list]:
         rank = trainer.accelerator.process_index
@@ -272,7 +277,8 @@ class ScriptedRollouts:
         return output
 
     def _report(self, value: float, chance: random.Random) -> float:
-        reported, stand_in = value + chance.gauss(0.0, self.noise), chance.choice(UNKNOWN)
+        reported = value + chance.gauss(0.0, self.noise)
+        stand_in = chance.choice(UNKNOWN)
         if chance.random() >= self.unknown:
             return reported
         return value if self.filled else stand_in
@@ -294,7 +300,9 @@ class ScriptedReward:
     __name__ = "scripted"
 
     def __init__(self, seed: int = 0, constant: float = 0.5, silent: Sequence[int] = ()):
-        self.seed, self.constant, self.silent = seed, constant, silent
+        self.seed = seed
+        self.constant = constant
+        self.silent = silent
         self.calls = 0
 
     def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs) -> list[float]:
@@ -371,7 +379,8 @@ def compare(train: Callable[..., Any], **settings) -> tuple[list[tuple[float, fl
 
     own = {field.name for field in fields(DASHConfig)} - {field.name for field in fields(GRPOConfig)}
     trls = {name: value for name, value in settings.items() if name not in own}
-    one, other = Snapshots(), Snapshots()
+    one = Snapshots()
+    other = Snapshots()
     trainers = train(GRPOTrainer, callbacks=[one], **trls), train(callbacks=[other], **settings)
     steps = zip(one.steps, other.steps, strict=True)
     return [relative_difference(one.start, *ends) for ends in steps], *trainers

@@ -35,7 +35,9 @@ from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
 from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, load, run, without_compiled_ops
 
-LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
+LEVEL = 2
+WINDOWS = 6
+STEPS_PER_WINDOW = 2
 GROUPS = 4  # of a rank's window
 CHECKPOINT = 3  # the optimizer step: half of window 1 is used, window 2 ends the epoch, window 3 begins the next
 SECONDS = 300.0  # that something is waited for which has to happen
@@ -81,7 +83,8 @@ class Watch(DASHCallback):
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
         prompts = [row["prompt"] for row in rollouts.examples[:: args.num_generations]]
-        oldest, newest = rollouts.policy_version.min().item(), rollouts.policy_version.max().item()
+        oldest = rollouts.policy_version.min().item()
+        newest = rollouts.policy_version.max().item()
         self.windows.append({"prompts": prompts, "step": state.global_step, "oldest": oldest, "newest": newest})
 
 
@@ -100,7 +103,8 @@ class KilledAtItsCheckpoint(Watch):
 
     def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
         super().on_rollouts_sampled(args, state, control, rollouts, trainer)
-        self.trainer, self.fleet = trainer, trainer.vllm_generation.pool.fleet
+        self.trainer = trainer
+        self.fleet = trainer.vllm_generation.pool.fleet
         if len(self.windows) == 1:
             wait_until(lambda: not self.in_flight())
             trainer.accelerator.wait_for_everyone()

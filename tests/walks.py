@@ -23,7 +23,8 @@ class Walk(DASHTrainer):
         return batches, num_items
 
     def train(self, *args, **kwargs):
-        self.seen, self.ends = [], []
+        self.seen = []
+        self.ends = []
         return super().train(*args, **kwargs)
 
 
@@ -36,6 +37,8 @@ def walked(model, output, *, level=0, **settings):
 def check(model, output, **settings):
     """A queue changes nothing in what is handed out."""
     walk = walked(model, output, **settings)
-    seen, ends, walk.args.async_level = walk.seen, walk.ends, 2
+    seen = walk.seen
+    ends = walk.ends
+    walk.args.async_level = 2
     walk.train()
     assert walk.seen == seen and {*walk.ends} <= {*ends}, settings  # a stream that is over is tried again

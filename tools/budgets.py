@@ -66,7 +66,8 @@ def files(ending: str, *folders: str) -> list[Path]:
 
 def counted() -> Table:
     """Returns what there is, in the form of budgets.toml: {"tokens": …, "docstrings": …, "words": …}."""
-    tokens, docstrings = Counter[str](), Counter[str]()
+    tokens = Counter[str]()
+    docstrings = Counter[str]()
     for path in files("py", *FOLDERS):
         code, words = size(path.read_text())
         tokens[folder_of(path)] += code
@@ -94,7 +95,8 @@ def main() -> None:
             code, words = size(path.read_text())
             print(f"{path.relative_to(ROOT)!s:60} {code:7d} {words:7d}")
         return
-    now, text = counted(), BUDGETS.read_text()
+    now = counted()
+    text = BUDGETS.read_text()
     budgets = tomllib.loads(text)
     for part, folders in [*now.items(), ("ceilings", sums(now))]:
         print(f"[{part}]{'':23} {'now':>7} {'budget':>7}")

@@ -156,7 +156,8 @@ class Collector:
 
     def _log_sampled(self, batches: Sequence[GenerationBatch]) -> None:
         if rows_come_early(self.host):
-            versions, now = torch.cat([one.rollouts.policy_version for one in batches]), self.host.state.global_step
+            versions = torch.cat([one.rollouts.policy_version for one in batches])
+            now = self.host.state.global_step
             self._recorder.log(staleness_metrics(versions, now, self._ranks.gather))
         sampled = [batch.sampled for batch in batches]
         self._log.sampled(sampled, torch.cat([self._truncated(one) for one in sampled]))
@@ -187,13 +188,15 @@ class Collector:
         self._log_sampled(batches)
         rollouts = self._whole(credited)
         keep = rollouts.dropped == KEPT
-        num_items, order = rollouts.loss_mask.sum(), torch.arange(len(rollouts))
+        num_items = rollouts.loss_mask.sum()
+        order = torch.arange(len(rollouts))
         if self.dynamic is not None:
             # Rounds may sample more rows than a window has. `chosen`: the rows of the window, whose tokens the loss
             # divides by. `trained`: those of them whose group has a kept row.
             size = self._args.num_generations
             chosen, trained = rows_of_window(signal, self.dynamic.room, self._ranks.rank, size)
-            keep, num_items = keep & trained, rollouts.loss_mask[chosen].sum()
+            keep = keep & trained
+            num_items = rollouts.loss_mask[chosen].sum()
             # Each rank takes its survivors, then dropped rows until all ranks have the same number of rows.
             rows = max(self._ranks.largest(int(keep.sum())), self.dynamic.groups * size)
             order = (~keep).long().argsort(stable=True)[:rows]

@@ -133,7 +133,8 @@ def to_rollouts(
         return table([[1] * len(row) for row in rows], side, 0)
 
     counts = 1 if masked is None else (~masked).long().unsqueeze(1)
-    own, log_probs = sampled.own_tokens, None
+    own = sampled.own_tokens
+    log_probs = None
     if sampled.log_probs is not None:
         known = [[torch.nan if one is None else one for one in row] for row in sampled.log_probs]
         log_probs = table(known, "right", 0.0, torch.float32)

@@ -56,9 +56,14 @@ class WindowLog:
     """
 
     def __init__(self, host: Host, names: Sequence[str]):
-        self._host, self._ranks, self._figures, self._names = host, host.ranks, host.recorder.log, names
+        self._host = host
+        self._ranks = host.ranks
+        self._figures = host.recorder.log
+        self._names = names
         logs = host.recorder.logs
-        self._tables, self._extra, self._metrics = logs.tables, logs.extra, logs.metrics
+        self._tables = logs.tables
+        self._extra = logs.extra
+        self._metrics = logs.metrics
         # Number of consecutive windows on whose rows tools or environments all failed. The run ends at `BROKEN_AFTER`,
         # or at once if the first window fails, as with reward functions.
         self._failed_in_a_row = BROKEN_AFTER - 1
@@ -76,7 +81,8 @@ class WindowLog:
         """
         completions = torch.tensor([length for batch in batches for length in batch.lengths()])
         prompts = torch.tensor([len(ids) for batch in batches for ids in batch.prompt_ids])
-        prompts, completions = self._ranks.gather(prompts), self._ranks.gather(completions)
+        prompts = self._ranks.gather(prompts)
+        completions = self._ranks.gather(completions)
         self._host.state.num_input_tokens_seen += int(prompts.sum() + completions.sum())
         self._host.recorder.total("num_tokens", self._host.state.num_input_tokens_seen)
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
@@ -140,7 +146,8 @@ class WindowLog:
         # Sorted, because each name is gathered in its own collective, and ranks may have logged in different orders.
         names = sorted(set(self._gathered(list(self._extra))))
         self._tables["extra"].clear()  # of an earlier window, which may have had another number of rows
-        missing, wanted = [None] * len(prompts), len(rewards) if self._host.args.log_completions else 0
+        missing = [None] * len(prompts)
+        wanted = len(rewards) if self._host.args.log_completions else 0
         for name in names:  # if two functions have logged a column, the values of the second stay, as in TRL
             if len(values := self._gathered(self._extra.get(name, missing)[-len(prompts) :])) < wanted:
                 raise ValueError(

@@ -140,7 +140,8 @@ class Rewards:
         Yields:
             The indices of the rows in the batch, their rewards [·, F], and `Part.ends_step`.
         """
-        timed, groups = self.host.recorder.timed, request.groups
+        timed = self.host.recorder.timed
+        groups = request.groups
         here: list[int] = []
         while groups:
             left = min(max(groups_of_step(), 1), groups)
@@ -201,7 +202,8 @@ class Rewards:
         """
         args = self.host.args
         size = group_size or (not training and args.num_generations_eval) or args.num_generations
-        request, self.started = self.started, None
+        request = self.started
+        self.started = None
         with self.host.recorder.timed("reward", counts=training):
             request = request or self._started(rows, size)
             with request.answering():

@@ -61,7 +61,9 @@ class Rounds:
         tensor parallelism, TRL finds a rank's completions by multiplying its place by its number of prompts, so all
         ranks pass the same number.
         """
-        args, rows, wanted = self.host.args, len(contexts), 0
+        args = self.host.args
+        rows = len(contexts)
+        wanted = 0
         if not on_servers(self.host):
             is_split = args.use_vllm and args.vllm_tensor_parallel_size > 1
             wanted = self.host.ranks.largest(rows) if is_split else 1

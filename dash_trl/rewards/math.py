@@ -100,7 +100,8 @@ def _are_equal(gold: str, answer: str) -> bool:
     """
     from math_verify import verify
 
-    known, (found, *about) = read_gold(gold), map(_read, answer.split(r"\approx"))
+    known = read_gold(gold)
+    found, *about = map(_read, answer.split(r"\approx"))
     if not verify(known, found, allow_set_relation_comp=True):
         return False
     for one in about:

@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # Columns of `RolloutBatch.lengths`
-PROMPT, COMPLETION, LOSS, CHECKSUM = 0, 1, 2, -1
+PROMPT = 0
+COMPLETION = 1
+LOSS = 2
+CHECKSUM = -1
 
 # Number of prompt tokens of a dummy row. Every rank takes part in every pass, so a rank without rows runs a dummy row.
 # Two prompt tokens give the LM head a position to predict from.
@@ -146,7 +149,8 @@ class RolloutBatch:
             ValueError: if a field is unusable.
         """
         for name in {**like, **self.tensors()}:
-            now, reason = getattr(self, name), None
+            now = getattr(self, name)
+            reason = None
             before = [like[name].shape] if name in like else []
             if name == "advantages":
                 before = [self.completion_ids.shape[:1], self.completion_ids.shape]

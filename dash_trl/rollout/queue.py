@@ -70,7 +70,8 @@ class PromptQueue:
         """
         if self._to_read_again:
             self._read_again()
-        now, last = micro_step // self.window_batches, (micro_step + count - 1) // self.window_batches
+        now = micro_step // self.window_batches
+        last = (micro_step + count - 1) // self.window_batches
         later = (state.max_steps - state.global_step - 1) * self.accumulation  # micro-steps of later optimizer steps
         end = (micro_step + count + later - 1) // self.window_batches
         self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
@@ -97,7 +98,9 @@ class PromptQueue:
 
     def close(self) -> None:
         """Drop the prompts that were read, and release the dataloader's workers."""
-        self._windows, self._to_read_again, self._source = {}, {}, None
+        self._windows = {}
+        self._to_read_again = {}
+        self._source = None
         self._read.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,8 +123,10 @@ class PromptQueue:
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
     def _read_again(self) -> None:
-        windows, self._to_read_again = self._to_read_again, {}
-        wanted, end = {place for places in windows.values() for place in places}, self.place
+        windows = self._to_read_again
+        self._to_read_again = {}
+        wanted = {place for places in windows.values() for place in places}
+        end = self.place
         self.place = epoch, number = min(wanted | {end})
         batches, others = divmod(number, self.prompts)
         self._source = self.open_epoch(epoch, batches)
@@ -153,5 +158,6 @@ class PromptQueue:
                 )
             else:
                 self.place = self.place[0] + 1, 0
-                self._source, opened = None, opened + 1
+                self._source = None
+                opened += 1
         return self._read.popleft()

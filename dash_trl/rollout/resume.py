@@ -206,7 +206,8 @@ def why_a_new_window(saved: SavedRun | None, now: Shapes, start: tuple[int, int]
         reason = f"{checkpoint} has no generation window"
         fits &= not now.queues_prompts or start == (0, 0)
     else:
-        then, old = saved.shapes, saved.shapes.settings()
+        then = saved.shapes
+        old = saved.shapes.settings()
         new = {name: value for name, value in now.settings().items() if value != old.get(name, value)}
         between = saved.step % then.window_batches == 0  # then no row that is left depends on `rows`
         if not new or (between and new.keys() <= now.rows.keys()):

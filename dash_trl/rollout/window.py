@@ -107,7 +107,8 @@ class Window:
     """
 
     def __init__(self, parts: Iterable[Part] = (), *, whole: Part | None = None):
-        self.rows, self.whole = 0, whole
+        self.rows = 0
+        self.whole = whole
         self._parts = iter(parts)
         self._kept: list[Part] = []
 
@@ -126,4 +127,5 @@ class Window:
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
-        self.whole, self._kept = Part.of_parts(used, self._kept), []
+        self.whole = Part.of_parts(used, self._kept)
+        self._kept = []

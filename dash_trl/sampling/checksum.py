@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 # h(x) = x (A x + B) mod 2^64 with A even and B odd is a permutation of the 64-bit integers with h(0) = 0.
-A, B = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15
+A = 0x2545F4914F6CDD1E - (1 << 61)
+B = 0x1E3779B97F4A7C15
 MODULUS = 1 << 64
 CHUNK = 1 << 24  # elements at a time, so that a temporary int64 copy takes 128 MiB at most
 

@@ -195,7 +195,8 @@ class ServerGeneration(ExactMerges):
             self._base = self._base_version()
             base = weights_checksum(value.to(served.dtype) for _, value in self._whole_parameters(of_adapter=False))
             weights = AdapterWeights(self.weight_dir, served.dtype, self.model.peft_config[TRAINED], base)
-            gather, perturbation = self._gather_adapter, ShiftedAdapter(self.model)
+            gather = self._gather_adapter
+            perturbation = ShiftedAdapter(self.model)
         return WeightSync(
             self.pool,
             self.ranks,

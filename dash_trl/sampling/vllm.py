@@ -134,7 +134,8 @@ class VLLMServer:
         config = await self._request("GET", "/server_info", "vllm_config", params={"config_format": "json"})
         workers = await self._rpc("dash_weight_report")
         with _readable((config, workers)):
-            model, adapters = config["model_config"], config.get("lora_config") or {}
+            model = config["model_config"]
+            adapters = config.get("lora_config") or {}
             connector = (config.get("kv_transfer_config") or {}).get("kv_connector")
             described = ServedModel(
                 comparable=all(worker["comparable"] for worker in workers),
@@ -264,7 +265,8 @@ def _readable(answer: Any) -> Iterator[None]:
 
 
 def _completion(choice: Any) -> Completion:
-    ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    ids = choice["token_ids"]
+    log_probs = choice["logprobs"]["token_logprobs"]
     if choice["finish_reason"] not in ("stop", "length", "repetition"):  # the last one by `repetition_detection`
         raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
     if len(ids) != len(log_probs):

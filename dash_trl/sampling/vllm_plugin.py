@@ -13,7 +13,8 @@ from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
 WORKER_EXTENSION = f"{__name__}.WeightReport"
 # Our adapter's name in requests, and its id in the workers. A server numbers adapters from 1, in the order in which
 # requests first name them; ours is the first.
-ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1
+ADAPTER = "dash_trl_adapter"
+ADAPTER_ID = 1
 
 
 def register() -> None:

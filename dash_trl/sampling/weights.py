@@ -129,7 +129,8 @@ class FileWeights:
             size += tensor.nbytes
             if size >= SHARD_BYTES:
                 _save(shard, folder)
-                shard, size = {}, 0
+                shard = {}
+                size = 0
         _save(shard, folder)
         return checksum
 

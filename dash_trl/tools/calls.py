@@ -50,7 +50,8 @@ class ProcessTool:
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
-        self.function, self.timeout = function, timeout
+        self.function = function
+        self.timeout = timeout
         self.workers = ProcessCalls([function], max_concurrency or default_workers())
         weakref.finalize(self, self.workers.close)
 
@@ -76,7 +77,8 @@ class ToolCalls:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self._threads, self._coroutines = ThreadCalls(MOST_CALLS), AsyncCalls(MOST_CALLS)
+        self._threads = ThreadCalls(MOST_CALLS)
+        self._coroutines = AsyncCalls(MOST_CALLS)
         self._loop = EventLoop()  # runs the coroutines that wait for tools
         for one in (self._loop, self._threads, self._coroutines):
             weakref.finalize(self, one.close)

@@ -107,7 +107,8 @@ class Conversations:
         environments = self.environments
         if environments.factories:
             row.name = environments.name_of(row.example)
-            row.began, row.environment = True, environments.lease(row.name)
+            row.began = True
+            row.environment = environments.lease(row.name)
             if row.environment is None:
                 row.environment = await self.calls.call(environments.factories[row.name], {})
             given = row.prompt
@@ -197,7 +198,8 @@ class Conversations:
         """Mark a row as unscored. Its environment is in an unknown state and does not return to the pool."""
         text = "".join(traceback.format_exception_only(error)).strip()  # does not fail if the error's `__str__` fails
         error.__traceback__ = None  # a thread that hangs keeps the error; a traceback would keep the trainer in memory
-        row.failure, row.reward = f"{what}: {text}", math.nan
+        row.failure = f"{what}: {text}"
+        row.reward = math.nan
         logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
         if not row.began:
             self.environments.remove(row.environment)
@@ -210,7 +212,8 @@ class EnvironmentReward:
     """
 
     def __init__(self, kind: type, conversations: Conversations):
-        self.kind, self._conversations = kind, conversations
+        self.kind = kind
+        self._conversations = conversations
         self.__name__ = kind.__name__
 
     def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:

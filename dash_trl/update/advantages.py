@@ -52,7 +52,8 @@ def group_advantages(
     Raises:
         ValueError: if a tensor has a wrong shape, or if the rows do not split into whole groups.
     """
-    rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
+    rewards = rewards.cpu().double()  # MPS has no float64
+    weights = weights.cpu().double()
     total, advantages = _in_groups(rewards, weights, group_size)
     if multi_objective_aggregation == "normalize_then_sum":
         grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]

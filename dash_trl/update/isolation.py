@@ -196,7 +196,8 @@ def short_windows(model: Any) -> Iterator[None]:
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
     """Return how other tokens in the first sample, and in the third, change the log-probs `found` of the second."""
     first, second, third = samples
-    moved, regrouped = [], []
+    moved = []
+    regrouped = []
     for draw in range(DRAWS):
         others = [_tokens(len(one), 3 + 2 * draw + i, vocabulary) for i, one in enumerate((first, third))]
         moved.append(_distance(packed([others[0], second, third])[1], found))

@@ -144,7 +144,8 @@ def importance_sampling_ratio(
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True)
     ratio = difference.exp()
-    low, high = -torch.inf if clip_min is None else clip_min, torch.inf if clip_max is None else clip_max
+    low = -torch.inf if clip_min is None else clip_min
+    high = torch.inf if clip_max is None else clip_max
     if action == "truncate":
         return ratio.clamp(min=low, max=high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
@@ -169,9 +170,11 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, shar
         tokens: loss tokens of this micro-batch on this rank.
         share: the counts of the share, over all ranks.
     """
-    divisor_rows, divisor_tokens = share.all_rows, share.all_tokens
+    divisor_rows = share.all_rows
+    divisor_tokens = share.all_tokens
     if denominator == "kept":
-        divisor_rows, divisor_tokens = share.kept_rows, share.kept_tokens
+        divisor_rows = share.kept_rows
+        divisor_tokens = share.kept_tokens
     if loss_type in ROW_MEAN_LOSSES:
         return rows * share.passes / max(divisor_rows, 1)
     if loss_type in TOKEN_MEAN_LOSSES:

@@ -109,7 +109,8 @@ def _pack(
 
     def tokens(unit: Sequence[int]) -> int:
         """Count the tokens that the model computes for a unit. Each row computes the last prompt token again."""
-        trunk, copied = prompts[unit[0]] - 1, max_tokens is None and len(unit) > 1
+        trunk = prompts[unit[0]] - 1
+        copied = max_tokens is None and len(unit) > 1
         return trunk + copied * trunk * len(unit) // COPIES_PER_TOKEN + sum(completions[row] + 1 for row in unit)
 
     units = [unit for family in families.values() for unit in _within(family, tokens, budget)]
@@ -150,7 +151,8 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
     for row in sorted(rows, key=tokens.__getitem__, reverse=True):
         at = bisect_left(room, (tokens[row], -1))
         if at == len(room):
-            left, index = max_tokens, len(bins)
+            left = max_tokens
+            index = len(bins)
             bins.append([])
         else:
             left, index = room.pop(at)
@@ -169,5 +171,6 @@ def _sorted_bins(rows: list[int], prompts: list[int], completions: list[int], bu
             bins.append([])
             prompt = completion = 0
         bins[-1].append(row)
-        prompt, completion = max(prompt, prompts[row]), max(completion, completions[row])
+        prompt = max(prompt, prompts[row])
+        completion = max(completion, completions[row])
     return bins

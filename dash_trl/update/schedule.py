@@ -80,7 +80,8 @@ class Schedule:
         self.optimizer_step = range(0)
         self.ran_model = False
         self.shares: dict[int, Share] = {}
-        self._global_step, self._completed = -1, 0
+        self._global_step = -1
+        self._completed = 0
         self._sampled_at: int | None = None
 
     def begin_optimizer_step(self, first: int, micro_steps: int, global_step: int) -> bool:
@@ -100,7 +101,8 @@ class Schedule:
                 "this step would never be trained on. Set control.should_epoch_stop in on_step_end only."
             )
         if has_stepped:
-            self._global_step, self._completed = global_step, first
+            self._global_step = global_step
+            self._completed = first
             self.ran_model = False
             self.shares = {}
         self.optimizer_step = range(first, first + micro_steps)
@@ -139,14 +141,16 @@ class Schedule:
 
     def shares_of_window(self, micro_step: int) -> list[range]:
         """Return the micro-steps of each share of a new window, counted from the window's first, `micro_step`."""
-        window, step = self._args.steps_per_generation, self._args.gradient_accumulation_steps
+        window = self._args.steps_per_generation
+        step = self._args.gradient_accumulation_steps
         ends = range(self.optimizer_step.stop - micro_step, window, step)
         return [range(*one) for one in pairwise([0, *ends, window])]
 
     def plan(self, micro_step: int, part: Part) -> list[Pass]:
         """Plan the passes over a share or a part of it, which run in the last micro-step of the share, `micro_step`."""
         lengths = part.lengths
-        steps, ranks = self.micro_steps_of_share(micro_step), len(lengths)
+        steps = self.micro_steps_of_share(micro_step)
+        ranks = len(lengths)
         share = Share(
             first=steps.start,
             micro_steps=len(steps),

@@ -140,7 +140,8 @@ def _by_varlen(
         raise ValueError(f"dropout={dropout}: PyTorch's varlen_attn has no dropout. Set it to 0 in the model's config.")
     query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))  # [L, ·, D]
     if key_tokens is not None:
-        key, value = key.index_select(0, key_tokens), value.index_select(0, key_tokens)
+        key = key.index_select(0, key_tokens)
+        value = value.index_select(0, key_tokens)
     sequences = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     kernel: Any = varlen.varlen_attn
@@ -163,7 +164,8 @@ def _of_tree(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute causal attention of the last tokens of a row: `query` may have fewer tokens than `key`."""
-        length, keys = query.shape[2], key.shape[2]
+        length = query.shape[2]
+        keys = key.shape[2]
         mask = None
         if length < keys or sliding_window is not None and sliding_window < keys:  # SDPA has causal kernels without one
             mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
@@ -203,7 +205,8 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
             attention_mask = None
             kwargs.pop("position_ids", None)  # each layer would look in them for packed rows
         if key_tokens is not None:
-            key, value = key.index_select(2, key_tokens), value.index_select(2, key_tokens)
+            key = key.index_select(2, key_tokens)
+            value = value.index_select(2, key_tokens)
         return attention(module, query, key, value, attention_mask, **kwargs)
 
     return forward
@@ -294,7 +297,8 @@ def _draws(module: nn.Module) -> bool:
 
 def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
     """Return why PyTorch's `varlen_attn` cannot compute the attention of a model with SDPA. `None`: it can."""
-    config, dtype = model.config.get_text_config(), computing_dtype(model)
+    config = model.config.get_text_config()
+    dtype = computing_dtype(model)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ampere = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     reasons = {

@@ -187,7 +187,8 @@ class Backend:
     def close(self) -> None:
         """Cancel all calls, and end all threads and processes. A later `submit` starts anew."""
         with self._lock:
-            loop, self._loop = self._loop, None
+            loop = self._loop
+            self._loop = None
         if loop is not None:
             loop.close(self._stop)
 

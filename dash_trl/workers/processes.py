@@ -38,7 +38,8 @@ from dash_trl.workers.backends import CALLS_AHEAD, Backend, Call
 # machine's memory before its timeout.
 MEMORY = 4 << 30
 DEFAULT_MAX_WORKERS = 8  # per rank; more workers do not speed up a batch of a few hundred rows
-TEXT_CHARS, TRACEBACK_CHARS = 1_000, 8_000  # longest message of an error, longest traceback
+TEXT_CHARS = 1_000  # longest message of an error
+TRACEBACK_CHARS = 8_000
 _PR_SET_PDEATHSIG = 1  # number for Linux's prctl
 
 

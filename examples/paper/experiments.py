@@ -40,7 +40,9 @@ class Method:
     traces: bool = False
 
 
-STEPS, CODE_STEPS = 40, 20  # optimizer steps of the toy runs, over which the learning rate falls to 0
+# Optimizer steps of the toy runs, over which the learning rate falls to 0.
+STEPS = 40
+CODE_STEPS = 20
 MICRO_STEPS = 16  # micro-steps of a toy optimizer step
 DASH = {
     "max_steps": STEPS,

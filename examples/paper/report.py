@@ -51,7 +51,8 @@ class Cell:
 
 def over_seeds(values: Sequence[float]) -> Cell:
     """Returns the mean over seeds with its interval: x̄ ± t s / √n with n − 1 degrees of freedom; none for one run."""
-    mean, n = statistics.fmean(values), len(values)
+    mean = statistics.fmean(values)
+    n = len(values)
     if n == 1:
         return Cell(mean)
     half = T_QUANTILES[n - 2] * statistics.stdev(values) / math.sqrt(n)
@@ -95,7 +96,8 @@ def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> 
         toy: True = show only the rows of the smallest size, since there is one toy model.
         notes: sentences below the table.
     """
-    table, marked = TABLES[name], False
+    table = TABLES[name]
+    marked = False
     head = ["Method", *([] if toy else ["Size (B)"])]
     for column in table.columns:
         head += [column.toy if toy else column.title, f"paper: {column.title}"]

@@ -77,7 +77,9 @@ class Scale:
 
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
         self.toy = name == "toy"
-        self.folder, self.seeds, self.quick = folder, seeds, quick
+        self.folder = folder
+        self.seeds = seeds
+        self.quick = quick
         self.problems = folder / "problems"
 
     def home(self, run: Run) -> Path:
@@ -108,7 +110,8 @@ class Scale:
 
     def command(self, run: Run) -> list[str]:
         """Returns the command of a training from its beginning."""
-        method, home = METHODS[run.method], self.home(run)
+        method = METHODS[run.method]
+        home = self.home(run)
         flags: dict[str, Any] = {"seed": run.seed}
         command = [sys.executable, str(EXAMPLES / f"{method.script}.py")]
         if run.method == TRACES:
@@ -208,7 +211,8 @@ def check_same(file: Path, command: Sequence[str]) -> None:
         return
     found = json.loads(file.read_text())
     if found[1:] != list(command)[1:]:  # the path of Python does not matter
-        was, now = [one for one in found if one not in command], [one for one in command if one not in found]
+        was = [one for one in found if one not in command]
+        now = [one for one in command if one not in found]
         raise ValueError(
             f"{file.parent} holds results of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
             f"Choose another --output_dir, or remove {file.parent}."
@@ -232,7 +236,8 @@ class Work:
     """
 
     def __init__(self, scale: Scale, gpus: Sequence[str] = ()):
-        self.scale, self._gpus = scale, gpus
+        self.scale = scale
+        self._gpus = gpus
         self._logs = scale.folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._programs: list[Command] = []
@@ -245,7 +250,8 @@ class Work:
 
     def train(self, run: Run) -> None:
         """Trains or resumes a run; does nothing if the run is finished."""
-        home, command = self.scale.home(run), self.scale.command(run)
+        home = self.scale.home(run)
+        command = self.scale.command(run)
         check_same(home / "run.json", command)
         if is_done(home):
             return
@@ -304,10 +310,12 @@ class Work:
 
     def _serve(self, run: Run, gpus: Sequence[str]) -> list[str]:
         """Starts vLLM servers, which run until `stop`, and returns the flag with their URLs."""
-        name, command = f"{self.scale.home(run).name}_servers", self.scale.servers(run)
+        name = f"{self.scale.home(run).name}_servers"
+        command = self.scale.servers(run)
         log = self._logs / f"{name}.log"
         log.unlink(missing_ok=True)  # the log of an earlier try has old URLs
-        servers, started = self._start(name, command, gpus), time.monotonic()
+        servers = self._start(name, command, gpus)
+        started = time.monotonic()
         while not (urls := urls_in(log.read_text(errors="replace"))):
             if not servers.running or time.monotonic() - started > SERVER_SECONDS:
                 raise RuntimeError(f"{shlex.join(command)} gave no servers. The end of {log}:\n{tail(log)}")
@@ -382,7 +390,8 @@ def paired(scale: Scale, table: str) -> list[str]:
             pairs = zip(*(per_seed(scale, row, column) for row in (first, second)), strict=True)
             time = column.source[0] == "time"
             cell = report.over_seeds([100 * (new / old - 1) if time else new - old for old, new in pairs])
-            name, unit = column.toy if scale.toy else column.title, "%" if time else "points"
+            name = column.toy if scale.toy else column.title
+            unit = "%" if time else "points"
             cells.append(f"{name.rpartition(' (')[0]} {cell.value:+.1f} ± {cell.high - cell.value:.1f} {unit}")
         said.append(f"{second.label} against {first.label}, paired by seed: {', '.join(cells)}.")
     return said
@@ -482,7 +491,8 @@ def main(argv: Sequence[str]) -> None:
         return
     from dash_trl.serve import visible_gpus  # imported here, since it imports torch
 
-    gpus, needed = visible_gpus(), scale.gpus_needed(tables)
+    gpus = visible_gpus()
+    needed = scale.gpus_needed(tables)
     if not scale.toy and len(gpus) < needed:
         raise ValueError(
             f"The runs take {needed} GPUs, but {len(gpus)} are visible. --dry_run prints the commands, which you can "

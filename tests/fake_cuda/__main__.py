@@ -88,7 +88,8 @@ class Device(TorchDispatchMode):
 
     def keep(self, storage: Any) -> None:
         """Counts the bytes of a storage until it is freed."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self.known:
             self.known.add(key)
             self.bytes += size
