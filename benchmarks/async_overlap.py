@@ -57,8 +57,8 @@ def length(prompt: list[int]) -> int:
 class LongTailed(ServerGeneration):
     """Server pool that samples completions of the `length` of their prompt."""
 
-    def requests(self, *batch: Any) -> Iterator[Any]:
-        for ids, n, sampling in super().requests(*batch):
+    def requests(self, prompts: list[list[int]], num_generations: int) -> Iterator[Any]:
+        for ids, n, sampling in super().requests(prompts, num_generations):
             yield ids, n, sampling | {"max_tokens": length(ids)}
 
 

@@ -89,13 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dash_trl doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", help="a hub name or a directory")
+    parser.add_argument("model", nargs="?", help="a hub name, a directory, or 'toy'")
     parser.add_argument("--update", action="store_true", help="compare an optimizer step with TRL's")
     parser.add_argument("--rows", type=int, default=32, help="rows of the step, in groups of 8")
     parser.add_argument("--prompt_tokens", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--completion_tokens", type=int, default=512, help="limit of a completion's tokens")
     given, options = parser.parse_known_args(argv)
     model = given.model
+    if model == "toy":
+        from dash_trl.toy import toy_model
+
+        model = toy_model()
     if not given.update and options or given.update and model is None:
         parser.error(f"--update needs a MODEL, and only then there are more options: {options}")
     print(
