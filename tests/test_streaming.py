@@ -166,10 +166,11 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
     trainers = []
     watch = NextIsSampled()
     fake = server()
-    fake.before = lambda number: number <= GROUPS or wait_until(lambda: watch.windows)
 
     def prepare(trainer: Any) -> None:
         trainers.append(trainer)
+        first = trainer.processing_class([*prompts(GROUPS)["prompt"]])["input_ids"]
+        fake.before = lambda number: fake.requests[number - 1]["prompt"] in first or wait_until(lambda: watch.windows)
         trainer.vllm_generation.pool.fleet.most_sequences = ROWS  # so that window 0 is asked for first
         decode = trainer.processing_class.batch_decode
         rows = []
@@ -183,7 +184,7 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
         trainer.processing_class.batch_decode = breaks
 
     assert "no such token" in refusal(
-        trained, tiny_model, tmp_path, [fake], 1, watch=watch, prepare=prepare, max_steps=4
+        trained, tiny_model, tmp_path, [fake], 1, watch=watch, prepare=prepare, max_steps=4, shuffle_dataset=False
     )
     assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
     assert is_idle(trainers[0].vllm_generation.pool)

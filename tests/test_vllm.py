@@ -237,7 +237,7 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(model, pool):
     async def turns() -> None:  # a row of several turns
         ids = rows[0]
         for _ in range(2):
-            (reply,), _ = await pool.pool.complete(*pool.requests([ids], 1)[0])
+            (reply,), _ = await pool.pool.complete(*next(pool.requests([ids], 1)))
             replies.append((ids, reply.token_ids, [[value] for value in reply.log_probs]))
             ids = [*ids, *reply.token_ids]
 
