@@ -238,6 +238,7 @@ def test_everything_that_trl_logs_of_tools(models, output):
     check_tools_contract(models["tools"][0], output / "environments", "environments")
 
 
+@pytest.mark.skipif(DEEPSPEED, reason="it cannot stream")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_the_update_is_that_of_streamed_groups(train, models, server, loss_type):
     """Each rank gets its groups in another order."""
@@ -249,7 +250,7 @@ def test_the_update_is_that_of_streamed_groups(train, models, server, loss_type)
     settings["reward"] = RewardRunner(Late(()))
     plain = train(callbacks=[watches[0]], **settings)
     train(callbacks=[watches[1]], expected=whole(plain), reward_pipeline=True, **settings)
-    assert len(watches[0].windows) == 2 and (len(watches[1].windows) == 2) == DEEPSPEED  # which cannot stream
+    assert len(watches[0].windows) == 2 < len(watches[1].windows)
 
 
 class FailsOnRank1:
