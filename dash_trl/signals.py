@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 
@@ -33,7 +32,9 @@ def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
 
     Such an error is raised by a statement of this package, and no line of the user's own code has caused it.
     """
-    *_, last = _entries(trace)
+    last = trace
+    while last.tb_next is not None:
+        last = last.tb_next
     package = os.path.dirname(__file__)
     code = last.tb_frame.f_code
     raised = code.co_filename.startswith(package) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
@@ -43,12 +44,6 @@ def say(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         print(f"{kind.__name__}: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +14,15 @@ logger = logging.getLogger(__name__)
 CROWDED = 1.5  # threads per core; OpenMP's own threads alone make it 1.0
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
+# The trainer waits for servers. These seconds are also counted in "generate".
+WAITING = ("wait_for_rollouts", "wait_for_weights")
 # Dynamic sampling samples prompts in rounds, until enough groups have signal or `max_num_gen_batches` is reached. This
 # phase is all rounds after the first. Its seconds are also counted in "generate" and "reward".
 ROUNDS = ("dynamic_sampling",)
+# With `reward_pipeline` only. "wait_for_rewards" is the time in which the trainer has no scored group to train on; on
+# servers, groups may still be sampled.
+# "wait_for_ranks" is part of it: the time in which a rank waits for the slowest rank.
+WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
 class Recorder:
@@ -31,7 +36,9 @@ class Recorder:
         self.logs = logs
         self._args = args
         self._state = state
-        self._phases = PHASES + (ROUNDS if args.samples_dynamically else ())  # and those that this run has timed
+        self._phases = PHASES + (ROUNDS if args.samples_dynamically else ())
+        self._phases += WAITING if args.names_servers else ()
+        self._phases += WAITING_FOR_REWARDS if args.reward_pipeline else ()
         # A GPU works asynchronously, so the beginning and the end of a phase are recorded as events on the GPU. The
         # recorder waits for the GPU only in steps that TRL logs.
         self._on_gpu = args.device.type == "cuda"
@@ -51,11 +58,11 @@ class Recorder:
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
         """Add the seconds within the `with` block to a phase, which is logged per optimizer step as `time/<phase>`.
 
-        They are not added with `counts=False`, as in an evaluation.
+        They are not added with `counts=False`, as in an evaluation, or if the run does not log the phase.
         """
         started = self._mark()
         yield
-        if counts:
+        if counts and phase in self._phases:
             self._spans.append((phase, started, self._mark()))
 
     def end_step(self) -> None:
@@ -79,11 +86,10 @@ class Recorder:
             or (step == 1 and args.logging_first_step)
         ):
             return
-        seconds = defaultdict(float, dict.fromkeys(self._phases, 0.0))
+        seconds = dict.fromkeys(self._phases, 0.0)
         for phase, started, ended in self._spans:
             seconds[phase] += self._between(started, ended)
         self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})
-        self._phases = (*seconds,)
         self._spans = []
         self._steps = 0
 
