@@ -266,9 +266,9 @@ class OnServers(Sampler):
         self._host.recorder.total("servers/retried_requests", retried)
 
     def forget(self) -> None:
+        self._pool.cancel()  # first, because requests that end fill `_arrived`
         self._submitted.clear()
         self._arrived.clear()
-        self._pool.cancel()
         super().forget()  # last, because the conversations that are running have ended
 
 
