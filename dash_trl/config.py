@@ -1,13 +1,14 @@
 """`DASHConfig`: TRL's `GRPOConfig` and the few options that DASH adds."""
 
+import inspect
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import get_type_hints
 
 import torch
-from transformers.hf_argparser import HfArg
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
@@ -124,8 +125,9 @@ class DASHConfig(GRPOConfig):
             `multi_objective_aggregation`, which have no effect on the others (see `dash_trl.update.advantages`):
             `"rloo"`, `"single_path"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"` and `"grpo_passk"`.
         loss_type (`str`, defaults to `"dapo"`):
-            One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
-            sampled, and need the sampler's log-probs; docs/concepts/staleness.md has the equations. `"aipo"` weights
+            One of TRL's `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`, `"cispo"`, `"sapo"`, `"luspo"`, `"vespo"`, or
+            `"aipo"` or `"decoupled_ppo"`, which are for rollouts that older weights sampled, and need the sampler's
+            log-probs; docs/concepts/staleness.md has the equations. `"aipo"` weights
             each token by min(r, `aipo_delta`), where r is the policy's probability of the token, divided by the
             sampler's. `"decoupled_ppo"` is `"dapo"` with TRL's importance-sampling correction, which truncates ratios
             at `vllm_importance_sampling_clip_max` (mode `"token_truncate"`).
@@ -180,62 +182,23 @@ class DASHConfig(GRPOConfig):
             in memory, such as `/dev/shm`, is fast. `None`: a folder in `output_dir`.
     """
 
-    gradient_filter_threshold: float | None = HfArg(
-        default=0.0,
-        help="Drop a row if its largest absolute advantage is 0 or below this (the paper: 0.1). `None`: off.",
-    )
-    filter_denominator: str = HfArg(
-        default="all",
-        help="What the loss is divided by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
-    )
-    advantage_estimator: str = HfArg(
-        default="grpo",
-        help="How rewards become advantages: 'grpo' (TRL's, with `scale_rewards`), 'rloo', 'single_path', "
-        "'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'grpo_passk', or one of your own.",
-    )
-    loss_type: str = HfArg(
-        default="dapo",
-        help=f"How the loss weighs tokens: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig) or, for rollouts of older "
-        "weights, 'aipo' or 'decoupled_ppo' (docs/concepts/staleness.md).",
-    )
-    aipo_delta: float = HfArg(
-        default=8.0, help="With loss_type='aipo': the largest importance weight. A token above it has no gradient."
-    )
-    max_tokens_per_microbatch: int | None = HfArg(
-        default=None, help="Token budget of one model pass. `None`: that of TRL's padded micro-batch."
-    )
-    share_prompts: bool | None = HfArg(
-        default=None, help="Compute a prompt once for all rows of a pass that have it. `None`: if it is faster."
-    )
-
-    async_level: int = HfArg(default=0, help="The number of generation windows that may be sampled ahead of training.")
-    max_num_gen_batches: int = HfArg(
-        default=1, help="Sample up to this number of generation batches to fill a window with groups that have signal."
-    )
-    bf16: bool | None = HfArg(
-        default=None, help="Compute in bf16. Default: if a GPU can and `fp16` is not set; else float32."
-    )
-    logging_nan_inf_filter: bool = HfArg(
-        default=False, help="Not needed: a loss that is not finite counts as 0 in the log. True waits for the device."
-    )
-    reward_pipeline: bool = HfArg(
-        default=False, help="Train on groups that are scored while others are sampled and scored. Same update."
-    )
-    eval_k: list[int] | None = HfArg(
-        default=None, help="Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."
-    )
-    tool_timeout: float = HfArg(
-        default=600.0, help="Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."
-    )
-    vllm_server_urls: list[str] | None = HfArg(
-        default=None, help="Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."
-    )
-    vllm_request_timeout: float = HfArg(
-        default=600.0, help="Seconds that a server may take for one prompt's completions; then another server is asked."
-    )
-    vllm_weight_dir: str | None = HfArg(
-        default=None, help="Folder in which weights are written for the servers. `None`: in `output_dir`."
-    )
+    gradient_filter_threshold: float | None = 0.0
+    filter_denominator: str = "all"
+    advantage_estimator: str = "grpo"
+    loss_type: str = "dapo"
+    aipo_delta: float = 8.0
+    max_tokens_per_microbatch: int | None = None
+    share_prompts: bool | None = None
+    async_level: int = 0
+    max_num_gen_batches: int = 1
+    bf16: bool | None = None
+    logging_nan_inf_filter: bool = False
+    reward_pipeline: bool = False
+    eval_k: list[int] | None = None
+    tool_timeout: float = 600.0
+    vllm_server_urls: list[str] | None = None
+    vllm_request_timeout: float = 600.0
+    vllm_weight_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
@@ -373,3 +336,10 @@ class DASHConfig(GRPOConfig):
                         f"{setting} with {name}, which {reason}. But the groups of a window come one after the other. "
                         "Change one of these options."
                     )
+
+
+# Each option is documented once: its help is its text in the docstring. In a help, argparse reads % as a format.
+TEXTS = dict(re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n?)+)", inspect.getdoc(DASHConfig) or "", re.MULTILINE))
+for _option in fields(DASHConfig):
+    if _option.name in TEXTS:
+        _option.metadata = MappingProxyType({"help": " ".join(TEXTS[_option.name].split()).replace("%", "%%")})

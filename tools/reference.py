@@ -63,19 +63,20 @@ def options() -> str:
     trls, transformers = ({one.name: one for one in fields(kind)} for kind in (GRPOConfig, TrainingArguments))
     own = [one for one in fields(DASHConfig) if one.name not in trls or one.metadata != trls[one.name].metadata]
     own.sort(key=lambda one: one.name in trls)
-    texts = described(DASHConfig, [one.name for one in own])
-    rows = [[f"[{code(one.name)}](#{one.name})", default(one), plain(one.metadata["help"])] for one in own]
     inherited = [(one, transformers[one.name]) for one in fields(DASHConfig) if one.name in transformers]
     changed = [[code(one.name), default(one), default(was)] for one, was in inherited if default(one) != default(was)]
     return "\n\n".join(
         [
-            table(["option", "default", "meaning"], rows),
+            *(f"## `{one.name}`\n\n{type_of(one)}, default {default(one)}.\n\n{text_of(one)}" for one in own),
             "## Other defaults than Transformers'",
             table(["option", "default here", "in Transformers"], changed),
-            "## The options of `DASHConfig`",
-            *(f"### `{one.name}`\n\n{type_of(one)}, default {default(one)}.\n\n{texts[one.name]}" for one in own),
         ]
     )
+
+
+def text_of(option: Field) -> str:
+    """Returns an option's help, in which the names of pages are links."""
+    return re.sub(r"`?docs/([\w/-]+)\.md`?", r"[docs/\1.md](../\1.md)", plain(option.metadata["help"]))
 
 
 @functools.cache
@@ -95,20 +96,6 @@ def type_of(option: Field) -> str:
 def default(option: Field) -> str:
     value = option.default if option.default_factory is MISSING else option.default_factory()
     return "required" if value is MISSING else code(repr(getattr(value, "value", value)))
-
-
-def described(kind: type, names: Sequence[str]) -> dict[str, str]:
-    """Returns the paragraph about each option in the `Args:` of its class.
-
-    Raises:
-        ValueError: if an option has no paragraph.
-    """
-    entries = re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n?|\n)+)", f"{inspect.getdoc(kind)}\n", re.MULTILINE)
-    texts = {name: re.sub(r"\s+", " ", text).strip() for name, text in entries}
-    if missing := [name for name in names if not texts.get(name)]:
-        raise ValueError(f"{kind.__name__}'s docstring says nothing about {missing}: add them to its Args.")
-    pages = re.compile(r"`?docs/([\w/-]+)\.md`?")
-    return {name: pages.sub(r"[docs/\1.md](../\1.md)", texts[name]) for name in names}
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
