@@ -12,6 +12,6 @@ from dash_trl.rollout.batch import (
     widened,
 )
 from dash_trl.rollout.prompts import EpochOrder, new_queue
-from dash_trl.rollout.queue import PromptQueue
+from dash_trl.rollout.queue import PromptQueue, Rows
 from dash_trl.rollout.resume import SavedRun, Shapes, loading, one_run, why_a_new_window
 from dash_trl.rollout.window import Part, Window

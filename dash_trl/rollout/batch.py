@@ -99,7 +99,7 @@ class RolloutBatch:
 
     def rows(self, rows: Tensor) -> Self:
         """Return a batch with the rows at these indices, in their order."""
-        chosen: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
+        chosen = {name: value[rows] for name, value in self.tensors().items()}
         lists = {"examples": self.examples, "completions": self.completions}
         chosen |= {name: [values[row] for row in rows.tolist()] for name, values in lists.items() if values}
         return replace(self, **chosen)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import skip_first_batches
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from trl.trainer.utils import RepeatSampler
 
 from dash_trl.rollout.queue import PromptQueue
@@ -46,7 +46,7 @@ class EpochOrder(Sampler):
         return len(self.sampler)
 
 
-def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
+def open_epoch(dataloader: DataLoader, epoch: int, skipped: int = 0) -> Iterator[Rows]:
     """Return an iterator over the micro-batches of an epoch (from 0), as Transformers' `_run_epoch` makes it.
 
     The first `skipped` micro-batches are left out.
