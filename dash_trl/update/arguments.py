@@ -1,11 +1,9 @@
 """Checks tensor arguments, because PyTorch may broadcast a tensor of a wrong shape and return a wrong result."""
 
-from typing import Any
-
 from torch import Tensor
 
 
-def check_tensor(name: str, value: Any, *, floats: bool = False, **sizes: int | None) -> None:
+def check_tensor(name: str, value: object, *, floats: bool = False, **sizes: int | None) -> None:
     """Raise a `ValueError` if an argument is no tensor, or has a wrong shape or dtype.
 
     Args:

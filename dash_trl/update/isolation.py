@@ -87,7 +87,7 @@ def isolation_flaw(
 def packing_flaw(
     packed: Any,
     padded: Any,
-    model: Any,
+    model: nn.Module,
     *,
     vocabulary: int,
     device: torch.device,
@@ -137,7 +137,7 @@ def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
     """Return the gradient of the sum of the log-probs with respect to a vector that is added to all embeddings."""
     added: list[Tensor] = []
 
-    def add(module: Any, args: Any, output: Tensor) -> Tensor:
+    def add(module: nn.Module, args: object, output: Tensor) -> Tensor:
         added.append(output.new_zeros(output.shape[-1], requires_grad=True))
         return output + added[-1]
 
@@ -147,7 +147,7 @@ def _gradient(model: Any, log_probs: Callable[[], Sequence[Tensor]]) -> Tensor:
 
 
 def padding_effect(
-    plain: Any, placed: Any, model: Any, *, vocabulary: int, pad_token_id: int, device: torch.device
+    plain: Any, placed: Any, model: nn.Module, *, vocabulary: int, pad_token_id: int, device: torch.device
 ) -> int:
     """Test whether padding before a row changes the log-probs of its second half.
 
@@ -176,7 +176,7 @@ def padding_effect(
 
 
 @contextmanager
-def short_windows(model: Any) -> Iterator[None]:
+def short_windows(model: nn.Module) -> Iterator[None]:
     """Context manager that shortens a model's sliding windows to `WINDOW` tokens, fewer than a sample has.
 
     Otherwise, a sample is too short to show that a layer loses its window.

@@ -153,7 +153,7 @@ def _delta_rule(
 FUNCTIONS: dict[str, Any] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}
 
 
-def _note_trees(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _note_trees(layer: Any, args: object, kwargs: dict[str, Any]) -> None:
     """Tell a layer's mixers the trees of a pass. The hook also runs when checkpointing computes the layer again."""
     for mixer in layer.children():
         mixer.trees = kwargs.get("trees")
@@ -168,7 +168,7 @@ def _unpack(mixer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return (_rows(mixer.trees, states.device).unpack(states), *others), kwargs
 
 
-def _pack(mixer: Any, args: Any, output: Tensor) -> Tensor | None:
+def _pack(mixer: Any, args: object, output: Tensor) -> Tensor | None:
     return None if mixer.trees is None else _rows(mixer.trees, output.device).pack(output).unsqueeze(0)
 
 
@@ -182,7 +182,7 @@ def keep_rows_apart(model: nn.Module) -> None:
         for mixer in layer.children():
             if not any(isinstance(one, nn.Conv1d) for one in mixer.children()):
                 continue
-            module: Any = sys.modules[type(mixer).__module__]
+            module = sys.modules[type(mixer).__module__]
             if hasattr(module, "torch_chunk_gated_delta_rule"):  # the global functions that its `forward` calls
                 for name, apart in FUNCTIONS.items():
                     if not isinstance(getattr(module, name), partial):

@@ -23,7 +23,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -149,7 +149,7 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     (FlashAttention if `flash`, otherwise SDPA) how to keep rows apart.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
-    inputs: dict[str, Any] = {
+    inputs = {
         "input_ids": packed_ids,
         "attention_mask": no_mask(packed_ids),
         "position_ids": layout.position_ids,
@@ -162,10 +162,10 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
 
 
 @contextmanager
-def _scored(model: Any, sources: Tensor) -> Iterator[None]:
+def _scored(model: nn.Module, sources: Tensor) -> Iterator[None]:
     """Give TRL's LM head only the hidden states at `sources`. It would select them by a mask, and wait for a GPU."""
 
-    def select(backbone: Any, args: Any, output: Any) -> None:
+    def select(backbone: object, args: object, output: Any) -> None:
         output.last_hidden_state = output.last_hidden_state.index_select(1, sources)
 
     backbone = next(one for one in model.modules() if isinstance(one, PreTrainedModel)).base_model
@@ -179,7 +179,7 @@ def _every_position(device: torch.device) -> bool:
 
 
 def packed_log_probs(
-    model: Any,
+    model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
     logits_to_keep: int,
@@ -189,7 +189,7 @@ def packed_log_probs(
     same_prompt: Tensor | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
-    **ignored: Any,
+    **ignored: object,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass.
 
@@ -242,7 +242,7 @@ class ModelPasses:
 
     def __init__(
         self,
-        models: Sequence[Any],
+        models: Sequence[PreTrainedModel],
         *,
         invoked_adapter: bool,
         continuous_batching: bool,
@@ -288,8 +288,8 @@ class ModelPasses:
 
     def prepare(
         self,
-        wrapped: Any,
-        models: Sequence[Any],
+        wrapped: nn.Module,
+        models: Sequence[PreTrainedModel],
         padded: Callable[..., Any],
         *,
         vocabulary: int,
@@ -382,7 +382,7 @@ class ModelPasses:
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
 
-    def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
+    def run(self, log_probs: Callable[..., tuple], model: nn.Module, inputs: dict[str, Any], **kwargs: Any) -> tuple:
         """Run a pass over `inputs` by `log_probs`, the trainer's method, and return its result."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
@@ -399,7 +399,7 @@ class ModelPasses:
         return self._placed(log_probs) if self._places else log_probs
 
     def _placed(self, log_probs: Callable[..., tuple]) -> Callable[..., tuple]:
-        def run(model: Any, *batch: Any, **kwargs: Any) -> tuple:
+        def run(model: nn.Module, *batch: Any, **kwargs: Any) -> tuple:
             def placed(*, attention_mask: Tensor, **others: Any) -> Any:
                 positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
                 return model(attention_mask=attention_mask, position_ids=positions, **others)
@@ -411,7 +411,7 @@ class ModelPasses:
     def log_probs(
         self,
         padded: Callable[..., Any],
-        model: Any,
+        model: nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,

@@ -133,7 +133,7 @@ def _by_varlen(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **ignored: Any,
+    **ignored: object,
 ) -> Tensor:
     """Compute `tree_attention` by one call of PyTorch's `varlen_attn`, whose causal mask is lower-right."""
     if dropout:
@@ -197,7 +197,7 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
         value: Tensor,
         attention_mask: Tensor | None,
         key_tokens: Tensor | None = None,
-        trees: Any = None,
+        trees: object = None,
         **kwargs: Any,
     ) -> Any:
         if "cu_seq_lens_q" in kwargs:
@@ -314,7 +314,7 @@ def varlen_flaw(model: PreTrainedModel, device: torch.device) -> str | None:
     return first_reason(reasons)
 
 
-def first_reason(reasons: Mapping[str, Any]) -> str | None:
+def first_reason(reasons: Mapping[str, object]) -> str | None:
     """Return the first reason that holds, or `None`."""
     return next((why for why, holds in reasons.items() if holds), None)
 

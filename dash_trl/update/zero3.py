@@ -26,7 +26,7 @@ def forget_plain_passes(engine: Any) -> RemovableHandle | None:
         return None
     coordinator = offload.get_param_coordinator()
 
-    def forget(*_: Any) -> None:
+    def forget(*_: object) -> None:
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
 
