@@ -34,12 +34,12 @@ def final_text(completion: str) -> str:
     return _THOUGHT.split(_END_OF_THOUGHT.split(completion)[-1])[0]
 
 
-def ground_truth(value: Any) -> Any:
+def ground_truth(value: object) -> Any:
     """Return the gold answer in a value of verl's column `reward_model`, and any other value as it is."""
     return value["ground_truth"] if isinstance(value, Mapping) and "ground_truth" in value else value
 
 
-def plain_answer(value: Any) -> str:
+def plain_answer(value: object) -> str:
     """Return a gold answer as text: 42 for 42.0, since a column with an empty cell has floats; "1, 2" for a list.
 
     Args:

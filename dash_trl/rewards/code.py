@@ -11,7 +11,6 @@ the cause (a busy machine, tests that cannot be run), the reward function raises
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from dash_trl.rewards.answers import final_text
 from dash_trl.rewards.math import completion_text
@@ -40,7 +39,7 @@ class CodeReward:
 
     def __call__(
         self,
-        completion: Any,
+        completion: object,
         tests: str | Sequence[str] | None = None,
         entry_point: str | None = None,
         inputs: Sequence[str] | None = None,

@@ -136,7 +136,7 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
-def raise_reward_error(funcs: Sequence[Any]) -> None:
+def raise_reward_error(funcs: Sequence[object]) -> None:
     """Raise the first `RewardError` among the outcomes of the watched functions, which ends the run."""
     for func in funcs:
         for outcome in getattr(func, "outcomes", ()):
@@ -154,7 +154,7 @@ class FailureWatch:
         failed: name → share of the last counted batch on which a function failed, if it has failed in one.
     """
 
-    def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
+    def __init__(self, funcs: Sequence[object], names: Sequence[str]):
         self._funcs = funcs
         self._names = names
         self.failed: dict[str, float] = {}

@@ -52,7 +52,7 @@ class Score:
     notes: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def read_score(returned: Any) -> Score:
+def read_score(returned: object) -> Score:
     """Read the return value of a per-sample function.
 
     - A number, or None if the function does not apply.
@@ -91,7 +91,7 @@ def _number(value: Any, wrong: str) -> float:
     raise ValueError(f"returned {wrong}")
 
 
-def _note(name: Any, value: Any) -> float | str:
+def _note(name: object, value: object) -> float | str:
     if value is None or isinstance(value, str):
         return value or ""
     return _number(value, f"the note {name!r} = {value!r:.100}, which is neither a number nor a string")

@@ -92,7 +92,7 @@ def delimited(completion: str) -> str:
     return f"<completion {code}>\n{completion}\n</completion {code}>"
 
 
-def as_text(name: str, value: Any) -> str:
+def as_text(name: str, value: object) -> str:
     """Write the value of a column as text for the judge: a conversation as its messages, other values as JSON.
 
     Raises:
@@ -223,7 +223,7 @@ class JudgeReward:
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._places]
         )
 
-    async def __call__(self, /, completion: Any, **columns: Any) -> tuple[float, str, str]:
+    async def __call__(self, /, completion: object, **columns: object) -> tuple[float, str, str]:
         """Return the reward of a completion from 0 to 1, the message to the judge, and the judge's explanation.
 
         Args:

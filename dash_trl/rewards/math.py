@@ -198,12 +198,12 @@ class MathAccuracyReward:
         self.workers = workers or default_workers()
         self._told: set[type] = set()
 
-    def math_accuracy(self, completion: Any, answer: Any) -> float:
+    def math_accuracy(self, completion: object, answer: object) -> float:
         """Score one completion. `reward_pipeline` takes this method as the reward function."""
         (score,) = self([completion], [answer])
         return score
 
-    def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Sequence[object], answer: Sequence[object], **kwargs: object) -> list[float]:
         """Score a batch. Any thread may call it.
 
         Args:

@@ -155,7 +155,7 @@ class RewardRunner(AbstractContextManager["RewardRunner"]):
         return RayCalls(functions, share, **settings)
 
 
-def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -> None:
+def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], object], None]) -> None:
     while backends:  # the end of a call may start a further call, on a new backend
         backends.popitem()[1].close()
     while opened:
@@ -177,6 +177,6 @@ def unpack(reward_funcs: Any, **settings: Any) -> Any:
     return found
 
 
-def is_reward_model(function: Any) -> bool:
+def is_reward_model(function: object) -> bool:
     """Return whether a reward is a model (a module, or a model's name), which TRL calls on the main thread."""
     return isinstance(function, (nn.Module, str))

@@ -85,7 +85,7 @@ class Request:
         self._calls.append(call)
         call.add_done_callback(done)
 
-    def put(self, function: RunnerReward, row: int, outcome: Any) -> bool:
+    def put(self, function: RunnerReward, row: int, outcome: object) -> bool:
         """Store a function's outcome, which is not None, for a row. Any thread may call this, once for each row.
 
         If the function now has all outcomes of the row's group, return True; then the caller must call `complete`.
@@ -214,7 +214,7 @@ class RunnerReward(WatchedReward):
 
     def _log(self, outcomes: Sequence[Result], log_extra: Any, log_metric: Any) -> None:
         """Log the notes: numbers as metrics, strings as columns of the table of completions."""
-        notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
+        notes = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
             if isinstance(value, str):
                 self._texts.add(name)
