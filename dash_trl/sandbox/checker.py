@@ -34,7 +34,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral
-from typing import Any
+from typing import Any, TextIO
 
 Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
 
@@ -118,7 +118,7 @@ def decode(data: Any, find: Callable[[int], Any]) -> Any:
 # ----------------------------------------------------------------------------------------------------------- solution
 
 
-def run_solution(source: Any, sink: Any) -> None:
+def run_solution(source: TextIO, sink: TextIO) -> None:
     """Run the solution: answer the checker's requests, one per line. The first line is the program."""
     program = json.loads(source.readline())
     module = sys.modules["solution"] = sys.modules["__main__"] = types.ModuleType("solution")
@@ -126,7 +126,7 @@ def run_solution(source: Any, sink: Any) -> None:
     if "random" in program:
         importlib.import_module("random").seed(0)  # makes random choices the same in each run
 
-    def keep(value: Any) -> int:
+    def keep(value: object) -> int:
         objects[id(value)] = value
         return id(value)
 
@@ -173,7 +173,7 @@ class Solution:
         ended: why the solution has ended, if it has.
     """
 
-    def __init__(self, process: int, source: Any, sink: Any):
+    def __init__(self, process: int, source: TextIO, sink: TextIO):
         self.process = process
         self.source = source
         self.sink = sink
@@ -235,7 +235,7 @@ class Object:
         self._solution_.ask("set", self, name, value)
 
 
-def number_of(value: Any) -> int:
+def number_of(value: object) -> int:
     """Return the number of an object of the program; raise `Unfit` for an object of the tests."""
     if not isinstance(value, Object):
         raise Unfit(f"they pass the program a value of type {type(value).__name__!r}, which cannot be sent")
@@ -317,7 +317,7 @@ COMPARE = (
 )
 
 
-def compare_shapes(module: Any, name: str) -> None:
+def compare_shapes(module: types.ModuleType, name: str) -> None:
     """Let a function of numpy find values of different shapes not close, except an array and a number.
 
     By broadcasting, an empty array is close to any number, so a program that returns `[]` would pass.
@@ -325,13 +325,13 @@ def compare_shapes(module: Any, name: str) -> None:
     numpy = importlib.import_module("numpy")
     plain = getattr(module, name)
 
-    def fit(a: Any, b: Any, *_: Any) -> Any:
+    def fit(a: Any, b: Any, *_: object) -> Any:
         return numpy.shape(a) == numpy.shape(b) or numpy.ndim(b) == 0 and numpy.size(a)
 
     setattr(module, name, lambda *both, **more: plain(*both, **more) if fit(*both, *more.values()) else plain(0, 1e9))
 
 
-def check(job: dict[str, Any], solution: Solution, output: Any) -> dict[str, Any]:
+def check(job: dict[str, Any], solution: Solution, output: TextIO) -> dict[str, Any]:
     """Run tests on the program; return the fields of a `Verdict`, and `unfit`, why no program can be scored.
 
     The output gets the nonce first: if this process ends before that, the program cannot be the cause.

@@ -161,7 +161,7 @@ def _failure(error: BaseException) -> tuple[str, bool]:
     return _encodable(str({"error": str(error)})), True
 
 
-def _written(value: Any) -> str | list[dict[str, str]]:
+def _written(value: object) -> str | list[dict[str, str]]:
     """Return a value as text, or as text blocks, without characters that tokenizers refuse."""
     if (
         isinstance(value, list)

@@ -87,7 +87,7 @@ class Conversations:
         return self.environments.for_evaluation()
 
     def begun(
-        self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
+        self, prompt_ids: Sequence[list[int]], environments: Sequence[object] | None, names: Sequence[str | None] | None
     ) -> list[Conversation]:
         """Make rows for an evaluation, in which TRL has reset the environments and will score the completions."""
         rows = [Conversation({}, ids) for ids in prompt_ids]
@@ -172,7 +172,7 @@ class Conversations:
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
-    def rewards(self, instances: Sequence[Any]) -> dict[int, Any]:
+    def rewards(self, instances: Sequence[object]) -> dict[int, Any]:
         """Return `id` of each environment → reward; NaN = a call failed. Call `get_reward` where none is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
@@ -216,6 +216,6 @@ class EnvironmentReward:
         self._conversations = conversations
         self.__name__ = kind.__name__
 
-    def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
+    def __call__(self, environments: Sequence[object], **_: object) -> list[float | None]:
         rewards = self._conversations.rewards([one for one in environments if type(one) is self.kind])
         return [rewards[id(one)] if type(one) is self.kind else None for one in environments]

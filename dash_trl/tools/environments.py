@@ -53,10 +53,10 @@ class Environments:
         with self._lock:
             return self.pool[name].pop() if self.pool[name] and not self._is_evaluating else None
 
-    def give_back(self, name: str | None, instance: Any) -> None:
+    def give_back(self, name: str | None, instance: object) -> None:
         self.pool[name].append(instance)
 
-    def remove(self, instance: Any) -> None:
+    def remove(self, instance: object) -> None:
         """Remove an instance from TRL's idle instances, so that TRL does not use it again."""
         for pool in self.pool.values():
             pool[:] = [one for one in pool if one is not instance]
@@ -78,7 +78,7 @@ class Environments:
         return {name: value for name, value in example.items() if name != "environment"}
 
 
-def methods_of(instance: Any) -> list[Callable[..., Any]]:
+def methods_of(instance: object) -> list[Callable[..., Any]]:
     """Return the tools of an environment: its public methods except `reset` and `get_reward`."""
     names = (name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction))
     return [getattr(instance, name) for name in names if name not in ("reset", "get_reward") and name[0] != "_"]

@@ -10,7 +10,6 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from datasets import Dataset
 
@@ -90,7 +89,7 @@ def arithmetic_dataset(
     )
 
 
-def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+def arithmetic_reward(completions: Sequence[object], answer: Sequence[str], **kwargs: object) -> list[float]:
     """Reward function of TRL's form: 1.0 if the last "The answer is N" of a completion is right, else 0.0."""
     found = [ANSWER.findall(completion_text(completion))[-1:] for completion in completions]
     return [float(last == [str(gold)]) for last, gold in zip(found, answer, strict=True)]

@@ -201,7 +201,7 @@ def toy_model(
     return cached_model(lessons.name, asdict(settings), make)
 
 
-def cached_model(name: str, settings: Mapping[str, Any], make: Callable[[Path], None]) -> str:
+def cached_model(name: str, settings: Mapping[str, object], make: Callable[[Path], None]) -> str:
     """Return the directory of a model that is made once and then cached.
 
     An interrupted call leaves no incomplete model. Of several processes, one makes the model and the others wait.

@@ -158,7 +158,7 @@ class Backend:
     ):
         self._count = count
         self._distance = 1 / rate_limit if rate_limit else 0.0
-        self._make: Callable[[Call], Awaitable[Any]] = retry(
+        self._make = retry(
             stop=stop_after_attempt(1 + retries),
             wait=wait_random_exponential(max=LONGEST_PAUSE),
             retry=retry_if_exception_type(retry_on),

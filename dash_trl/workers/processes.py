@@ -111,7 +111,7 @@ def _end(reference: "weakref.ref[ProcessPool]") -> None:
 def pack(functions: Sequence[Callable[..., Any]]) -> bytes:
     """Pickle functions for other processes, or raise a `ValueError` if one cannot be pickled."""
     try:
-        return cloudpickle.dumps(functions)  # type: ignore[no-any-return]
+        return cloudpickle.dumps(functions)
     except Exception as error:
         names = ", ".join(getattr(one, "__qualname__", type(one).__name__) for one in functions)
         raise ValueError(
@@ -215,7 +215,7 @@ def _call(packed: bytes) -> bytes:
     """Make a call in a worker; return its pickled value and error, and never raise an error."""
     try:
         number, arguments = pickle.loads(packed)
-        return cloudpickle.dumps((_functions[number](**arguments), None))  # type: ignore[no-any-return]
+        return cloudpickle.dumps((_functions[number](**arguments), None))
     except BaseException as error:  # a user's function may also raise SystemExit
         text = "".join(traceback.format_exception_only(error)).strip()
         with suppress(BaseException):  # some errors accept no notes, or cannot be pickled or read
